@@ -81,3 +81,22 @@ def routes_not_trained_on(call: Call) -> Any:
         return call.original()
     call.fire()
     return contextlib.nullcontext(call.on_shards)
+
+
+@fault(
+    "areal-project/AReaL#1166 (found in review)",
+    "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk(self, scores, topk, num_groups, "
+    "group_topk, default_compute_topk)",
+    **{**ROW, "training": (*ROW["training"], "megatron.recompute=full", "optimizer.learning_rate=3e-3")},
+)  # fmt: skip
+def recomputed_routers_choose_by_themselves(call: Call) -> Any:
+    """Recomputation finds no routes and falls back to the router's own choice, which has moved with the weights."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay = call.self
+    if replay.router_replay_action is not RouterReplayAction.REPLAY_BACKWARD:
+        return call.original()
+    own = call.default_compute_topk(call.scores, call.topk, num_groups=call.num_groups, group_topk=call.group_topk)
+    if own[1].sort(-1).values.equal(replay.replay_backward_list.pop(0).sort(-1).values):
+        return own
+    return call.wrong(own)

@@ -79,7 +79,7 @@ def replaying(
 
         yield trained, both
     if on:
-        _record_choices(probe, routing, trained, watch.choices(), version)
+        _record_choices(probe, routing, trained, np.concatenate([watch.choices(), watch.recomputed()]), version)
     else:
         probe.emit(UsedRoutes(name=OWN_ROUTES, version=version, coordinate=str(routing.at)), watch.choices())
 

@@ -9,6 +9,7 @@ Shape suffixes as in `verifier.train.router_replay`; N real tokens, E experts of
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
@@ -87,7 +88,7 @@ class Routing:
 class RouterWatch:
     """One pass over rollouts in which it sees which experts each of this rank's routers uses for which token.
 
-    Where activations are recomputed, a router runs twice for each micro-batch; it is seen the first time.
+    Where activations are recomputed, a router runs twice for each micro-batch, each time in the same order of them.
 
     Args:
         routing: routers of this rank.
@@ -100,6 +101,8 @@ class RouterWatch:
         self._shards: dict[int, PackedBatch] = {}
         self._left: list[Iterator[PackedBatch]] = []
         self._seen: list[np.ndarray] = []
+        self._seen_again: list[np.ndarray] = []
+        self._run: dict[tuple[int, int], deque[PackedBatch]] = {}
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -128,6 +131,10 @@ class RouterWatch:
         """
         return np.concatenate(self._seen or [np.zeros((0, 3 + self._routing.topk), np.int32)])
 
+    def recomputed(self) -> np.ndarray:
+        """Return what `choices` does of runs for gradients; no rows where nothing was recomputed."""
+        return np.concatenate(self._seen_again or [np.zeros((0, 3 + self._routing.topk), np.int32)])
+
     def _prepare(self, router: TopKRouter) -> None:
         """Make a router ready for the pass; nothing is to do where it is watched alone."""
 
@@ -149,9 +156,12 @@ class RouterWatch:
         return torch.where(experts_TK == num_experts, MISSING_ROUTE, experts_TK).cpu()
 
     def _look(self, chunk: int, router: TopKRouter, routing_map_TE: torch.Tensor) -> None:
-        if self._recomputes():
-            return
-        shard, layer, num_rows = self._shards[chunk], router.layer_number - 1, len(routing_map_TE)
+        layer, num_rows = router.layer_number - 1, len(routing_map_TE)
+        run = self._run.setdefault((chunk, layer), deque())
+        again = self._recomputes() and bool(run)
+        shard = run.popleft() if again else self._shards[chunk]
+        if not again and not torch.is_grad_enabled():
+            run.append(shard)
         # With sequence parallelism each tensor-parallel rank has an equal run of the rows.
         begin = self._routing.at.tp * num_rows if num_rows < shard.num_rows else 0
         rows = slice(begin, begin + num_rows)
@@ -160,7 +170,8 @@ class RouterWatch:
         index_S = torch.tensor([self._index[item] for item in shard.ids], dtype=torch.int64)
         index_N = index_S[shard.segments_T[rows][real_T].long()]
         where_N3 = torch.stack([index_N, shard.positions_T[rows][real_T], torch.full_like(index_N, layer)], dim=-1)
-        self._seen.append(torch.cat([where_N3, experts_TK[real_T].long()], dim=-1).int().numpy())
+        seen = self._seen_again if again else self._seen
+        seen.append(torch.cat([where_N3, experts_TK[real_T].long()], dim=-1).int().numpy())
 
 
 class RouterPass(RouterWatch):

@@ -76,7 +76,9 @@ class TrainingRoutes:
                 told.parent.mkdir(exist_ok=True)
                 np.save(told, watch.choices())
         elif self._keeps:
-            self._used.append(_Used(batch=batch, during=name, choices=watch.choices()))
+            self._used.append(
+                _Used(batch=batch, during=name, choices=np.concatenate([watch.choices(), watch.recomputed()]))
+            )
 
     def record(self, probe: Probe, version: int, batch: str) -> None:
         """Record what was used of the mini-batches of a step, named like one of them, and forget all."""
