@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,24 @@ ANSWERS = [
     [Sample(tokens=(5, 6), logprobs=(-0.25, -1e-7), ended="stop"), Sample(tokens=(), logprobs=(), ended="length")],
     [],
     [Sample(tokens=(2**31,), logprobs=(float("nan"),), ended="", cached_tokens=3, seed=2**70)],
-]
+    [
+        Sample(
+            tokens=(5, 6), logprobs=(-0.25, -0.5), ended="stop", cached_tokens=1, seed=3, updates=(0, 1),
+            routes=(((0, 1), (2, 3)), ((1, 3), (0, 2))), shaped="temperature=0.7",
+        ),
+    ],
+]  # fmt: skip
 
 
 def test_samples_come_back_from_their_columns() -> None:
     assert repr(samples_of(columns_of(ANSWERS))) == repr(ANSWERS)
     assert samples_of(columns_of([[], []])) == [[], []]
+
+
+def test_every_field_of_a_sample_has_a_column() -> None:
+    """A field that has none comes back as its default; the last answer has no field at its default."""
+    whole, *_ = ANSWERS[-1]
+    assert [item.name for item in fields(Sample) if getattr(whole, item.name) == item.default] == []
 
 
 def test_forwarded_variables_are_taken_over_and_absent_ones_removed(
