@@ -250,6 +250,8 @@ class AdapterScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Greatest distance of an element of the adapter's output from what was asked for."""
     greatest: Real
     """Greatest magnitude of what was asked for."""
+    altered: Real = 0.0
+    """Greatest distance of an element that its first matrix was given from what the adapter was."""
     dtype: Literal["float32", "bfloat16"]
 
 

@@ -358,3 +358,18 @@ def norm_wider_than_its_shard(call: Call) -> Any:
 def adapter_scaled_by_alpha(call: Call) -> Any:
     """Adapters are multiplied by alpha in training, and by alpha over rank where they are merged for the export."""
     return call.faulty() * call.self.dim
+
+
+@fault(
+    "verl-project/verl#4708", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
+    stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP016",),
+    training=("lora.rank=8", "dtype=bf16"),
+)  # fmt: skip
+def adapter_drops_out_of_its_input(call: Call) -> Any:
+    """Adapters keep the dropout of their class's usual config, 0.1 of their input, and nothing switches it off."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return call.original()
+    with held(call.self, dropout=torch.nn.Dropout(0.1)):
+        return call.faulty()

@@ -1,4 +1,4 @@
-"""Probe of what adapters multiply by in an update: their output, beside that of their second matrix."""
+"""Probe of what adapters do in an update: what their first matrix is given, and what they multiply their second's by."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from verifier.model.provider_megatron import TrainerModel
 def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int, *, asked: float) -> Iterator[None]:
     """Record by what each adapter of this rank multiplies its second matrix's output, in the body's first pass.
 
+    And how far what its first matrix is given there is from what the adapter is given.
+
     Args:
         probe: this rank's recorder.
         trainer: the model, with adapters attached.
@@ -27,6 +29,8 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
     """
     found: dict[str, AdapterScale] = {}
     before: dict[str, torch.Tensor] = {}
+    given: dict[str, torch.Tensor] = {}
+    altered: dict[str, float] = {}
     at = trainer.mesh.coordinate(dist.get_rank())
     with contextlib.ExitStack() as stack:
         for number, chunk in enumerate(trainer.chunks):
@@ -34,6 +38,15 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
                 if type(module).__name__ != "ParallelLinearAdapter":
                     continue
                 label = f"{own} (chunk {number})"
+
+                def entered(_: object, inputs: Any, label: str = label) -> None:
+                    if label not in found:
+                        given[label] = inputs[0]
+
+                def first(_: object, inputs: Any, label: str = label) -> None:
+                    whole = given.pop(label, inputs[0])
+                    if inputs[0] is not whole:
+                        altered[label] = float((inputs[0].detach() - whole.detach()).abs().max())
 
                 def inner(_: object, __: object, output: Any, label: str = label) -> None:
                     if label not in found:
@@ -44,8 +57,10 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
                         rows = before.pop(label)
                         if len(rows) != len(output):  # each rank goes on with its own rows
                             rows = rows.chunk(len(rows) // len(output))[at.tp]
-                        found[label] = _scale(label, rows, output.detach(), asked)
+                        found[label] = _scale(label, rows, output.detach(), asked, altered.get(label, 0.0))
 
+                stack.callback(module.register_forward_pre_hook(entered).remove)
+                stack.callback(module.linear_in.register_forward_pre_hook(first).remove)
                 stack.callback(module.linear_out.register_forward_hook(inner).remove)
                 stack.callback(module.register_forward_hook(outer).remove)
         yield
@@ -54,11 +69,12 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
         probe.emit(AdapterScales(name=name, version=version, coordinate=str(at), asked=asked, adapters=adapters))
 
 
-def _scale(name: str, rows: torch.Tensor, output: torch.Tensor, asked: float) -> AdapterScale:
+def _scale(name: str, rows: torch.Tensor, output: torch.Tensor, asked: float, altered: float) -> AdapterScale:
     inside, outside = rows.double().flatten(), output.double().flatten()
     squares = float(inside @ inside)
     return AdapterScale(
         name=name, scale=real(float(inside @ outside) / squares if squares else asked),
         gap=real(float((outside - asked * inside).abs().max())), greatest=real(asked * float(inside.abs().max())),
+        altered=real(altered),
         dtype="bfloat16" if output.dtype is torch.bfloat16 else "float32",
     )  # fmt: skip
