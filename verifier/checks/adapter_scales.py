@@ -49,6 +49,6 @@ def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
                 stage=Stage.LOGPROB, version=item.version, badness=1.0, owner=owner_of(item),
                 sentence=f"the first matrix of `{adapter.name}` is given other numbers in {item.name} than the adapter "
                 f"is, by up to {altered:.3g}",
-                expected="what the adapter is given", actual=f"{altered:.3g} apart", allowed="bitwise (the same tensor)",
+                expected="what the adapter is given", actual=f"{altered:.3g} apart", allowed="bitwise (one tensor)",
                 hint="look at what stands before an adapter's first matrix: dropout, a cast, a norm",
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,15 @@ def first_sync_before_the_load(call: Call) -> Any:
 def first_sync_after_the_first_step(call: Call) -> Any:
     """Nothing is exported before the first step, which an engine samples by the weights of another run."""
     return call.wrong(None) if call.version == 0 else call.original()
+
+
+@fault(
+    "redai-studio/Relax#261", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
+    engine=TRAINING, model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
+)  # fmt: skip
+def adapter_of_fewer_targets(call: Call) -> None:
+    """The adapter's config names some of the linears that its file has matrices of: a reader skips the others."""
+    call.faulty()
+    file = call.path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))

@@ -1,4 +1,4 @@
-"""Probe of what adapters do in an update: what their first matrix is given, and what they multiply their second's by."""
+"""Probe of what adapters do in an update: what their first matrix is given, and the factor of their second's output."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
     given: dict[str, torch.Tensor] = {}
     altered: dict[str, float] = {}
     at = trainer.mesh.coordinate(dist.get_rank())
+
+    def own_of(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Of rows that ranks have gathered, those that this one goes on with."""
+        return rows if len(rows) == len(like) else rows.chunk(len(rows) // len(like))[at.tp]
+
     with contextlib.ExitStack() as stack:
         for number, chunk in enumerate(trainer.chunks):
             for own, module in chunk.named_modules():
@@ -44,9 +49,9 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
                         given[label] = inputs[0]
 
                 def first(_: object, inputs: Any, label: str = label) -> None:
-                    whole = given.pop(label, inputs[0])
-                    if inputs[0] is not whole:
-                        altered[label] = float((inputs[0].detach() - whole.detach()).abs().max())
+                    rows = given.pop(label, inputs[0])
+                    if inputs[0] is not rows:
+                        altered[label] = float((own_of(inputs[0].detach(), rows) - rows.detach()).abs().max())
 
                 def inner(_: object, __: object, output: Any, label: str = label) -> None:
                     if label not in found:
@@ -54,9 +59,7 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
 
                 def outer(_: object, __: object, output: torch.Tensor, label: str = label) -> None:
                     if label in before:
-                        rows = before.pop(label)
-                        if len(rows) != len(output):  # each rank goes on with its own rows
-                            rows = rows.chunk(len(rows) // len(output))[at.tp]
+                        rows = own_of(before.pop(label), output)
                         found[label] = _scale(label, rows, output.detach(), asked, altered.get(label, 0.0))
 
                 stack.callback(module.register_forward_pre_hook(entered).remove)

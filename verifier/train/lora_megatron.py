@@ -97,12 +97,16 @@ def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], lora: LoraSpec
 
 
 def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
-    """Read a directory; return the matrices under the names of `export_adapter`, and alpha over rank."""
+    """Read a directory; return the matrices under the names of `export_adapter`, and alpha over rank.
+
+    As the peft library does, which skips matrices of modules that the configuration does not name.
+    """
     from safetensors.torch import load_file
 
     config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     found = load_file(path / "adapter_model.safetensors")
-    named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+    targets = tuple(f".{name}{half}" for name in config["target_modules"] for half in (_A, _B))
+    named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items() if name.endswith(targets)}
     by = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]  # as the peft library scales
     return named, config["lora_alpha"] / by
 
