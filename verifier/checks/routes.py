@@ -35,15 +35,16 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: made-up routes, other ones for every (rollout, position, global layer), travel with the rollouts and
     are replayed; the experts read off every router's output, on every rank, against the rollouts. In a training run
-    that replays, the engine's routes, in each pass over a mini-batch: those that score it, and each update. Each place
-    must be seen, and right wherever it is seen; padding and a last token without a route are left out.
+    that replays, the engine's routes, in each pass over a mini-batch: those that score it, and each update, with what
+    runs again for its gradients. Each place must be seen, and right wherever it is seen; padding and a last token
+    without a route are left out.
     Why it matters: a route of the neighbouring token, layer, shard or sample is a valid route; the loss goes on, and
     replay makes the mismatch worse that it should mend.
     Evidence: replay/routes (what the rollouts say), replay/choice (what each rank's routers used).
     Tolerance and its source: exact; expert numbers are copied, not computed.
     What it does not catch: right experts with wrong weights (RPL002, RPL003); in a training run, routes that were
     wrong when the engine reported them (LGP009), and routers that choose for themselves what the engine chose.
-    References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570.
+    References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570, AReaL#1166.
     """
     for item in trace.of(GivenRoutes):
         wanted: dict[int, dict[Place, list[int]]] = defaultdict(dict)
