@@ -153,7 +153,7 @@ def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
 
 
 def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
-    """What is won by betting against what the engine reported, on all sampled tokens and on those of one rollout."""
+    """Winnings of bets against what the engine reported, on all sampled tokens and on those of one rollout."""
     for policy in trace.of(PolicyColumns, version=asked.version):
         old, engine = (trace.array(policy, name).astype(np.float64) for name in ("old", "engine"))
         sampled = (trace.array(policy, "version") >= 0) & ~np.isnan(old) & np.isfinite(engine)
@@ -178,7 +178,7 @@ def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
 
 
 def _won(nats: np.ndarray, owner: np.ndarray, rollouts: int) -> np.ndarray:
-    """[K, R] nats that a bet of each `STAKES` on p/q above 1 has won by rollout, from [T] log(p/q)."""
+    """Nats [K, R] that a bet of each `STAKES` on p/q above 1 has won by rollout, from [T] log(p/q)."""
     ratios = np.minimum(nats, GREATEST_NATS)
     won = [np.log1p(stake * np.expm1(ratios)) - NORMALISED for stake in STAKES]
     return np.stack([np.bincount(owner, weights=item, minlength=rollouts) for item in won])

@@ -95,7 +95,7 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
     training=(*AHEAD_ALONE, "grpo.mode=inflight", "grpo.inflight_steps=4"),
 )  # fmt: skip
 def held_log_probabilities_shifted(call: Call) -> Any:
-    """Of a request that goes on after an update, each older token gets the log-probability of the one before it."""
+    """Each older token of a request that goes on after an update gets the log-probability of the one before it."""
 
     def shifted(one: Any) -> Any:
         held = sum(not count for count in one.updates)

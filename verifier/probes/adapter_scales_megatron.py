@@ -34,7 +34,7 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
     at = trainer.mesh.coordinate(dist.get_rank())
 
     def own_of(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Of rows that ranks have gathered, those that this one goes on with."""
+        """Rows that this rank goes on with, of those that ranks have gathered."""
         return rows if len(rows) == len(like) else rows.chunk(len(rows) // len(like))[at.tp]
 
     with contextlib.ExitStack() as stack:
