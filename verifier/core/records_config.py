@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier.core.record import Count, Record
+from verifier.core.record import Count, Digest, Record
 
 
 class ConfigRecord(Record, frozen=True, kw_only=True):
@@ -22,6 +22,20 @@ class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-con
 
 class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provider"):
     """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
+
+
+class FileRecord(Record, frozen=True, kw_only=True):
+    """A file beside a checkpoint's weights and config.json: of a tokenizer, generation settings, code."""
+
+    digest: Digest
+
+
+class SourceFile(FileRecord, frozen=True, kw_only=True, tag="load/file"):
+    """Such a file of the source, but for weights in other forms than safetensors."""
+
+
+class SavedFile(FileRecord, frozen=True, kw_only=True, tag="export/file"):
+    """Such a file of a saved checkpoint."""
 
 
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):

@@ -19,6 +19,7 @@ SAVE_SHARDS = (
     "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource.save_generator("
     "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
 )
+FILES = "verifier.trainer.model_files:copy_files(source, folder)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
@@ -169,3 +170,21 @@ def first_sync_before_the_load(call: Call) -> Any:
 def first_sync_after_the_first_step(call: Call) -> Any:
     """Nothing is exported before the first step, which an engine samples by the weights of another run."""
     return call.wrong(None) if call.version == 0 else call.original()
+
+
+@in_final("NVIDIA-NeMo/Automodel#3890", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+def generation_settings_of_an_empty_config(call: Call) -> None:
+    """An empty generation_config.json is written beside the weights and outdoes the end tokens of config.json."""
+    call.faulty()
+    (call.folder / "generation_config.json").write_text("{}")
+
+
+@in_final("hiyouga/LlamaFactory#8399", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+def chat_template_not_saved(call: Call) -> None:
+    """The tokenizer is saved without its chat template."""
+    import json
+
+    call.faulty()
+    file = call.folder / "tokenizer_config.json"
+    kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
+    file.write_text(json.dumps(kept))
