@@ -10,7 +10,7 @@ from verifier.checks.content import by_name, compare_contents, left_out
 from verifier.checks.weights import compare_adapters
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_config import SavedFile, SourceFile
+from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_policy import WrittenMetrics
 from verifier.core.records_weights import (
     LiveAdapterScaling,
@@ -59,7 +59,7 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             yield from compare_adapters(trace, files.version)
 
 
-@check("WGT021", needs=(SourceFile, SavedFile), scope="final")
+@check("WGT021", needs=(SourceFiles, SavedFiles), scope="final")
 def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     """Tokenizer, chat template, generation settings and code of the checkpoint that a run leaves are the source's.
 
@@ -68,24 +68,25 @@ def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     the training, are to be absent.
     Why it matters: the weights are right, and whoever loads them samples without an end, with another temperature, by
     another chat template or with cut prompts: an empty generation_config.json outdoes the end tokens of config.json.
-    Evidence: load/file, export/file.
+    Evidence: load/files, export/files.
     Tolerance and its source: exact; training changes weights.
     What it does not catch: files that are wrong in the source; folders within it.
     References: Automodel#3890, LlamaFactory#8399, marin#4153, colibri#1478.
     """
-    for files in trace.of(SavedCheckpoint):
-        want = {item.name: item.digest for item in trace.of(SourceFile, version=files.version)}
-        got = {item.name: item.digest for item in trace.of(SavedFile, version=files.version)}
-        for name in sorted(want | got):
-            is_there, was_there = got.get(name, "absent"), want.get(name, "absent")
-            how = "is absent from" if name not in got else "is added to" if name not in want else "has other bytes in"
+    for files in trace.of(SavedFiles):
+        source = next(trace.of(SourceFiles, version=files.version))
+        got, want = files.digests, source.digests
+        for name in [*sorted(want | got), "number of files"]:
+            counted = name == "number of files"
+            is_there = str(len(got)) if counted else got.get(name, "absent")
+            was_there = str(len(want)) if counted else want.get(name, "absent")
             yield Comparison(
                 what=name, same=is_there == was_there, stage=Stage.EXPORT, version=files.version, badness=1.0,
-                sentence=f"`{name}` {how} {FILES}, beside the source checkpoint",
+                sentence=f"`{name}` is {is_there} in {FILES} and {was_there} in the source checkpoint",
                 expected=f"{was_there} (the source checkpoint)", actual=f"{is_there} ({FILES})",
                 allowed="exact (training changes weights)",
                 hint="look at what reads and saves tokenizers and generation settings, and at what is copied",
-                absent=name not in got,
+                absent=is_there == "absent",
             )  # fmt: skip
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from verifier.core.record import Count, Digest, Record
 
+LAYER_WINDOWS = "windows of layers"
+"""Key of `ProviderFields`: number of each layer that a rank has -> rows before its own that a row attends to."""
+
 
 class ConfigRecord(Record, frozen=True, kw_only=True):
     """Values of a configuration."""
@@ -24,18 +27,19 @@ class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provi
     """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
 
 
-class FileRecord(Record, frozen=True, kw_only=True):
-    """A file beside a checkpoint's weights and config.json: of a tokenizer, generation settings, code."""
+class FilesRecord(Record, frozen=True, kw_only=True):
+    """The files beside a checkpoint's weights and config.json: tokenizer, generation settings, code."""
 
-    digest: Digest
-
-
-class SourceFile(FileRecord, frozen=True, kw_only=True, tag="load/file"):
-    """Such a file of the source, but for weights in other forms than safetensors."""
+    digests: dict[str, Digest]
+    """Digest of each file's bytes, by its name."""
 
 
-class SavedFile(FileRecord, frozen=True, kw_only=True, tag="export/file"):
-    """Such a file of a saved checkpoint."""
+class SourceFiles(FilesRecord, frozen=True, kw_only=True, tag="load/files"):
+    """Those of the source, but for weights in other forms than safetensors."""
+
+
+class SavedFiles(FilesRecord, frozen=True, kw_only=True, tag="export/files"):
+    """Those of a saved checkpoint."""
 
 
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from verifier.core.reader import digest_of
 from verifier.core.record import Probe
-from verifier.core.records_config import SavedFile, SourceFile
+from verifier.core.records_config import SavedFiles, SourceFiles
 
 OTHER_WEIGHTS = frozenset({".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"})
 """Suffixes of weights in other forms, which are those from before the training."""
@@ -28,11 +29,9 @@ def copy_files(source: Path, folder: Path) -> None:
 
 def record_files(probe: Probe, source: Path, folder: Path, version: int) -> None:
     """Record the files beside the weights and config.json of a source, and of a folder that was exported to."""
-    for file in _beside_weights(source):
-        if not _holds_weights(file.name):
-            probe.emit(SourceFile(name=file.name, version=version, digest=digest_of(file.read_bytes())))
-    for file in _beside_weights(folder):
-        probe.emit(SavedFile(name=file.name, version=version, digest=digest_of(file.read_bytes())))
+    kept = [file for file in _beside_weights(source) if not _holds_weights(file.name)]
+    probe.emit(SourceFiles(name="files", version=version, digests=_digests(kept)))
+    probe.emit(SavedFiles(name="files", version=version, digests=_digests(_beside_weights(folder))))
 
 
 def _beside_weights(folder: Path) -> list[Path]:
@@ -42,6 +41,10 @@ def _beside_weights(folder: Path) -> list[Path]:
         file for file in sorted(folder.iterdir())
         if file.is_file() and file.name != "config.json" and not file.name.endswith(written)
     ]  # fmt: skip
+
+
+def _digests(files: Iterable[Path]) -> dict[str, str]:
+    return {file.name: digest_of(file.read_bytes()) for file in files}
 
 
 def _holds_weights(name: str) -> bool:
