@@ -150,6 +150,9 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
     ("norm_topk_prob", "norm_topk_prob", partial(_stated, key="norm_topk_prob")),
     ("n_group", "n_group", partial(_stated, key="n_group")),
     ("topk_group", "topk_group", partial(_stated, key="topk_group")),
+    ("soft_cap", "final_logit_softcapping", partial(_stated, key="final_logit_softcapping")),
+    ("impl.logits_soft_cap", "attn_logit_softcapping", partial(_stated, key="attn_logit_softcapping")),
+    ("limit", "swiglu_limit", lambda config: stated.glu_limit(config) or ...),
 )
 """Attribute of an engine's module, the key that it comes from, and its value."""
 
@@ -225,9 +228,9 @@ def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     config = _values(next(trace.of(StatedConfig)))
     for item in trace.of(SyncedSettings):
         for attribute, key, wanted in _compared(config, item.name):
-            if attribute not in item.values or wanted is ...:
+            if wanted is ... or (attribute not in item.values and not _lacks(item, attribute, wanted)):
                 continue
-            got, want = _text(_parsed(item.values[attribute])), _text(wanted)
+            got, want = _text(_parsed(item.values.get(attribute, "none"))), _text(wanted)
             yield _engine(item, f"{item.name}.{attribute}", key, got, want, same=got == want)
         if "config.rope_parameters" in item.values:
             yield from _rope_of_engine(item, config)
@@ -249,6 +252,13 @@ def _compared(config: Config, module: str) -> Iterator[tuple[str, str, Any]]:
     for attribute, key, want in MODULES:
         if (own, attribute) not in stated.OTHERS_OF_THE_NAME:
             yield attribute, key, want(config)
+
+
+def _lacks(item: SyncedSettings, attribute: str, wanted: Any) -> bool:
+    """Test for a bound that a module of vLLM has to have, and has not: settings that are None are not recorded."""
+    of_logits = attribute == "soft_cap" and item.name.rpartition(".")[2] == "logits_processor"
+    of_scores = attribute == "impl.logits_soft_cap" and "impl.sliding_window" in item.values
+    return wanted is not None and (of_logits or of_scores)
 
 
 def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison]:
