@@ -196,7 +196,9 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
 
 def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
     wanted = stated.layer_windows(config)
-    for layer, found in fields.get(LAYER_WINDOWS, {}).items() if wanted is not None else ():
+    if wanted is None:
+        return
+    for layer, found in fields.get(LAYER_WINDOWS, {}).items():
         want = wanted[int(layer)]
         got, asked = (f"{size} rows before its own" if size is not None else "all" for size in (found, want))
         yield Comparison(
