@@ -35,11 +35,11 @@ class FilesRecord(Record, frozen=True, kw_only=True):
 
 
 class SourceFiles(FilesRecord, frozen=True, kw_only=True, tag="load/files"):
-    """Those of the source, but for weights in other forms than safetensors."""
+    """Files of the source, but for weights in other forms than safetensors."""
 
 
 class SavedFiles(FilesRecord, frozen=True, kw_only=True, tag="export/files"):
-    """Those of a saved checkpoint."""
+    """Files of a saved checkpoint."""
 
 
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):

@@ -1,4 +1,4 @@
-"""Bugs of settings that a short run hardly computes with: windows of layers, bounds of logits, dtypes of routers."""
+"""Bugs of the trainer's settings that a short run hardly computes with: windows of layers, bounds of logits, dtypes of routers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, Side, fault
+from verifier.faults.fault import NO_ENGINE, Call, fault
 
 in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",), engine=NO_ENGINE)
-in_engine = functools.partial(
-    fault, stage=Stage.ENGINE, side=Side.ENGINE, engine="vllm", model="tiny:gemma2", fixes=("bridge-5712",)
-)
-RELOADED = "vllm.v1.worker.gpu_worker:Worker.finish_weight_update(self)"
 
 
 @in_trainer(
@@ -49,21 +45,3 @@ def routers_in_the_models_dtype(call: Call) -> Any:
     provider = call.faulty()
     provider.moe_router_dtype = None
     return provider
-
-
-@in_engine("vllm-project/vllm#21863", RELOADED, caught_by=("ENG007",))
-def window_on_a_layer_without(call: Call) -> None:
-    """A layer that sees all gets the window of the others; no sample is as long as it."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
-
-
-@in_engine("vllm-project/vllm#52173", RELOADED, caught_by=("ENG007", "LGP002"))
-def logits_of_an_engine_without_bound(call: Call) -> None:
-    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
-    call.faulty()
-    processor = call.self.model_runner.get_model().logits_processor
-    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
-    processor.soft_cap = None
