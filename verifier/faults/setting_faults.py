@@ -1,4 +1,4 @@
-"""Bugs of the trainer's settings that a short run hardly computes with: windows of layers, bounds of logits, dtypes of routers."""
+"""Bugs of the trainer's settings that a short run hardly computes with: windows, bounds of logits, router dtypes."""
 
 from __future__ import annotations
 
