@@ -145,7 +145,7 @@ class Recorded:
         self._path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self._path, "trainer", 0)
         self._live.record(self._probe, 0, LoadedShard)
-        record_provider(self._probe, self._trainer.provider)
+        record_provider(self._probe, self._trainer.provider, self._trainer.chunks)
         self.own_s = 0.0
         """Seconds in which a step waited for what records it."""
 

@@ -12,12 +12,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from tests.snapshots import measured_traces, training_traces
-from tests.snapshots.config_records import configs
+from tests.snapshots.config_records import FILES, configs
 from tests.snapshots.tensors import PLAN, SHAPES, digest, tensor
 from tests.snapshots.token_arrays import DRAWN, LEDGER, SCORES, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
-from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields
+from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields, SavedFiles
 from verifier.core.records_run import StackFailure
 from verifier.core.records_tokens import (
     DrawnTokens,
@@ -351,6 +351,7 @@ BROKEN: dict[str, list[Record]] = {
     "WGT016": change(ExportStream, having(reread=WRITTEN_OVER)),
     "WGT020": change(ExportedShard, other_bits, name="b", rank=1),
     "WGT019": change(WrittenShard, other_bits, name="a", rank=1),
+    "WGT021": change(SavedFiles, having(digests={**FILES, "generation_config.json": f"xxh3:{3 << 100:032x}"})),
     "WGT018": change(MergedMatrix, having(gap=64.0)),
     "PCK001": change(TokenLedger, with_array("shifted ledger")),
     "PCK002": change(PackLayout, having(cu_seqlens_padded=(0, 3, 5))),

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.record import Record
-from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields, SourceConfig, StatedConfig
+from verifier.core.records_config import (
+    ExportedConfig,
+    GivenArguments,
+    ProviderFields,
+    SavedFiles,
+    SourceConfig,
+    SourceFiles,
+    StatedConfig,
+)
 
 STATED = {"hidden_size": "8", "num_attention_heads": "2", "rms_norm_eps": "1e-06", "sliding_window": "2048"}
 PROVIDER = {
     "hidden_size": "8", "num_attention_heads": "2", "layernorm_epsilon": "1e-06", "window_size": "[2047, 0]",
     "kv_channels": "4", "softmax_scale": "null", "position_embedding_type": '"rope"', "num_moe_experts": "null",
 }  # fmt: skip
+FILES = {"generation_config.json": f"xxh3:{1:032x}", "tokenizer.json": f"xxh3:{2:032x}"}
 ENDS = {f"cu_seqlens_{of}{end}": at for of in ("q", "kv") for end, at in (("", (0, 3, 5)), ("_padded", (0, 4, 6)))}
 TOLD: Any = {**ENDS, "chunk": 0, "num_rows": 6, "max_seqlen_q": 4, "max_seqlen_kv": 4, "pad_between_seqs": 1}
 
@@ -21,6 +30,7 @@ def configs() -> list[Record]:
     config = {"num_experts_per_tok": "4", "transformers_version": '"5.12.1"'}
     return [
         *(kind(name="config.json", version=1, values=config) for kind in (SourceConfig, ExportedConfig)),
+        *(kind(name="files", version=1, digests=FILES) for kind in (SourceFiles, SavedFiles)),
         StatedConfig(name="config.json", values=STATED),
         *(ProviderFields(name="provider", rank=rank, values=PROVIDER) for rank in range(2)),
         *(GivenArguments(name="trained micro-batch 0", version=1, rank=rank, **TOLD) for rank in range(2)),

@@ -11,7 +11,7 @@ import verifier.checks.stated as stated
 from verifier.checks.stated import Config
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_config import ProviderFields, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -35,6 +35,16 @@ class Row(NamedTuple):
 def _same(key: str, field: str = "", only: Wanted = lambda config: True) -> Row:
     """Row of a key and a field that hold the same value, in the models for which `only` is true."""
     return Row(key, field or key, lambda config: _stated(config, key) if only(config) else ...)
+
+
+def _clamp(fields: Config) -> Any:
+    """Bound of gated units in the trainer; None for none."""
+    return fields.get("activation_func_clamp_value")
+
+
+def _cap(key: str) -> Row:
+    """Row of a bound of scores or logits: null and absent are none."""
+    return Row(key, key, lambda config: config.get(key, ...), lambda fields: fields.get(key))
 
 
 def _stated(config: Config, key: str) -> Any:
@@ -114,6 +124,9 @@ TRAINER = (
     _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),
     _same("hybrid_override_pattern", "hybrid_layer_pattern", stated.is_hybrid),
     _same("residual_in_fp32", "fp32_residual_connection", stated.is_hybrid),
+    Row("swiglu_limit", "activation_func_clamp_value", stated.glu_limit, _clamp),
+    Row("moe_router_dtype", "moe_router_dtype", stated.router_dtype, stated.trainer_router_dtype),
+    *map(_cap, ("attn_logit_softcapping", "final_logit_softcapping")),
 )  # fmt: skip
 """Every key of config.json that has a counterpart in the trainer, and how the one says the other."""
 
@@ -128,7 +141,6 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
     ("max_position_embeddings", "max_position_embeddings", stated.positions),
     ("scaling", "head_dim", stated.attention_scale),
     ("impl.scale", "head_dim", stated.attention_scale),
-    ("impl.sliding_window", "sliding_window", stated.engine_window),
     ("total_num_heads", "num_attention_heads", partial(_stated, key="num_attention_heads")),
     ("total_num_kv_heads", "num_key_value_heads", partial(_stated, key="num_key_value_heads")),
     ("top_k", "num_experts_per_tok", partial(_stated, key="num_experts_per_tok")),
@@ -138,6 +150,9 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
     ("norm_topk_prob", "norm_topk_prob", partial(_stated, key="norm_topk_prob")),
     ("n_group", "n_group", partial(_stated, key="n_group")),
     ("topk_group", "topk_group", partial(_stated, key="topk_group")),
+    ("soft_cap", "final_logit_softcapping", partial(_stated, key="final_logit_softcapping")),
+    ("impl.logits_soft_cap", "attn_logit_softcapping", partial(_stated, key="attn_logit_softcapping")),
+    ("limit", "swiglu_limit", lambda config: stated.glu_limit(config) or ...),
 )
 """Attribute of an engine's module, the key that it comes from, and its value."""
 
@@ -148,14 +163,15 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: on every rank, each key of config.json that has a counterpart in megatron-bridge's provider,
     which is Megatron's TransformerConfig, against it, by an explicit table (`TRAINER` in `verifier/checks/configs.py`).
-    Keys that config.json does not have count as what transformers takes for them.
-    Why it matters: a window of 2,048, a rope that scales from position 4,096 on, or an epsilon below the noise of bf16
-    changes nothing that a short run computes.
+    Keys that config.json does not have count as what transformers takes for them. The window of each layer's live
+    attention against the kind of that layer.
+    Why it matters: a window of 2,048 or in the other layers, a rope that scales from position 4,096 on, a bound of
+    gated units, or an epsilon or a router's dtype below the noise of bf16 changes nothing that a short run computes.
     Evidence: load/stated-config, logprob/provider.
     Tolerance and its source: exact, numbers as float64; a provider is derived by copying.
     What it does not catch: keys without a counterpart, which its outcome names in JSON reports; a module that computes
     with other values than the provider's (LGP001); what megatron-core derives from a field.
-    References: Megatron-Bridge#5097, transformers#38002, slime#1734.
+    References: Megatron-Bridge#5097, transformers#38002, slime#1734, Megatron-Bridge#4875, Megatron-Bridge#4610.
     """
     config = _values(next(trace.of(StatedConfig)))
     rest = sorted(config.keys() - ENGINE_KEYS - stated.NOT_OF_THE_FORWARD)
@@ -175,6 +191,24 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
                 allowed="exact (a provider is derived by copying)",
                 hint="look at how megatron-bridge derives this field from config.json", left_out=tuple(rest),
             )  # fmt: skip
+        yield from _windows_of_layers(item, fields, config)
+
+
+def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
+    wanted = stated.layer_windows(config)
+    if wanted is None:
+        return
+    for layer, found in fields.get(LAYER_WINDOWS, {}).items():
+        want = wanted[int(layer)]
+        got, asked = (f"{size} rows before its own" if size is not None else "all" for size in (found, want))
+        yield Comparison(
+            what=f"window of layer {layer}", same=found == want, stage=Stage.LOGPROB, badness=1.0,
+            owner=f"trainer rank {item.rank}",
+            sentence=f"a row of layer {layer} sees {asked} by config.json and {got} in the trainer",
+            expected=f"{asked} (layer_types and sliding_window of config.json)",
+            actual=f"{got} (the layer's attention on trainer rank {item.rank})", allowed="exact",
+            hint="look at which layers the provider or the model gives a window",
+        )  # fmt: skip
 
 
 @check("ENG007", needs=(StatedConfig, SyncedSettings), scope="settings")
@@ -182,8 +216,9 @@ def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The engine computes with the sizes, ropes, epsilons and scales of the checkpoint's config.json.
 
     What it checks: per engine rank and version, the engine's own configuration of its model, where vLLM keeps it or
-    transformers does, and attributes of its modules, against config.json by an explicit table (`MODULES` in
-    `verifier/checks/configs.py`); the rows of its tables of angles against the greatest position.
+    transformers does, and attributes of its modules, the window of each layer among them, against config.json by an
+    explicit table (`MODULES` in `verifier/checks/configs.py`); the rows of its tables of angles against the greatest
+    position.
     Why it matters: an engine that starts with another value starts cold with it too, and what no sample reaches, such
     as a position beyond 300, changes no log-probability.
     Evidence: load/stated-config, engine/settings, engine/state (tables of angles).
@@ -195,9 +230,9 @@ def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     config = _values(next(trace.of(StatedConfig)))
     for item in trace.of(SyncedSettings):
         for attribute, key, wanted in _compared(config, item.name):
-            if attribute not in item.values or wanted is ...:
+            if wanted is ... or (attribute not in item.values and not _lacks(item, attribute, wanted)):
                 continue
-            got, want = _text(_parsed(item.values[attribute])), _text(wanted)
+            got, want = _text(_parsed(item.values.get(attribute, "none"))), _text(wanted)
             yield _engine(item, f"{item.name}.{attribute}", key, got, want, same=got == want)
         if "config.rope_parameters" in item.values:
             yield from _rope_of_engine(item, config)
@@ -215,9 +250,17 @@ def _compared(config: Config, module: str) -> Iterator[tuple[str, str, Any]]:
         if not isinstance(config[key], list | dict) and config[key] is not None:
             yield f"config.{key}", key, config[key]
     own = module.rpartition(".")[2]
+    yield "impl.sliding_window", "sliding_window", stated.engine_window(config, module)
     for attribute, key, want in MODULES:
         if (own, attribute) not in stated.OTHERS_OF_THE_NAME:
             yield attribute, key, want(config)
+
+
+def _lacks(item: SyncedSettings, attribute: str, wanted: Any) -> bool:
+    """Test for a bound that a module of vLLM has to have, and has not: settings that are None are not recorded."""
+    of_logits = attribute == "soft_cap" and item.name.rpartition(".")[2] == "logits_processor"
+    of_scores = attribute == "impl.logits_soft_cap" and "impl.sliding_window" in item.values
+    return wanted is not None and (of_logits or of_scores)
 
 
 def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison]:

@@ -10,6 +10,7 @@ from verifier.checks.content import by_name, compare_contents, left_out
 from verifier.checks.weights import compare_adapters
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_policy import WrittenMetrics
 from verifier.core.records_weights import (
     LiveAdapterScaling,
@@ -40,8 +41,8 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     Evidence: export/saved, export/saved-files, export/written, load/source, train/shard; train/adapter, export/adapter,
     export/merged.
     Tolerance and its source: bitwise; an export copies.
-    What it does not catch: contents of families without a layout, which the report says; tokenizers and generation
-    settings; config.json (WGT011).
+    What it does not catch: contents of families without a layout, which the report says; config.json (WGT011), and the
+    other files (WGT021).
     References: prime-rl#1707, SkyRL#1345, Megatron-Bridge#4188.
     """
     for files in trace.of(SavedCheckpoint):
@@ -56,6 +57,37 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
         if trace.has(LiveAdapterScaling):
             yield from compare_adapters(trace, files.version)
+
+
+@check("WGT021", needs=(SourceFiles, SavedFiles), scope="final")
+def final_files_differ(trace: Trace) -> Iterator[Comparison]:
+    """Tokenizer, chat template, generation settings and code of the checkpoint that a run leaves are the source's.
+
+    What it checks: of all files of `hf_model` beside its weights, their index and config.json, names and bytes against
+    those of the source, both ways; the source's weights in other forms than safetensors, which are those from before
+    the training, are to be absent.
+    Why it matters: the weights are right, and whoever loads them samples without an end, with another temperature, by
+    another chat template or with cut prompts: an empty generation_config.json outdoes the end tokens of config.json.
+    Evidence: load/files, export/files.
+    Tolerance and its source: exact; training changes weights.
+    What it does not catch: files that are wrong in the source; folders within it.
+    References: Automodel#3890, LlamaFactory#8399, marin#4153, colibri#1478.
+    """
+    for files in trace.of(SavedFiles):
+        source = next(trace.of(SourceFiles, version=files.version))
+        got, want = files.digests, source.digests
+        for name in [*sorted(want | got), "number of files"]:
+            counted = name == "number of files"
+            is_there = str(len(got)) if counted else got.get(name, "absent")
+            was_there = str(len(want)) if counted else want.get(name, "absent")
+            yield Comparison(
+                what=name, same=is_there == was_there, stage=Stage.EXPORT, version=files.version, badness=1.0,
+                sentence=f"`{name}` is {is_there} in {FILES} and {was_there} in the source checkpoint",
+                expected=f"{was_there} (the source checkpoint)", actual=f"{is_there} ({FILES})",
+                allowed="exact (training changes weights)",
+                hint="look at what reads and saves tokenizers and generation settings, and at what is copied",
+                absent=is_there == "absent",
+            )  # fmt: skip
 
 
 @check("TRN007", needs=(SavedCheckpoint, WrittenMetrics), scope="ended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,12 @@ BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
 OWN_ACTIVATION = frozenset({"gpt_oss"})
 """Model types whose activation is not the one that config.json names."""
+FLOAT32_ROUTERS = frozenset(
+    {"deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "nemotron_h"}
+)
+"""Model types whose routers transformers computes in float32, whatever the model's dtype is."""
+GLU_LIMITS = {"gpt_oss": 7.0}
+"""Model type -> bound of what the experts' gated units multiply, which transformers has as a constant."""
 ACTIVATIONS = {"gelu_pytorch_tanh": "fast_gelu", "relu2": "squared_relu"}
 """Activation of config.json -> Megatron's function, where the names differ."""
 ROPE_NAMES = {"deepseek_yarn": "yarn"}
@@ -94,6 +101,23 @@ def trainer_activation(fields: Config) -> Any:
     return fields.get("activation_func", ...)
 
 
+def glu_limit(config: Config) -> Any:
+    """Bound of what gated units multiply, which a short run may not reach; None for none."""
+    return config.get("swiglu_limit") or GLU_LIMITS.get(str(config.get("model_type")))
+
+
+def router_dtype(config: Config) -> Any:
+    """Type that routers compute in, where it is not the model's."""
+    return "fp32" if config.get("model_type") in FLOAT32_ROUTERS and has_experts(config) else ...
+
+
+def trainer_router_dtype(fields: Config) -> Any:
+    """Type that the trainer's routers compute in, "fp32" for wider ones: by default the model's."""
+    given = fields.get("moe_router_dtype")
+    wide = given == "fp64" or (given is None and fields.get("params_dtype") == "torch.float32")
+    return "fp32" if wide else given
+
+
 def window(config: Config) -> int | None:
     """Tokens that a windowed layer sees, itself included; None where no layer has a window that cuts anything."""
     size = config.get("sliding_window")
@@ -104,12 +128,22 @@ def window(config: Config) -> int | None:
     return int(size)
 
 
-def engine_window(config: Config) -> Any:
-    """Window of a layer in vLLM, tokens before and after: one of all layers, or none."""
-    if len(set(config.get("layer_types") or ())) > 1:
-        return ...
+def layer_windows(config: Config) -> list[int | None] | None:
+    """Rows before its own that a row of each layer attends to, None for all; None where kinds of layers are others."""
+    kinds = config.get("layer_types") or ["sliding_attention"] * (config.get("num_hidden_layers") or 0)
+    if is_hybrid(config) or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        return None
     size = window(config)
-    return f"[{size - 1}, 0]" if size else "[-1, -1]"
+    return [size - 1 if size and kind == "sliding_attention" else None for kind in kinds]
+
+
+def engine_window(config: Config, module: str) -> Any:
+    """Window of a layer's module in vLLM, tokens before and after."""
+    layers, at = layer_windows(config), re.search(r"\blayers\.(\d+)\.", module)
+    if layers is None or at is None or int(at[1]) >= len(layers):
+        return ...
+    before = layers[int(at[1])]
+    return "[-1, -1]" if before is None else f"[{before}, 0]"
 
 
 def trainer_window(fields: Config) -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from verifier.core.record import Count, Record
+from verifier.core.record import Count, Digest, Record
+
+LAYER_WINDOWS = "windows of layers"
+"""Key of `ProviderFields`: number of each layer that a rank has -> rows before its own that a row attends to."""
 
 
 class ConfigRecord(Record, frozen=True, kw_only=True):
@@ -22,6 +25,21 @@ class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-con
 
 class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provider"):
     """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
+
+
+class FilesRecord(Record, frozen=True, kw_only=True):
+    """The files beside a checkpoint's weights and config.json: tokenizer, generation settings, code."""
+
+    digests: dict[str, Digest]
+    """Digest of each file's bytes, by its name."""
+
+
+class SourceFiles(FilesRecord, frozen=True, kw_only=True, tag="load/files"):
+    """Files of the source, but for weights in other forms than safetensors."""
+
+
+class SavedFiles(FilesRecord, frozen=True, kw_only=True, tag="export/files"):
+    """Files of a saved checkpoint."""
 
 
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):

@@ -31,6 +31,7 @@ from verifier.faults import (  # noqa: F401
     route_faults,
     router_faults,
     score_faults,
+    setting_faults,
     size_faults,
     train_faults,
     transport_faults,

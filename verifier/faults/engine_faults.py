@@ -24,6 +24,7 @@ ALL = ("ENG001", "ENG002", "LGP002")
 in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL)
 in_vllm = functools.partial(in_hf, engine="vllm")
 in_adapter = functools.partial(in_vllm, model="tiny:qwen3", lora_rank=8, caught_by=("ENG001", "LGP002"))
+in_windowed = functools.partial(in_vllm, model="tiny:gemma2", fixes=("bridge-5712",))
 on_gpu = functools.partial(in_vllm, model="tiny:qwen3", dtype="bfloat16", gpus=1)
 VLLM: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE, "caught_by": ALL, "engine": "vllm"}
 
@@ -293,6 +294,24 @@ def engine_windows_without_their_switch(call: Call) -> None:
     attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
     call.undo(setattr, attention, "sliding_window", attention.sliding_window)
     attention.sliding_window = (1022, 0)
+
+
+@in_windowed("vllm-project/vllm#21863", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007",))
+def window_on_a_layer_without(call: Call) -> None:
+    """A layer that sees all gets the window of the others; no sample is as long as it."""
+    call.faulty()
+    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
+    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
+    attention.sliding_window = (1022, 0)
+
+
+@in_windowed("vllm-project/vllm#52173", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007", "LGP002"))
+def logits_of_an_engine_without_bound(call: Call) -> None:
+    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
+    call.faulty()
+    processor = call.self.model_runner.get_model().logits_processor
+    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
+    processor.soft_cap = None
 
 
 @on_gpu("vllm-project/vllm#16564", f"{WORKER}.sleep(self, level)", caught_by=("ENG002", "LGP002"))

@@ -20,6 +20,7 @@ SAVE_SHARDS = (
     "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource.save_generator("
     "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
 )
+FILES = "verifier.trainer.model_files:copy_files(source, folder)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
@@ -182,3 +183,19 @@ def adapter_of_fewer_targets(call: Call) -> None:
     file = call.path / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
+
+
+@in_final("NVIDIA-NeMo/Automodel#3890", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+def generation_settings_of_an_empty_config(call: Call) -> None:
+    """An empty generation_config.json is written beside the weights and outdoes the end tokens of config.json."""
+    call.faulty()
+    (call.folder / "generation_config.json").write_text("{}")
+
+
+@in_final("hiyouga/LlamaFactory#8399", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+def chat_template_not_saved(call: Call) -> None:
+    """The tokenizer is saved without its chat template."""
+    call.faulty()
+    file = call.folder / "tokenizer_config.json"
+    kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
+    file.write_text(json.dumps(kept))

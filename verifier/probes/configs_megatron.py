@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verifier.core.record import Probe
-from verifier.core.records_config import ExportedConfig, ProviderFields, SourceConfig, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, ExportedConfig, ProviderFields, SourceConfig, StatedConfig
 from verifier.model.checkpoint import Checkpoint
 
 
@@ -25,10 +27,27 @@ def record_stated(probe: Probe, source: Checkpoint) -> None:
     probe.emit(StatedConfig(name="config.json", values=_texts({**_read(source.path), **source.config})))
 
 
-def record_provider(probe: Probe, provider: Any) -> None:
-    """The plain fields of the provider that a rank's model was built from."""
+def record_provider(probe: Probe, provider: Any, chunks: Iterable[nn.Module]) -> None:
+    """The plain fields of the provider that a rank's model was built from, and the windows of its layers."""
     fields = {name: _plain(value) for name, value in vars(provider).items()}
+    fields[LAYER_WINDOWS] = dict(window for chunk in chunks for window in _windows(chunk))
     probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
+
+
+def _windows(chunk: nn.Module) -> Iterator[tuple[str, int | None]]:
+    """Yield (number of a layer from 0 on, rows before its own that a row attends to; None for all).
+
+    Transformer Engine, its reference functions and megatron-bridge's own attention keep them by two names.
+    """
+    for path, module in chunk.named_modules():
+        attention = getattr(module, "core_attention", None)
+        if attention is None or ".mtp." in f".{path}.":
+            continue
+        if hasattr(attention, "rows_before"):
+            yield str(module.layer_number - 1), attention.rows_before
+        elif hasattr(attention, "window_size"):
+            before = -1 if attention.window_size is None else attention.window_size[0]
+            yield str(module.layer_number - 1), None if before < 0 else int(before)
 
 
 def _read(path: Path) -> dict[str, Any]:

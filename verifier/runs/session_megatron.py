@@ -147,7 +147,7 @@ class Session:
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
         if spec.workload is not None:
-            record_provider(run.probe, self._trainer.provider)
+            record_provider(run.probe, self._trainer.provider, self._trainer.chunks)
             if run.rank == 0:
                 record_stated(run.probe, run.source)
         if spec.workload is not None and spec.roundtrip.update == "step" and run.rank == 0:

@@ -21,6 +21,7 @@ from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.runs.spec import Placement, place
+from verifier.trainer import model_files
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
@@ -244,10 +245,8 @@ class Trainer:
         if trace is not None:
             trace.record(written, self._continuation, examine)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
-        for file in self._model.checkpoint.path.iterdir():  # the tokenizer, and what else belongs to the model
-            if file.suffix != ".safetensors" and not (aside / file.name).exists():
-                shutil.copy(file, aside)
+        model_files.copy_files(self._model.checkpoint.path, aside)
         if trace is not None and self._judge is not None:
-            trace.judge(self._judge)
+            trace.judge(self._judge, self._model.checkpoint.path, aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.evaluation import Examine
 from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
+from verifier.trainer.model_files import record_files
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.step_trace import step_manifest
 
@@ -58,12 +60,14 @@ class ExportTrace:
             found += ["reward"] if "examined" in found and self._rereads else []
             self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))
 
-    def judge(self, judge: Judge) -> None:
-        """Have it judged.
+    def judge(self, judge: Judge, source: Path, exported: Path) -> None:
+        """Have it judged, with the files beside the weights of the source and of what was exported.
 
         Raises:
             ViolationFound: a check does not hold.
         """
+        with contextlib.closing(Recorder(self.path, "source", 0)) as probe:
+            record_files(probe, source, exported, self._step)
         complete(self.path, self._manifest)
         try:
             judged = judge.submit(self.path).result(JUDGE_DEADLINE_S)

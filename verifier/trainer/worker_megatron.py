@@ -237,7 +237,7 @@ class TrainerWorker:
                 audit = self._audits.of(number, name)
                 look = audit.seen(look)
             if self._context.rank == 0 and first:
-                record_provider(probe, self._trainer.provider)
+                record_provider(probe, self._trainer.provider, self._trainer.chunks)
                 record_stated(probe, self._source)
         profiled = update_facts_megatron.profiler(config, step, number, self._context.rank)
         told = None if oracle is None else Path(oracle) / f"routes-{number}" / f"{self._context.rank:04d}.npy"

@@ -1,0 +1,95 @@
+"""LGP007 and ENG007 on windows of single layers, bounds and dtypes that a short run hardly computes with."""
+
+import json
+
+import pytest
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.snapshots.check_traces import make_trace
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Verdict
+from verifier.core.records_config import LAYER_WINDOWS, ProviderFields, StatedConfig
+from verifier.core.records_weights import SyncedSettings
+
+KINDS = ["sliding_attention", "full_attention"]
+MIXED = {
+    "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "layer_types": KINDS, "sliding_window": 1024,
+    "max_position_embeddings": 8192, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+OF_MIXED = {
+    "hidden_size": 8, "num_attention_heads": 2, "num_layers": 2, "kv_channels": 4, "window_size": [1023, 0],
+    "seq_length": 8192, "final_logit_softcapping": 30.0, LAYER_WINDOWS: {"0": 1023, "1": None},
+    "params_dtype": "torch.bfloat16", "num_moe_experts": None, "position_embedding_type": "rope",
+}  # fmt: skip
+EXPERTS = {"model_type": "deepseek_v3", "n_routed_experts": 8}
+OF_EXPERTS = {"num_moe_experts": 8, "moe_router_dtype": "fp32"}
+GPT_OSS = {"model_type": "gpt_oss"}
+
+
+def texts(values):
+    return {key: json.dumps(value) for key, value in values.items()}
+
+
+def in_trainer(config, fields):
+    records = [
+        StatedConfig(name="config.json", values=texts(MIXED | config)),
+        ProviderFields(name="provider", values=texts(OF_MIXED | fields)),
+    ]
+    outcome = run_check(REGISTRY["LGP007"], make_trace(records))
+    assert outcome.error is None
+    return outcome.finding and outcome.finding.first.what
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "what"),
+    [
+        ({}, {}, None),
+        ({}, {LAYER_WINDOWS: {"0": None, "1": 1023}}, "window of layer 0"),
+        ({}, {LAYER_WINDOWS: {"1": 1023}}, "window of layer 1"),
+        ({}, {LAYER_WINDOWS: {"0": 1024}}, "window of layer 0"),
+        ({"layer_types": ["sliding_attention", "linear_attention"]}, {LAYER_WINDOWS: {"0": None}}, None),
+        ({}, {"final_logit_softcapping": None}, "config.json final_logit_softcapping"),
+        ({"final_logit_softcapping": None}, {}, "config.json final_logit_softcapping"),
+        ({"final_logit_softcapping": None}, {"final_logit_softcapping": None}, None),
+        (EXPERTS, OF_EXPERTS, None),
+        (EXPERTS, OF_EXPERTS | {"moe_router_dtype": "fp64"}, None),
+        (EXPERTS, OF_EXPERTS | {"moe_router_dtype": None}, "config.json moe_router_dtype"),
+        (EXPERTS, OF_EXPERTS | {"moe_router_dtype": None, "params_dtype": "torch.float32"}, None),
+        (GPT_OSS, {"activation_func_clamp_value": 7.0}, None),
+        (GPT_OSS, {}, "config.json swiglu_limit"),
+        ({"swiglu_limit": 10.0}, {"activation_func_clamp_value": 7.0}, "config.json swiglu_limit"),
+        ({}, {"activation_func_clamp_value": 7.0}, "config.json swiglu_limit"),
+    ],
+)
+def test_a_trainers_setting_is_that_of_config_json(config, fields, what):
+    assert in_trainer(config, fields) == what
+
+
+ATTENTION = "model.layers.{}.self_attn.attn"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "what"),
+    [
+        (ATTENTION.format(0), {"impl.sliding_window": "[1023, 0]"}, None),
+        (ATTENTION.format(1), {"impl.sliding_window": "[-1, -1]"}, None),
+        (
+            ATTENTION.format(1),
+            {"impl.sliding_window": "[1023, 0]"},
+            f"{ATTENTION.format(1)}.impl.sliding_window",
+        ),
+        (ATTENTION.format(0), {"impl.sliding_window": "[-1, -1]"}, f"{ATTENTION.format(0)}.impl.sliding_window"),
+        ("logits_processor", {"soft_cap": "30.0"}, None),
+        ("logits_processor", {"scale": "1.0"}, "logits_processor.soft_cap"),
+        ("model.norm", {"variance_epsilon": "1e-06"}, None),
+    ],
+)
+def test_an_engines_setting_is_that_of_config_json(name, values, what):
+    records = [
+        StatedConfig(name="config.json", values=texts(MIXED)),
+        SyncedSettings(name=name, version=1, values=values),
+    ]
+    outcome = run_check(REGISTRY["ENG007"], make_trace(records))
+    assert outcome.error is None
+    assert (outcome.finding and outcome.finding.first.what) == what
+    assert (outcome.verdict is Verdict.VIOLATED) == (what is not None)

@@ -1,0 +1,47 @@
+"""Bugs of the trainer's settings that a short run hardly computes with: windows, bounds of logits, router dtypes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import NO_ENGINE, Call, fault
+
+in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",), engine=NO_ENGINE)
+
+
+@in_trainer(
+    "NVIDIA-NeMo/Megatron-Bridge#4875",
+    "verifier.platform.cpu_bridge:Gemma2FlexDotProductAttention.__init__("
+    "self, config, layer_number, attn_mask_type, attention_type, options)",
+    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
+)  # fmt: skip
+def windows_in_the_other_layers(call: Call) -> None:
+    """Layers counted from 1 have their windows by a rule for layers counted from 0: each is of the other kind."""
+    call.faulty()
+    call.self.rows_before = call.config.window_size[0] if call.layer_number % 2 == 0 else None
+
+
+@in_trainer(
+    "NVIDIA-NeMo/Megatron-Bridge#4610",
+    "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
+    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
+)  # fmt: skip
+def bound_of_logits_not_passed_on(call: Call) -> Any:
+    """The bound of the last logits in config.json is not passed on: every token is as likely among its neighbours."""
+    provider = call.faulty()
+    provider.final_logit_softcapping = None
+    return provider
+
+
+@in_trainer(
+    "PrimeIntellect-ai/prime-rl#2952",
+    "megatron.bridge.models.deepseek.deepseek_v3_bridge:DeepSeekV3Bridge.provider_bridge(self, hf_pretrained)",
+    model="tiny:deepseek-v3", dtype="bfloat16",
+)  # fmt: skip
+def routers_in_the_models_dtype(call: Call) -> Any:
+    """Routers that the model has in float32 compute in bf16, below the noise of bf16."""
+    provider = call.faulty()
+    provider.moe_router_dtype = None
+    return provider
