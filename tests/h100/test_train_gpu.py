@@ -26,12 +26,12 @@ SIZES = {
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LARGER_GIB = 9.0
 """Memory of trainer and engine of the model of 0.2 billion weights; 8.5 GiB on an H100."""
-UPDATE = 0.1
+UPDATE = 0.01
 """Greatest difference that the host's Adam makes to what three steps change, by L2 norm.
 
-Adam of torch on the host and of Transformer Engine on the GPU round float32 differently, so that masters are some 1e-7
-apart, and a bf16 weight near the middle of two rounds to the other one. Moments that are lost, or gradients of another
-step, change the update by its own length.
+Adam of torch on the host and of Transformer Engine on the GPU round float32 differently, and a bf16 weight near the
+middle of two rounds to the other one. On a CPU, in these three steps of this model, torch's two Adams (fused and plain)
+are 6.0e-5 apart, and one that loses its moments after each step 0.48.
 """
 LEFT = 0.05
 """Greatest share of torch's bytes that stay on the GPU: workspaces of kernels, which are nobody's state."""

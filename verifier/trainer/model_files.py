@@ -1,4 +1,4 @@
-"""Files of a checkpoint beside its weights and config.json: tokenizer, generation settings, code, papers."""
+"""Files of a checkpoint beside its weights and config.json: tokenizer, generation settings, code, licence."""
 
 from __future__ import annotations
 
