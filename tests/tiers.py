@@ -48,7 +48,7 @@ MARKERS = (
     "h100(gpus=1, least=gpus): needs that many GPUs of compute capability 9.0; with --share-gpus, `least`",
     "timed: an h100 test that needs the host for itself while it measures",
     "own_process: an h100 test that takes longer than the rest of its file",
-    "own_cores: an h100 test with a limit of minutes, which gets cores that no other test uses",
+    "quiet: an h100 test with a limit of minutes, which runs before all others",
     "own_gpus: an h100 test that fills its GPUs, which no other test uses meanwhile",
 )
 

@@ -1,9 +1,9 @@
 """Run the GPU tests side by side, a process for each file: `python -m tests.h100.lanes RESULTS [PYTEST ARGUMENT...]`.
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
-with a limit of minutes (`@pytest.mark.own_cores`), with cores that no other uses, and one that fills its GPUs' memory
-(`@pytest.mark.own_gpus`), with GPUs that no other uses; these start first. The others share a GPU as far as its memory
-goes (`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the end, one process at
+with a limit of minutes (`@pytest.mark.quiet`); these run before all others. So does one that fills its GPUs' memory
+(`@pytest.mark.own_gpus`), with GPUs that no other uses. The others share a GPU as far as its memory goes
+(`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the end, one process at
 a time: such a process starts, and imports, while the last others run, and then waits for its turn
 (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is skipped.
 """
@@ -38,9 +38,7 @@ STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
 LEAST_CORES = 4
 """Of each process that is not timed, or a quarter of the host's: with all, the threads of one wait for another's."""
-OWN_CORES = 12
-"""Cores of a process that has cores of its own: trainer, engine, judge and oracle compute at once."""
-OWN = ("own_process", "own_cores", "own_gpus")
+OWN = ("own_process", "quiet", "own_gpus")
 """Markers of tests that get a process of their own."""
 SPREAD = 7
 """Steps through the cores, so that processes which follow each other are given different ones."""
@@ -66,7 +64,8 @@ class Task:
     timed: bool
     test: str = ""
     """The only test, if so; all of the file's that need as many GPUs otherwise."""
-    own_cores: bool = False
+    quiet: bool = False
+    """True if others would make it too slow."""
     own_gpus: bool = False
     gib: float = SHARED_GIB
     """Memory that it takes at most on each of its GPUs, unless they are its own."""
@@ -111,15 +110,6 @@ class Run:
     cores: list[int]
 
 
-def siblings(core: int) -> list[int]:
-    """Logical cores of the same physical core as the kernel counts them, itself included."""
-    file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-    if not file.exists():
-        return [core]
-    ends = (part.partition("-") for part in file.read_text().strip().split(","))
-    return [at for first, _, last in ends for at in range(int(first), int(last or first) + 1)]
-
-
 @dataclass(slots=True)
 class Host:
     """Which processes run on which GPUs and cores."""
@@ -137,7 +127,9 @@ class Host:
         return [run for run in self.running if not run.task.timed]
 
     def place(self, task: Task) -> list[int] | None:
-        """The least shared GPUs; None while there is no room, or too early for what is timed."""
+        """The least shared GPUs; None while there is no room, or too early for what is timed or would disturb."""
+        if not task.quiet and any(run.task.quiet for run in self.running):
+            return None
         if task.timed:
             return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
         load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
@@ -147,37 +139,22 @@ class Host:
             gpu for gpu in range(self.num_gpus)
             if gpu not in taken and load[gpu] < most and (not load[gpu] or self._used(gpu) + task.gib <= self.gib)
         ]  # fmt: skip
-        if len(free) < task.gpus or not self.has_cores(task):
+        if len(free) < task.gpus or len(self.untimed) >= len(os.sched_getaffinity(0)):
             return None
         return sorted(sorted(free, key=lambda gpu: (load[gpu], gpu))[: task.gpus])
 
     def _used(self, gpu: int) -> float:
         return sum(run.task.gib for run in self.untimed if gpu in run.gpus)
 
-    def shared_cores(self) -> list[int]:
-        """Cores that no process has for itself."""
-        taken = {core for run in self.untimed if run.task.own_cores for core in run.cores}
-        return sorted(os.sched_getaffinity(0) - taken)
-
-    def has_cores(self, task: Task) -> bool:
-        """True if cores are left for it: some to share beside those of its own, and one for each that shares them."""
-        left = len(self.shared_cores())
-        if task.own_cores:
-            return not self.untimed or left >= OWN_CORES + LEAST_CORES
-        return sum(not run.task.own_cores for run in self.untimed) < left
-
     def cores(self, task: Task) -> list[int]:
-        """All for what is timed; for the others those with the fewest users, and seldom the same ones together.
+        """All for what is timed or quiet; for the others those with the fewest users, seldom the same ones together.
 
-        Cores of one's own come with their siblings, which share their units and caches. Groups that share their cores
-        would leave them idle when most of a group is done.
+        Groups that share their cores would leave them idle when most of a group is done.
         """
-        if task.timed:
-            return sorted(os.sched_getaffinity(0))
-        every = self.shared_cores()
+        every = sorted(os.sched_getaffinity(0))
+        if task.timed or task.quiet:
+            return every
         users = Counter(core for run in self.untimed for core in run.cores)
-        if task.own_cores:
-            return sorted(sorted(every, key=lambda core: (users[core], siblings(core), core))[:OWN_CORES])
         turned = {core: (SPREAD * at + 3 * self.num_started) % len(every) for at, core in enumerate(every)}
         fewest = sorted(every, key=lambda core: (users[core], turned[core]))
         return sorted(fewest[: max(LEAST_CORES, len(every) // 4)])
@@ -223,17 +200,19 @@ class Census:
             own = {name: item.get_closest_marker(name) is not None for name in OWN}
             task = Task(
                 file=item.path, gpus=gpus, timed=timed, test=item.name if any(own.values()) else "",
-                own_cores=own["own_cores"], own_gpus=own["own_gpus"],
+                quiet=own["quiet"], own_gpus=own["own_gpus"],
             )  # fmt: skip
             self._gib[task] = max(self._gib.get(task, 0.0), asked.get("gib", SHARED_GIB))
 
 
+def stage(task: Task) -> int:
+    """0 for what needs a quiet host, 2 for what is timed, 1 for all others."""
+    return 0 if task.quiet else 1 + task.timed
+
+
 def urgency(task: Task) -> tuple[Any, ...]:
-    """Sorts what waits: own GPUs, which nobody may have used before, then own cores, then the most GPUs."""
-    return (
-        task.timed, not task.own_gpus, not task.own_cores, task.gpus if task.own_cores else -task.gpus,
-        not task.test, task.file, task.test,
-    )  # fmt: skip
+    """Sorts what waits: by stage, then own GPUs, which nobody may have used before, then the most GPUs."""
+    return stage(task), not task.own_gpus, -task.gpus, not task.test, task.file, task.test
 
 
 def memory_gib() -> float:
@@ -244,8 +223,8 @@ def memory_gib() -> float:
 
 
 def startable(waiting: Sequence[Task]) -> list[Task]:
-    """Those that may start as soon as there is room: nothing that is timed before the last that is not has started."""
-    return [task for task in waiting if task.timed == waiting[0].timed]
+    """Those that may start as soon as there is room: none of a stage before the last of the one before has started."""
+    return [task for task in waiting if stage(task) == stage(waiting[0])]
 
 
 def main(results: Path, arguments: Sequence[str]) -> int:

@@ -96,7 +96,7 @@ def learns(folder: Path, first: tuple[Path, float], measured: Any, placement: st
     return first[1] + seconds
 
 
-@pytest.mark.own_cores
+@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("placement", "knobs"),
     [
@@ -110,7 +110,7 @@ def test_rewards_rise(placement, knobs, fine_tuned, measured, tmp_path):
 
 
 @pytest.mark.h100(gpus=4)
-@pytest.mark.own_cores
+@pytest.mark.own_process
 @pytest.mark.parametrize(
     ("placement", "knobs"),
     [

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.h100 import lanes, turn
+from tests.h100 import turn
 from tests.h100.lanes import (
     LEAST_CORES,
-    OWN_CORES,
     SHARED_GIB,
     SHARERS,
     STILL_RUNNING,
@@ -109,42 +108,33 @@ def test_own_gpus_are_shared_with_nobody() -> None:
     assert host_with(1, (alone, [0])).place(task(timed=True)) == [0]
 
 
-def test_own_cores_are_used_by_nobody_and_some_are_left() -> None:
-    alone = task(own_cores=True)
-    host = host_with(4, (alone, [0]), (task(), [0]), (alone, [1]), (alone, [2]))
-    own = [run.cores for run in host.running if run.task.own_cores]
-    assert [len(cores) for cores in own] == [OWN_CORES] * 3
-    assert not any(set(one) & set(other) for one, other in combinations([run.cores for run in host.running], 2))
-    assert host.place(alone) == [3]
-    started(host, alone, [3])
-    started(host, alone, [3])
-    assert len(host.shared_cores()) == 64 - 5 * OWN_CORES == LEAST_CORES
-    assert host.place(alone) is None
-    assert host.place(task()) == [1]
-    for _ in range(LEAST_CORES - 1):
-        started(host, task(), [3])
+def test_who_needs_a_quiet_host_is_beside_such_alone() -> None:
+    quiet = task(quiet=True)
+    host = host_with(4, (task(quiet=True, own_gpus=True), [0]), (quiet, [1]))
+    assert host.place(task(2, quiet=True)) == [2, 3]
     assert host.place(task()) is None
-    assert host_with(1).place(alone) == [0]
+    assert host.place(task(timed=True)) is None
+    assert [len(run.cores) for run in host.running] == [64, 64]
+    assert host_with(1, (quiet, [0])).place(quiet) == [0]
 
 
-def test_own_cores_come_with_their_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "siblings", lambda core: [core % 32, core % 32 + 32])
-    alone = task(own_cores=True)
-    host = host_with(2, (alone, [0]), (alone, [1]))
-    halves = OWN_CORES // 2
-    assert host.running[0].cores == [*range(halves), *range(32, 32 + halves)]
-    assert host.running[1].cores == [*range(halves, OWN_CORES), *range(32 + halves, 32 + OWN_CORES)]
+def test_no_more_run_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert host_with(2, *[(task(), [0])] * 3).place(task()) == [1]
+    assert host_with(2, *[(task(), [0])] * 4).place(task()) is None
 
 
-def test_what_waits_for_room_starts_first() -> None:
-    kinds = [task(timed=True), task(2), task(4, own_cores=True), task(own_cores=True), task(own_gpus=True), task(4)]
+def test_what_needs_a_quiet_host_or_most_room_starts_first() -> None:
+    kinds = [task(timed=True), task(2), task(4), task(quiet=True), task(own_gpus=True), task(2, quiet=True)]
     order = sorted(kinds, key=urgency)
-    assert [kinds.index(item) for item in order] == [4, 3, 2, 5, 1, 0]
+    assert [kinds.index(item) for item in order] == [5, 3, 4, 2, 1, 0]
 
 
-def test_what_is_timed_waits_for_the_start_of_all_others() -> None:
+def test_a_stage_waits_for_the_start_of_the_one_before() -> None:
+    quiet = [task(quiet=True)]
     others = [task(own_gpus=True), task(2), task()]
     timed = [task(timed=True), task(2, timed=True)]
+    assert startable([*quiet, *others, *timed]) == quiet
     assert startable([*others, *timed]) == others
     assert startable(timed) == timed
     assert startable([]) == []
