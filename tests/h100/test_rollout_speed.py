@@ -27,7 +27,7 @@ CACHE_BYTES = 24 << 30
 LEAST_SHARE = 0.9
 
 
-def test_rollouts_cost_little_more_than_bare_vllm(its_turn, measured, tmp_path):
+def test_rollouts_cost_little_more_than_bare_vllm(request, measured, tmp_path):
     config = config_of({**SIZES, "max_position_embeddings": 1024}, "bfloat16")
     path = str(write_random(tmp_path / "model", config, torch.device("cpu")))
     room = {"max_model_len": 512, "max_num_seqs": PROMPTS * ANSWERS}
@@ -37,6 +37,7 @@ def test_rollouts_cost_little_more_than_bare_vllm(its_turn, measured, tmp_path):
         kind="vllm", checkpoint=path, dtype="bfloat16", cuda_graphs=True, kv_cache_bytes=CACHE_BYTES, **room
     )
     ours, bare, unseeded = [], [], []
+    request.getfixturevalue("its_turn")  # after the model, which takes a minute to write
     with Resources() as resources, bare_vllm(path, {**room, "kv_cache_memory_bytes": CACHE_BYTES}) as generate:
         engine = resources.engine(asked, Deadline(280))
         with contextlib.closing(engine.process.client(280)) as client:

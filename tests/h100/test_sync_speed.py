@@ -146,6 +146,7 @@ def _peers(kind, ranks, store):
         _tell([*engine, *others], "stop")
         for child in children:
             child.join(30)
+        group.close()  # else NCCL's monitor keeps this process for a minute
     finally:
         gc.unfreeze()
         for child in children:

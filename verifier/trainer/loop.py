@@ -46,7 +46,7 @@ from verifier.trainer.upstream_fields import asked
 from verifier.trainer.worker_spec import loss_terms, optimizer_settings, step_sizes
 
 JUDGED_BEHIND = 2
-"""Steps that may have been trained and not yet judged."""
+"""Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""
 JUDGE_DEADLINE_S = 600.0
 """Seconds that the judge of one step may take."""
 HELD_OUT = "held-out.safetensors"
@@ -184,10 +184,12 @@ class StepLoop:
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started
+            self._settle(step - 1 - (JUDGED_BEHIND if self.rollouts is None else 0))  # judged meanwhile
+            waited_s = time.monotonic() - started - rolled_s
             folder = None if sampled is None else str(sampled.folder)
             reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
             self._updates, begins = self._updates + len(updates), begins and not updates
-            trained_s = time.monotonic() - started - rolled_s
+            trained_s = time.monotonic() - started - rolled_s - waited_s
             if self.ahead is not None:
                 self.ahead.pause()
             if self.rollouts is not None and updates:
@@ -196,15 +198,15 @@ class StepLoop:
                     self.revival.recorded()
             elif self.rollouts is not None and self.config.engine.sleep_level:
                 self.sync(step, None)  # it fell asleep when the step was scored: the same weights wake it
-            synced_s = time.monotonic() - started - rolled_s - trained_s
+            synced_s = time.monotonic() - started - rolled_s - waited_s - trained_s
             if trace is not None:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
                     self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
                 self._record_metrics(step, trace, {**mean_of(reports), **plan.facts})
                 self._submit(step, trace)
-                waits = self.rollouts is not None or sampled is not None
-                self._settle(step if waits else step - JUDGED_BEHIND)
+                if self.ahead is not None or sampled is not None:
+                    self._settle(step)
             for weights in earlier.values():
                 shutil.rmtree(weights.parent)
             if self.ahead is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -15,6 +17,7 @@ from verifier.contracts.examine import declared
 from verifier.core.manifest import Manifest, MeshSizes, Scope
 from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias, num_experts_of
+from verifier.platform import Tier
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
@@ -199,9 +202,7 @@ def step_manifest(
         command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
         commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
         dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
-        tier=model.tier, versions=installed_versions(),
-        notes=model.notes if loaded else (),
-        **declared(model.tier, cache_folder() / "contracts"),
+        tier=model.tier, notes=model.notes if loaded else (), **_installed(model.tier),
         config=config.to_dict(), layout=model.layout_kind, stand_ins=tuple(stand_ins_of(sizes, engine_facts)),
         upstream_bugs=tuple(bugs_of(sizes, facts)), scopes=tuple(scopes),
         engine=config.engine.kind if synced else "",
@@ -210,6 +211,12 @@ def step_manifest(
         untouched_versions=(0,) if "untouched" in scopes else (),
         not_judged=tuple(gaps),
     )  # fmt: skip
+
+
+@cache
+def _installed(tier: Tier) -> dict[str, Any]:
+    """Fields of a manifest on the versions that run, which stay while the run does."""
+    return {"versions": installed_versions(), **declared(tier, cache_folder() / "contracts")}
 
 
 def _delivery(config: TrainConfig) -> list[Scope]:
