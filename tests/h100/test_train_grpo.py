@@ -26,7 +26,7 @@ from tests.meta.sources import ROOT
 from verifier.plan.digest import digest_tensor
 
 LEARNS = {
-    "first": "null", "dtype": "bf16", "steps": "80", "data.batch_size": "256", "grpo.group_size": "4",
+    "first": "null", "dtype": "bf16", "steps": "100", "data.batch_size": "256", "grpo.group_size": "4",
     "batch.max_tokens": "16384", "grpo.mini_batches": "4", "optimizer.learning_rate": "4e-4",
     "optimizer.warmup_steps": "10", "evaluation.every": "10", "checkpoint.every": "0", "engine.cuda_graphs": "true",
     "verify.every": "0",
@@ -36,8 +36,6 @@ BEFORE, AFTER = 0.4, 0.8
 """Held-out reward at temperature 1: before the first step of GRPO at most, and at the end at least."""
 LONGEST_S = 300.0
 """Seconds of fine-tuning and GRPO together, starts included, at most on one and two GPUs."""
-ON_FOUR = {"steps": "110"}
-"""More steps than on one and two H100s, where 80 reached the reward; ranks of four round otherwise and took 90."""
 SHORT = {"steps": "3", "data.batch_size": "32", "evaluation.num_problems": "32", "optimizer.learning_rate": "1e-4"}
 
 
@@ -120,7 +118,7 @@ def test_rewards_rise(placement, knobs, fine_tuned, measured, tmp_path):
     ids=["colocated-on-four", "two-and-two"],
 )
 def test_rewards_rise_on_four(placement, knobs, fine_tuned, measured, tmp_path):
-    learns(tmp_path / "run", fine_tuned, measured, placement, ON_FOUR | knobs)
+    learns(tmp_path / "run", fine_tuned, measured, placement, knobs)
 
 
 @pytest.mark.h100(gpus=4)
