@@ -160,7 +160,7 @@ class Stopped(Exception):
 def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, resources, tmp_path):
     knobs = [
         "engine.kind=hf", f"grpo.mode={mode}", "grpo.max_staleness=1", "grpo.ratio_over=engine", "checkpoint.every=1",
-        "evaluation.num_problems=0", "verify.every=1", *(["grpo.inflight_steps=3"] if mode == "inflight" else []),
+        "evaluation.num_problems=0", "verify.every=3", *(["grpo.inflight_steps=3"] if mode == "inflight" else []),
     ]  # fmt: skip
     train(tmp_path / "whole", *knobs)
 

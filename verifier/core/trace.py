@@ -36,9 +36,10 @@ class Trace:
         """Records of one class as they were recorded: of one weight version, and with these values of other fields."""
         versions = self._index.get(kind, {})
         for items in versions.values() if version is None else [versions.get(version, [])]:
-            for item in cast("list[R]", items):
-                if all(getattr(item, field) == value for field, value in equal.items()):
-                    yield item
+            found = cast("list[R]", items)
+            for field, value in equal.items():
+                found = [item for item in found if getattr(item, field) == value]
+            yield from found
 
     def has(self, kind: type[Record]) -> bool:
         """True if anything of this class was recorded."""
