@@ -2,7 +2,7 @@
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
 with a limit of minutes (`@pytest.mark.quiet`); these run before all others. So does one that fills its GPUs' memory
-(`@pytest.mark.own_gpus`), with GPUs that no other uses. The others share a GPU as far as its memory goes
+(`@pytest.mark.own_gpus`), with GPUs that no other uses, beside the quiet ones if it can. The others share a GPU as far as its memory goes
 (`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the end, one process at
 a time: such a process starts, and imports, while the last others run, and then waits for its turn
 (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is skipped.
@@ -128,7 +128,7 @@ class Host:
 
     def place(self, task: Task) -> list[int] | None:
         """The least shared GPUs; None while there is no room, or too early for what is timed or would disturb."""
-        if not task.quiet and any(run.task.quiet for run in self.running):
+        if stage(task) and any(run.task.quiet for run in self.running):
             return None
         if task.timed:
             return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
@@ -206,13 +206,13 @@ class Census:
 
 
 def stage(task: Task) -> int:
-    """0 for what needs a quiet host, 2 for what is timed, 1 for all others."""
-    return 0 if task.quiet else 1 + task.timed
+    """0 for what needs a quiet host or GPUs of its own, 2 for what is timed, 1 for all others."""
+    return 0 if task.quiet or task.own_gpus else 1 + task.timed
 
 
 def urgency(task: Task) -> tuple[Any, ...]:
-    """Sorts what waits: by stage, then own GPUs, which nobody may have used before, then the most GPUs."""
-    return stage(task), not task.own_gpus, -task.gpus, not task.test, task.file, task.test
+    """Sorts what waits: by stage, then what needs a quiet host, then the most GPUs."""
+    return stage(task), not task.quiet, -task.gpus, not task.test, task.file, task.test
 
 
 def memory_gib() -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.meta.sources import ROOT
 
-pytestmark = [pytest.mark.h100(gpus=1), pytest.mark.own_gpus, pytest.mark.quiet]
+pytestmark = [pytest.mark.h100(gpus=1), pytest.mark.own_gpus]
 
 MODEL = "wide:qwen3-30b-a3b"
 LONGEST_S = 300.0
