@@ -2,9 +2,9 @@
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
 with a limit of minutes (`@pytest.mark.quiet`); these run before all others. So does one that fills its GPUs' memory
-(`@pytest.mark.own_gpus`), with GPUs that no other uses, beside the quiet ones if it can. The others share a GPU as far as its memory goes
-(`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the end, one process at
-a time: such a process starts, and imports, while the last others run, and then waits for its turn
+(`@pytest.mark.own_gpus`), with GPUs that no other uses, beside the quiet ones if there are some. The others share a GPU
+as far as its memory goes (`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the
+end, one process at a time: such a process starts, and imports, while the last others run, and then waits for its turn
 (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is skipped.
 """
 

@@ -133,8 +133,8 @@ def test_what_needs_a_quiet_host_or_most_room_starts_first() -> None:
 
 
 def test_a_stage_waits_for_the_start_of_the_one_before() -> None:
-    quiet = [task(quiet=True)]
-    others = [task(own_gpus=True), task(2), task()]
+    quiet = [task(quiet=True), task(own_gpus=True)]
+    others = [task(2), task()]
     timed = [task(timed=True), task(2, timed=True)]
     assert startable([*quiet, *others, *timed]) == quiet
     assert startable([*others, *timed]) == others
