@@ -21,7 +21,7 @@ from verifier.report.live_view import LiveView
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
-    from verifier.trainer.loop import Judged
+    from verifier.trainer.verdicts import Judged
 
 
 def judge_step(trace: str) -> Judged:
@@ -29,7 +29,7 @@ def judge_step(trace: str) -> Judged:
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
     from verifier.report import render_text, report_of
-    from verifier.trainer.loop import Judged
+    from verifier.trainer.verdicts import Judged
 
     report = report_of(store.read(Path(trace)), trace)
     return Judged(int(report.exit_code), render_text(report))

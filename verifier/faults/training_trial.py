@@ -23,8 +23,8 @@ from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
-from verifier.trainer.loop import Judged
 from verifier.trainer.run_folder import FINISHED, RunFolder
+from verifier.trainer.verdicts import Judged
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",

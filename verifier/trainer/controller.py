@@ -33,13 +33,14 @@ from verifier.trainer.failure_trace import failure_traced
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
-from verifier.trainer.loop import Judge, StepLoop, TrainSummary
+from verifier.trainer.loop import StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
 from verifier.trainer.spot import why_no_spot
+from verifier.trainer.verdicts import Judge, Verdicts
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
@@ -132,8 +133,9 @@ class Trainer:
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             loop = StepLoop(
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
-                call=self._call, progress=self._progress, metrics=line, judge=self._judge, rollouts=self._rollouts,
-                ahead=self._ahead, held_out=self._held_out, oracle=oracle, data=self._data,
+                call=self._call, progress=self._progress, metrics=line,
+                verdicts=Verdicts(judge=self._judge, metrics=line), rollouts=self._rollouts, ahead=self._ahead,
+                held_out=self._held_out, oracle=oracle, data=self._data,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)

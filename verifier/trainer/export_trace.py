@@ -12,14 +12,13 @@ from verifier.config.training import TrainConfig
 from verifier.core.manifest import Scope
 from verifier.core.records_policy import WrittenMetrics
 from verifier.core.store import Recorder, complete, create
-from verifier.errors import InternalError, ViolationFound
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.evaluation import Examine
-from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.model_files import record_files
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.verdicts import Judge, require_held
 
 NO_LAYOUT = "the contents of hf_model were not judged: this family has no layout"
 """Clause of the report on an export of which names, dtypes and shapes are judged alone."""
@@ -69,9 +68,4 @@ class ExportTrace:
         with contextlib.closing(Recorder(self.path, "source", 0)) as probe:
             record_files(probe, source, exported, self._step)
         complete(self.path, self._manifest)
-        try:
-            judged = judge.submit(self.path).result(JUDGE_DEADLINE_S)
-        except TimeoutError as problem:
-            raise InternalError(f"the judge of the export did not answer in {JUDGE_DEADLINE_S:g} s") from problem
-        if judged.exit_code:
-            raise ViolationFound(judged.text, judged.exit_code)
+        require_held(judge, self.path, "the export")

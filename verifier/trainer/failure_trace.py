@@ -10,13 +10,12 @@ from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.store import create, fail
-from verifier.errors import ViolationFound
 from verifier.launch.stack_failure import StackFailed
 from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest
-from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.verdicts import Judge, require_held
 
 
 @contextlib.contextmanager
@@ -38,7 +37,6 @@ def failure_traced(
         )
         trace = create(folder.failure_trace, manifest)
         fail(trace, replace(manifest, scopes=tuple(record_failure(trace, problem))), str(problem))
-        judged = None if judge is None else judge.submit(trace).result(JUDGE_DEADLINE_S)
-        if judged is not None and judged.exit_code:
-            raise ViolationFound(judged.text, judged.exit_code) from problem
+        if judge is not None:
+            require_held(judge, trace, "the failure")
         raise

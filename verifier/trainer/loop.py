@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +25,7 @@ from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSetti
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
-from verifier.errors import ContractError, InternalError, ViolationFound
+from verifier.errors import ContractError
 from verifier.oracle.oracle import Oracle
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.ahead import AheadRollouts
@@ -43,30 +41,13 @@ from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.token_versions import has_fresh
 from verifier.trainer.upstream_fields import asked
+from verifier.trainer.verdicts import Verdicts
 from verifier.trainer.worker_spec import loss_terms, optimizer_settings, step_sizes
 
 JUDGED_BEHIND = 2
 """Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""
-JUDGE_DEADLINE_S = 600.0
-"""Seconds that the judge of one step may take."""
 HELD_OUT = "held-out.safetensors"
 """Held-out problems with their responses, in the folder of a run's batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Verdict on the trace of one step."""
-
-    exit_code: int
-    text: str
-    """The report."""
-
-
-class Judge(Protocol):
-    """Judges traces of steps in a process of its own."""
-
-    def submit(self, trace: Path) -> Future[Judged]:
-        """Begin to judge a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +80,7 @@ class StepLoop:
         call: calls a method of all ranks.
         progress: called with a line of text.
         metrics: of the run.
-        judge: judges each step's trace; None trains without evidence.
+        verdicts: on each step's trace; without a judge the run trains without evidence.
         rollouts: sampled by the run's engine; None for a run without one.
         ahead: samples them while the step before theirs trains; None where that is not asked for.
         held_out: problems that the ranks decode; None for none.
@@ -117,7 +98,7 @@ class StepLoop:
     call: Call
     progress: Callable[[str], None]
     metrics: Metrics
-    judge: Judge | None
+    verdicts: Verdicts
     rollouts: EngineRollouts | None
     ahead: AheadRollouts | None
     held_out: HeldOut | None
@@ -125,10 +106,8 @@ class StepLoop:
     data: DataAsRead | None = None
     revival: Revival | None = None
     sends_first: bool = False
-    _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
-    _num_judged: int = field(default=0, init=False)
     _noise: SampledNoise | None = field(default=None, init=False)
     _recorded: StepMetrics | None = field(default=None, init=False)
     _solved: Sequence[bool] | None = field(default=None, init=False)
@@ -151,13 +130,13 @@ class StepLoop:
         begins = not done
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
-            trace = self._begin_trace(step) if self.judge is not None else None
+            trace = self._begin_trace(step) if self.verdicts.judge is not None else None
             sent = trace is not None and self.sends_first
             self._send_first(step - 1, trace)
             begun = self._evaluate(0) if step == 1 and config.evaluation.every > 1 else {}
             started = time.monotonic()
             sampled = None
-            with self._controller_probe(trace, step) as probe:
+            with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
                 self.continuation.record_kept(probe, step - 1)
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
@@ -184,7 +163,7 @@ class StepLoop:
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started
-            self._settle(step - 1 - (JUDGED_BEHIND if self.rollouts is None else 0))  # judged meanwhile
+            self.verdicts.settle(step - 1 - (JUDGED_BEHIND if self.rollouts is None else 0))  # judged meanwhile
             waited_s = time.monotonic() - started - rolled_s
             folder = None if sampled is None else str(sampled.folder)
             reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
@@ -204,9 +183,10 @@ class StepLoop:
                     rates = [report["learning_rate"] for report in reports]
                     self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
                 self._record_metrics(step, trace, {**mean_of(reports), **plan.facts})
-                self._submit(step, trace)
+                complete(trace, self._manifest)
+                self.verdicts.ask(step, trace)
                 if self.ahead is not None or sampled is not None:
-                    self._settle(step)
+                    self.verdicts.settle(step)
             for weights in earlier.values():
                 shutil.rmtree(weights.parent)
             if self.ahead is not None:
@@ -216,7 +196,8 @@ class StepLoop:
             metrics = {"step": step, **begun, **mean_of(reports), **plan.facts, **times}
             loss = metrics.get("loss", loss)
             if config.evaluation.every and step % config.evaluation.every == 0:
-                metrics |= self._evaluate(step)
+                with self.verdicts.first(step):
+                    metrics |= self._evaluate(step)
             self.metrics.add(metrics, [len(item) for update in updates for item in update.rollouts])
             self.progress(line_of(metrics))
             if self.continuation.is_due(step):
@@ -228,7 +209,9 @@ class StepLoop:
         accuracy = metrics.get("accuracy")
         if accuracy is None:
             accuracy = self._evaluate(step).get("accuracy")
-        return TrainSummary(steps=step, loss=loss, accuracy=accuracy, judged=self._num_judged, resumed_from=done)
+        return TrainSummary(
+            steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done
+        )
 
     def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
         """Record the metrics of a step that are `SHOWN`."""
@@ -249,7 +232,7 @@ class StepLoop:
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""
-        self._settle(step)
+        self.verdicts.settle(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
 
@@ -289,7 +272,7 @@ class StepLoop:
         """
         last = self._held.pop(step - 2, None)
         found = {} if last is None else {step - 2: last}
-        if self.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):
+        if self.verdicts.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):
             held = self.folder.oracle(step + 1).with_name(f"version-{step - 1}")
             self.call("hold", version=step - 1, folder=str(held))
             self._held[step - 1] = held / f"weights-{step - 1}"
@@ -368,24 +351,6 @@ class StepLoop:
             probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self.config)))
             probe.emit(LossTerms(name="loss", version=step, **loss_terms(self.config)))
             probe.emit(StepSizes(name="step", version=step, **step_sizes(self.config)))
-
-    def _submit(self, step: int, trace: Path) -> None:
-        assert self.judge is not None
-        complete(trace, self._manifest)
-        self._pending.append((step, self.judge.submit(trace)))
-
-    def _settle(self, until: int) -> None:
-        """Wait for the verdicts of all steps up to one; raise a ViolationFound for the first that does not hold."""
-        while self._pending and self._pending[0][0] <= until:
-            step, future = self._pending.popleft()
-            try:
-                judged = future.result(JUDGE_DEADLINE_S)
-            except TimeoutError as problem:
-                raise InternalError(f"the judge of step {step} did not answer in {JUDGE_DEADLINE_S:g} s") from problem
-            self._num_judged += 1
-            self.metrics.judged(step, judged.exit_code)
-            if judged.exit_code:
-                raise ViolationFound(judged.text, judged.exit_code)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the weights of a step on the held-out problems, if there are any."""

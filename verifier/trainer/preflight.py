@@ -19,7 +19,7 @@ from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.recorded import read_recorded
 from verifier.data.tokenizer import open_tokenizer
-from verifier.errors import ContractError, UsageError, ViolationFound
+from verifier.errors import ContractError, UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.checkpoint import Checkpoint
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -28,12 +28,12 @@ from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import load_train, require_fit
-from verifier.trainer.loop import JUDGE_DEADLINE_S, Judge
 from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.sampled_step import require_judgeable
 from verifier.trainer.step_trace import step_manifest
+from verifier.trainer.verdicts import Judge, require_held
 
 ENTROPY_WEIGHT = 0.01
 """Weight of the entropy where the config has none: answers that nobody ended earn equal rewards, and the gradient of
@@ -95,9 +95,7 @@ def preflight(
         ranks = None if own.ray.use else launcher
         Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
         trace = _load_again(own, with_kept_layout(own, model, own.run), launcher, until, progress)
-        judged = judge.submit(trace).result(JUDGE_DEADLINE_S)
-        if judged.exit_code:
-            raise ViolationFound(judged.text, judged.exit_code)
+        require_held(judge, trace, "the load")
     metrics = json.loads((own.run / "metrics.jsonl").read_text().splitlines()[-1])
     if "loss" not in metrics:
         raise UsageError("no token of the longest samples was in the loss: there is nothing to try the step with")
