@@ -19,7 +19,7 @@ from verifier.trainer.episodes import Sampler
 
 
 class Note(NamedTuple):
-    """What is noted of an answer."""
+    """Notes of an answer."""
 
     seed: int
     tokens: int
