@@ -15,3 +15,20 @@ def bridges_are_those_that_its_source_registers(context: RankContext) -> None:
     found = {name for name in bridged() if name.endswith("ForCausalLM")}
     assert len(found) > 30
     assert registered - {"ExaoneMoEForCausalLM"} == found, "the exception is a second spelling of ExaoneMoeForCausalLM"
+
+
+def no_loss_of_routers_is_left_on(context: RankContext) -> None:
+    """The bridge of EXAONE MoE asks for a balancing loss, a z-loss and updates of the score bias."""
+    from megatron.bridge import AutoBridge
+    from transformers import ExaoneMoeConfig
+
+    from verifier.mesh import Mesh
+    from verifier.model.provider_megatron import _configure
+
+    config = ExaoneMoeConfig(architectures=["ExaoneMoeForCausalLM"])
+    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+    assert all(getattr(provider, name) for name in names)
+    _configure(provider, Mesh(), "float32", "cpu")
+    assert not any(getattr(provider, name) for name in names)
+    assert provider.moe_router_load_balancing_type == "none"

@@ -47,7 +47,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "rollout": {"answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout"},
         "loss": {"loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},
-        "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop"},
+        "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop", "handing"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading", "loop"},
         "reward": {"evaluation", "handing", "metric", "reward"}, "logprob": {"logprob", "score", "setting"},
     }  # fmt: skip

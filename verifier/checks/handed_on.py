@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,15 +19,25 @@ from verifier.core.records_policy import (
     RequestSeeds,
     RewardSeals,
 )
-from verifier.core.records_tokens import Rollouts
-from verifier.core.seal import seal_of_array, seal_of_reward
+from verifier.core.records_tokens import GivenRoutes, Rollouts
+from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-TOKENS, NATS = "token ids", "log-probabilities"
-"""Parts of an answer; the latter are the engine's, so that they are wrong where its checks find them so."""
+TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
+"""Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
+MISSING = -1
+"""Expert of a token and a layer without a route, before the last token that has one."""
 _Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
+
+
+class _Seals(NamedTuple):
+    """Seals of an answer."""
+
+    tokens: int
+    nats: int
+    routes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,48 +52,69 @@ class _Turn:
 
 @check("DAT014", needs=(RequestSeeds, PolicyColumns), scope="draws")
 def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
-    """Every live answer is trained with the token ids and the log-probabilities that the engine gave for it.
+    """Every live answer is trained with the token ids, log-probabilities and routes that the engine gave for it.
 
     What it checks: per turn of a rollout (an answer without an environment is one), seals that were taken of the
     engine's answer as it came: of its token ids, against the rollouts that ranks pack, and of its log-probabilities,
-    against those of the policy loss.
+    against those of the policy loss. Where routes are replayed, also the seal that the engine's process took of its
+    routes, against those that the batch has.
     Why it matters: log-probabilities that are rounded or clamped on their way, or replaced by the trainer's where some
     are missing, make an importance weight of the wrong policy. Replaced ones agree with the trainer on every token, so
-    that a mismatch seems to be gone and the correction is off.
-    Evidence: data/seeds, data/turns, advantage/policy, pack/rollouts.
+    that a mismatch seems to be gone and the correction is off. Routes of another answer, token or layer are replayed
+    as faithfully as the right ones.
+    Evidence: data/seeds, data/turns, advantage/policy, pack/rollouts, replay/routes.
     Tolerance and its source: exact; both are copied (CRC-32 of the bytes).
     What it does not catch: an answer that is wrong as it comes from the engine (LGP003, LGP009, LGP011); versions of
-    tokens; a rollout without a token in the loss, which no rank packs, beyond its log-probabilities.
-    References: slime#245, unsloth-zoo#891.
+    tokens; numbers of the layers that routes are of (RPL001); a rollout without a token in the loss, which no rank
+    packs, beyond its log-probabilities.
+    References: slime#245, unsloth-zoo#891, AReno#524, SkyRL#1908.
     """
     for policy in trace.of(PolicyColumns):
         noted = _noted(trace, policy.version)
         if not noted:
             continue
-        columns = [ragged.split(trace.array(policy, each), policy.lengths) for each in ("version", "engine")]
+        columns, begun = [ragged.split(trace.array(policy, each), policy.lengths) for each in ("version", "engine")], {}
         for name, versions, nats in zip(policy.ids, *columns, strict=True):
             for turn in _turns(trace, policy.version, name, versions, nats.astype(np.float32)):
-                yield _same(turn, NATS, noted.get(turn.answer, (None, None))[1])
+                begun[turn.answer] = turn.version
+                yield _same(turn, NATS, noted[turn.answer].nats if turn.answer in noted else None)
         for rollouts in trace.of(Rollouts, version=policy.version):
             columns = [ragged.split(trace.array(rollouts, each), rollouts.lengths) for each in ("versions", "tokens")]
             for name, versions, tokens in zip(rollouts.ids, *columns, strict=True):
                 for turn in _turns(trace, policy.version, name, versions, tokens.astype(np.int64)):
                     if turn.answer in noted:
-                        yield _same(turn, TOKENS, noted[turn.answer][0])
+                        yield _same(turn, TOKENS, noted[turn.answer].tokens)
+        for given in trace.of(GivenRoutes, version=policy.version):
+            for name, routes in zip(given.rollouts, _routes(trace.array(given), len(given.rollouts)), strict=True):
+                answer = name, 0
+                if answer in begun and answer in noted and noted[answer].routes != NO_SEAL:
+                    turn = _Turn(answer=answer, version=begun[answer], seal=seal_of_array(routes))
+                    yield _same(turn, ROUTES, noted[answer].routes)
 
 
-def _noted(trace: Trace, version: int) -> Mapping[_Answer, tuple[int, int]]:
-    """Seals of token ids and log-probabilities of each answer of a step's rounds."""
-    found: dict[_Answer, tuple[int, int]] = {}
+def _routes(rows: np.ndarray, num_rollouts: int) -> Iterator[np.ndarray]:
+    """[tokens, layers, experts per token] int32 of each rollout, up to its last token with a route."""
+    layers = np.unique(rows[:, 2])
+    for own in np.split(rows, np.searchsorted(rows[:, 0], range(1, num_rollouts))):  # they stand in this order
+        routes = np.full((own[:, 1].max(initial=-1) + 1, len(layers), rows.shape[1] - 3), MISSING, np.int32)
+        routes[own[:, 1], np.searchsorted(layers, own[:, 2])] = own[:, 3:]
+        yield routes
+
+
+def _noted(trace: Trace, version: int) -> Mapping[_Answer, _Seals]:
+    """Seals of each answer of a step's rounds."""
+    found: dict[_Answer, _Seals] = {}
     for item in trace.of(RequestSeeds, version=version):
         played = next(trace.of(EpisodeTurns, version=version, name=item.name), None)
-        for turn, seals in enumerate(item.seals):
+        of_routes = item.routes or [[NO_SEAL] * len(own) for own in item.seals]
+        for turn, (seals, routed) in enumerate(zip(item.seals, of_routes, strict=True)):
             owners = item.answers
             if turn and played is not None:
                 pairs = zip(played.episodes, played.indices, strict=True)
                 owners = tuple(episode for episode, index in pairs if index == turn)
             # An answer without a turn, or a turn without an answer, stays without its other side.
-            found |= {(owner, turn): seal for owner, seal in zip(owners, seals, strict=False)}
+            columns = zip(owners, seals, routed, strict=False)
+            found |= {(owner, turn): _Seals(*own, routes) for owner, own, routes in columns}
     return found
 
 
@@ -98,7 +130,7 @@ def _turns(trace: Trace, version: int, name: str, versions: np.ndarray, values: 
 
 def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     name, number = turn.answer
-    stage = Stage.DATA if what == TOKENS else Stage.ROLLOUT
+    stage = Stage.ROLLOUT if what == NATS else Stage.DATA
     own = f"turn {number} of `{name}`" if number else f"`{name}`"
     return Comparison(
         what=f"{what} of {own}".replace("`", ""), same=turn.seal == right, stage=stage, version=turn.version,

@@ -135,6 +135,8 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     seals: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Checksums of the token ids (int64) and of the log-probabilities (float32) of each of these answers, as they came
     from the engines; empty where there are no seeds."""
+    routes: tuple[tuple[int, ...], ...] = ()
+    """Checksum of the routes (int32) of each of these answers, as the engines' processes took it; -1 for none."""
     answers: tuple[str, ...] = ()
     """Rollout, or episode of several turns, that each answer of the first turn begins."""
     shaped: tuple[str, ...] = ()

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+NO_SEAL = -1
+"""Seal of what there is none of."""
+
+
 def seal_of_array(values: np.ndarray) -> int:
     """Checksum of an array's bytes; equal for two arrays of one dtype that are bitwise equal.
 

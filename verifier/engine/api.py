@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from verifier.config import EngineOptions
+from verifier.core.seal import NO_SEAL
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.launch import failures
 from verifier.launch.child import resolve
@@ -181,6 +182,8 @@ class Sample:
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[prompt + continuation - 1, layers with routers, experts per token] experts of each token that the engine ran,
     which the last one is not; empty unless asked for."""
+    routes_seal: int = NO_SEAL
+    """Checksum of these (int32), as the engine's process took it."""
     updates: tuple[int, ...] = ()
     """Weight updates from the beginning of its batch to each token; empty where none can have come."""
     seed: int = NO_SEED

@@ -15,6 +15,13 @@ KNOBS = (
 )  # fmt: skip
 ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.ROLLOUT, "caught_by": ("DAT014",)}
+ROUTES: dict[str, Any] = {
+    **ANSWERS, "stage": Stage.DATA, "model": "tiny:add-moe",
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=vllm", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.group_size=4", "grpo.entropy_weight=0.05", "grpo.replay_routes=true", "steps=2",
+    ),
+}  # fmt: skip
 REWARDS: dict[str, Any] = {
     **ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",),
     "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
@@ -47,6 +54,29 @@ def engine_scores_rounded_on_their_way(call: Call) -> Any:
 
     row = call.original()
     return call.wrong(replace(row, logprobs=tuple(torch.tensor(row.logprobs).bfloat16().float().tolist())))
+
+
+@fault(
+    "NovaSky-AI/SkyRL#1908", "verifier.engine.client:EngineClient.generate(self, prompts, sampling)", **ROUTES,
+)  # fmt: skip
+def routes_of_another_answer_on_their_way(call: Call) -> Any:
+    """Answers of a group are sorted anew on their way to the batch, and their routes stay where they were."""
+    found = []
+    for samples in call.faulty():
+        others = [*samples[1:], samples[0]]
+        routes = [
+            tuple(other.routes[at % len(other.routes)] for at in range(len(own.routes)))
+            for own, other in zip(samples, others, strict=True)
+        ]
+        found.append([dataclasses.replace(own, routes=given) for own, given in zip(samples, routes, strict=True)])
+    return found
+
+
+@fault("inclusionAI/AReno#524", MAKES_ROW, **ROUTES)
+def routes_of_the_next_token_on_their_way(call: Call) -> Any:
+    """Routes begin a token late where an answer becomes a rollout, so each token has those of its successor."""
+    routes = call.sample.routes
+    return call.faulty(sample=dataclasses.replace(call.sample, routes=(*routes[1:], routes[-1])))
 
 
 @fault("verl-project/verl#2185", SCORES, **REWARDS)

@@ -21,6 +21,7 @@ _WITH_W = ("minimax_m2", "mixtral")
 _RENAMED = {
     "nemotron_h": (r"^model\.", "backbone."),
     "ernie4_5_moe": (r"\.gate\.moe_statics\.", ".moe_statics."),
+    "exaone_moe": (r"\.gate\.e_score", ".e_score"),
     **dict.fromkeys(_WITH_W, (r"\.mlp\.", ".block_sparse_moe.")),
 }
 """Model type -> (part of a tensor's name in transformers, what stands for it in checkpoints)."""

@@ -269,9 +269,10 @@ def greatest(gaps: torch.Tensor) -> Greatest:
 class Adam:
     """Adam in float64, with moments of its own (Kingma and Ba 2015, algorithm 1), and weight decay beside it.
 
-    Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not. Of weights
-    that are rounded to less than float32 it keeps the unrounded ones too, as a trainer's masters do. A step may be off
-    by so many `roundings` to float32, which matter where the learning rate is small beside the weights.
+    Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not, nor do the
+    biases of all experts of a layer, which GPT-OSS keeps in one tensor. Of weights that are rounded to less than
+    float32 it keeps the unrounded ones too, as a trainer's masters do. A step may be off by so many `roundings` to
+    float32, which matter where the learning rate is small beside the weights.
     """
 
     def __init__(self, beta_1: float, beta_2: float, epsilon: float, roundings: int = 0) -> None:
@@ -300,7 +301,7 @@ class Adam:
         denominator = (second / (1 - beta_2**step)).sqrt() + self._epsilon
         rounded = old.dtype != torch.float32
         begin = self._masters.get(name, old.double()) if rounded else old.double()
-        kept = 1 - learning_rate * decay if begin.ndim > 1 else 1.0
+        kept = 1 - learning_rate * decay if begin.ndim > 1 and not name.endswith("bias") else 1.0
         stepped = kept * begin - learning_rate * (first / (1 - beta_1**step)) / denominator
         excess = (live.double() - stepped).abs()
         if rounded:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from verifier.config import TrainConfig
 from verifier.core.records_policy import SamplingAsked
-from verifier.core.seal import seal_of_array
+from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.model.checkpoint import Checkpoint
@@ -16,23 +17,36 @@ from verifier.model.end_tokens import end_tokens
 from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
-Noted = tuple[tuple[int, int, int, str], ...]
-"""Notes of each answer to one request to the engine, prompt by prompt: its seed, the seals of its token ids and of its
-log-probabilities, and what shaped its distribution (`Sample.shaped`)."""
+
+class Note(NamedTuple):
+    """Notes of an answer."""
+
+    seed: int
+    tokens: int
+    """Seal of its token ids."""
+    nats: int
+    """Seal of its log-probabilities."""
+    shaped: str
+    """See `Sample.shaped`."""
+    routes: int = NO_SEAL
+    """Seal of its routes, which the engine's process took; none where none are replayed."""
+
+
+Noted = tuple[Note, ...]
+"""Notes of the answers to one request to the engine, prompt by prompt."""
 
 
 def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
     """Seeds that engines gave the answers to some prompts, and seals of the answers."""
     return tuple(
-        (
-            sample.seed,
-            seal_of_array(np.asarray(sample.tokens, np.int64)),
-            seal_of_array(np.asarray(sample.logprobs, np.float32)),
-            sample.shaped,
+        Note(
+            seed=sample.seed, tokens=seal_of_array(np.asarray(sample.tokens, np.int64)),
+            nats=seal_of_array(np.asarray(sample.logprobs, np.float32)), shaped=sample.shaped,
+            routes=sample.routes_seal,
         )
         for own in answers
         for sample in own
-    )
+    )  # fmt: skip
 
 
 class NotedAnswers:

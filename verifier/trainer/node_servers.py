@@ -61,9 +61,9 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
     Returns:
         ``counts`` int64 [prompts], of samples; ``lengths`` int64 and ``cached`` int64 [samples]; ``ended`` texts;
-        ``seeds`` of any size; ``shaped`` texts; ``tokens`` int64 and ``logprobs`` float64 over all tokens, nats;
-        ``updated`` and ``routed`` int64 [samples], numbers of tokens that have updates and routes, with ``updates``
-        int64 and ``routes`` int32 [tokens, layers, experts per token] over these.
+        ``seeds`` and ``seals`` of any size; ``shaped`` texts; ``tokens`` int64 and ``logprobs`` float64 over all
+        tokens, nats; ``updated`` and ``routed`` int64 [samples], numbers of tokens that have updates and routes, with
+        ``updates`` int64 and ``routes`` int32 [tokens, layers, experts per token] over these.
     """
     samples = [sample for item in answers for sample in item]
     return {
@@ -76,6 +76,7 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
         "updated": np.array([len(sample.updates) for sample in samples], np.int64),
         "updates": np.array([count for sample in samples for count in sample.updates], np.int64),
         "routed": np.array([len(sample.routes) for sample in samples], np.int64),
+        "seals": [sample.routes_seal for sample in samples],
         "routes": np.array([token for sample in samples for token in sample.routes], np.int32),
         "tokens": np.array([token for sample in samples for token in sample.tokens], np.int64),
         "logprobs": np.array([nats for sample in samples for nats in sample.logprobs], np.float64),
@@ -90,14 +91,14 @@ def samples_of(columns: Mapping[str, Any]) -> list[list[Sample]]:
             ("tokens", "lengths"), ("logprobs", "lengths"), ("updates", "updated"), ("routes", "routed")
         )
     )  # fmt: skip
-    of_samples = columns["ended"], columns["cached"].tolist(), columns["seeds"], columns["shaped"]
+    of_samples = columns["ended"], columns["cached"].tolist(), columns["seeds"], columns["shaped"], columns["seals"]
     samples = iter(
         Sample(
             tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), updates=tuple(updates.tolist()),
             routes=tuple(tuple(tuple(experts) for experts in layers) for layers in routes.tolist()), ended=end,
-            cached_tokens=cached, seed=seed, shaped=shaped,
+            cached_tokens=cached, seed=seed, shaped=shaped, routes_seal=seal,
         )
-        for ids, nats, updates, routes, end, cached, seed, shaped in zip(*over_tokens, *of_samples, strict=True)
+        for ids, nats, updates, routes, end, cached, seed, shaped, seal in zip(*over_tokens, *of_samples, strict=True)
     )  # fmt: skip
     return [[next(samples) for _ in range(count)] for count in columns["counts"].tolist()]
 

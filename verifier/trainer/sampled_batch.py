@@ -90,9 +90,10 @@ class SampledBatch:
             probe.emit(
                 RequestSeeds(
                     name=f"round {number}", version=step, round=number,
-                    turns=tuple(tuple(seed for seed, *_ in own) for own in item.noted),
-                    seals=tuple(tuple((tokens, nats) for _, tokens, nats, _ in own) for own in item.noted),
-                    shaped=tuple(sorted({words for own in item.noted for *_, words in own})),
+                    turns=tuple(tuple(note.seed for note in own) for own in item.noted),
+                    seals=tuple(tuple((note.tokens, note.nats) for note in own) for own in item.noted),
+                    routes=tuple(tuple(note.routes for note in own) for own in item.noted),
+                    shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip

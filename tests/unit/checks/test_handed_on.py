@@ -14,9 +14,11 @@ from tests.snapshots.training_traces import training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
+from verifier.core.record import ONLY
 from verifier.core.records_policy import EpisodeTurns, GivenRewards, PolicyColumns, RequestSeeds, RewardSeals
-from verifier.core.records_tokens import Rollouts
-from verifier.core.seal import seal_of_array, seal_of_reward
+from verifier.core.records_tokens import GivenRoutes, Rollouts
+from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
+from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 VERSIONS = np.array([-1, 0, 0, -1, 1, 1, -1, 0], np.int32)
@@ -82,6 +84,62 @@ def test_an_answer_that_nobody_gave_is_seen():
 def test_without_seals_nothing_is_said():
     """As after a resume of a run that kept none."""
     assert judged(seals=())[0] is Verdict.INCONCLUSIVE
+
+
+ROUTED = [np.arange(count * 6, dtype=np.int32).reshape(count, 3, 2) % 7 for count in (5, 5, 4)]
+"""[tokens, layers, experts per token] of three answers; the routers' layers are 1, 2 and 4."""
+
+
+def routed(given: list[np.ndarray], known: tuple[int, ...] | None = None) -> tuple[Verdict, str, int]:
+    seals = tuple(map(seal_of_array, ROUTED)) if known is None else known
+    one, ids = (seal_of_array(TOKENS[[1]]), seal_of_array(NATS[[1]])), ("a", "b", "c")
+    rows = [
+        [at, token, layer, *routes[token, column]]
+        for at, routes in enumerate(given)
+        for token in range(len(routes))
+        for column, layer in enumerate((1, 2, 4))
+        if routes[token, column, 0] >= 0
+    ]
+    of_kind = {type(item): item for item in training()}
+    records = [
+        replace(of_kind[RequestSeeds], turns=(), seals=((one,) * 3,), routes=(seals,) if seals else (), answers=ids),
+        replace(of_kind[PolicyColumns], ids=ids, lengths=(1, 1, 1), array="policy"),
+        GivenRoutes(name="batch", version=1, rollouts=ids, array="routes"),
+    ]
+    columns = {"version": np.zeros(3, np.int32), "engine": np.full(3, NATS[1])}
+    arrays = {"policy": columns, "routes": {ONLY: np.array(rows)}}
+    outcome = run_check(REGISTRY["DAT014"], Trace(Manifest(), records, arrays.__getitem__))
+    first = outcome.finding.first if outcome.finding else None
+    assert first is None or (first.stage, first.version) == (Stage.DATA, 0)
+    return outcome.verdict, first.what if first else "", outcome.num_compared
+
+
+def test_routes_as_they_came():
+    """The last token has none, whether the batch has a row for it or not."""
+    ended = [np.concatenate([each, np.full((1, 3, 2), -1, np.int32)]) for each in ROUTED]
+    assert routed(ROUTED) == routed(ended) == (Verdict.HOLDS, "", 6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [
+        ([ROUTED[1][:, :, ::-1], *ROUTED[1:]], "routes of a"),
+        ([ROUTED[0], np.roll(ROUTED[1], 1, axis=0), ROUTED[2]], "routes of b"),
+        ([ROUTED[0], np.concatenate([np.full((1, 3, 2), -1, np.int32), ROUTED[1]]), ROUTED[2]], "routes of b"),
+        ([*ROUTED[:2], ROUTED[2][:-1]], "routes of c"),
+        ([*ROUTED[:2], ROUTED[2][:, [1, 0, 2]]], "routes of c"),
+        ([*ROUTED[:2], ROUTED[2] + (np.arange(24).reshape(4, 3, 2) == 23)], "routes of c"),
+        ([ROUTED[0], ROUTED[2], ROUTED[1]], "routes of b"),
+    ],
+    ids=["in another order", "late", "one more before", "cut", "layers exchanged", "one id", "exchanged"],
+)
+def test_other_routes_are_seen(changed, first):
+    assert routed(changed)[:2] == (Verdict.VIOLATED, first)
+
+
+@pytest.mark.parametrize("known", [(NO_SEAL,) * 3, ()])
+def test_without_seals_of_routes_nothing_is_said_of_them(known):
+    assert routed(ROUTED[::-1], known) == (Verdict.HOLDS, "", 3)
 
 
 def rewarded(rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8")):

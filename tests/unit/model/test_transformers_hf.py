@@ -43,9 +43,9 @@ def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> No
     assert embeddings.weight.grad[[0, 3]].eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["minimax_m2", "gpt_oss", "qwen3_moe", "exaone_moe"])
 def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> None:
-    """Experts by names of their own, all experts in one tensor, and experts one by one."""
+    """Experts by names of their own, all in one tensor, and one by one; a bias outside of its router."""
     path = write_scaled(name, tmp_path)
     checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
     assert places.keys() == set(checkpoint.names())

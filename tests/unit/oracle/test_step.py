@@ -50,8 +50,11 @@ def test_half_a_step_is_what_rounding_may_move_a_number_by() -> None:
     assert float(((values - rounded).abs() / limit).max()) > 0.99
 
 
-@pytest.mark.parametrize(("shape", "decays"), [((64, 32), True), ((64,), False)])
-def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "decays"),
+    [("w", (64, 32), True), ("w", (64,), False), ("mlp.experts.down_proj_bias", (64, 32), False)],
+)
+def test_matrices_decay_and_vectors_do_not(name: str, shape: tuple[int, ...], decays: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     old, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
     gaps = []
@@ -59,7 +62,7 @@ def test_matrices_decay_and_vectors_do_not(shape: tuple[int, ...], decays: bool)
         weight = torch.nn.Parameter(old.clone())
         weight.grad = gradient.clone()
         torch.optim.AdamW([weight], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay).step()
-        gaps.append(Adam(0.9, 0.95, 1e-8).gap("w", old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
+        gaps.append(Adam(0.9, 0.95, 1e-8).gap(name, old, weight.detach(), gradient.double(), 1, LEARNING_RATE, 0.1)[0])
     right, wrong = gaps if decays else reversed(gaps)
     assert right < 1e-3
     assert wrong > 0.1

@@ -23,7 +23,7 @@ ANSWERS = [
     [
         Sample(
             tokens=(5, 6), logprobs=(-0.25, -0.5), ended="stop", cached_tokens=1, seed=3, updates=(0, 1),
-            routes=(((0, 1), (2, 3)), ((1, 3), (0, 2))), shaped="temperature=0.7",
+            routes=(((0, 1), (2, 3)), ((1, 3), (0, 2))), shaped="temperature=0.7", routes_seal=7,
         ),
     ],
 ]  # fmt: skip
@@ -32,6 +32,15 @@ ANSWERS = [
 def test_samples_come_back_from_their_columns() -> None:
     assert repr(samples_of(columns_of(ANSWERS))) == repr(ANSWERS)
     assert samples_of(columns_of([[], []])) == [[], []]
+
+
+def test_the_seal_of_routes_crosses_beside_them() -> None:
+    """So that DAT014 sees routes that change on this way."""
+    columns = columns_of(ANSWERS)
+    columns["routes"] = columns["routes"][::-1]
+    (before,), (after,) = ANSWERS[-1], samples_of(columns)[-1]
+    assert after.routes == before.routes[::-1]
+    assert after.routes_seal == before.routes_seal
 
 
 def test_every_field_of_a_sample_has_a_column() -> None:

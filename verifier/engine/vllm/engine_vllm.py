@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from verifier.core.seal import seal_of_array
 from verifier.engine.api import (
     Engine,
     EngineConfig,
@@ -247,11 +249,11 @@ class VllmEngine(Engine):
         """Convert a request's only completion, with its routes, of which vLLM has columns for dense layers too."""
         item = output.outputs[0]
         of_prompt = getattr(output, "prompt_routed_experts", None)  # vLLM 0.22 has all routes in one array
-        parts = [part for part in (of_prompt, item.routed_experts) if part is not None]
-        routes = [token[: self._routers] for part in parts for token in part.tolist()]
+        parts = [np.asarray(part) for part in (of_prompt, item.routed_experts) if part is not None]
+        routes = np.concatenate(parts)[:, : self._routers].astype(np.int32)
         return replace(
             seeded(_sample(item, output), item, asked), shaped=shaped_by(asked),
-            routes=tuple(tuple(map(tuple, token)) for token in routes),
+            routes=tuple(tuple(map(tuple, token)) for token in routes.tolist()), routes_seal=seal_of_array(routes),
         )  # fmt: skip
 
     def _abandon_batch(self) -> None:

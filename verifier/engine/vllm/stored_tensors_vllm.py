@@ -36,8 +36,12 @@ _DIGIT_BITS = 8
 """Number of bits of an integer that every float dtype represents exactly."""
 
 
+_OF_ROUTES = "_routing_replay_out"
+"""Attribute of a layer into which vLLM 0.21 writes the experts of each pass, where routes are reported."""
+
+
 def model_tensors(model: nn.Module) -> Iterator[StoredTensor]:
-    """Yield every stored tensor of the model, and every packed linear as the weight that it multiplies by.
+    """Yield every stored tensor of the model that a pass reads, and every packed linear as the weight it multiplies by.
 
     Parameters that vLLM emptied after packing are yielded with zero elements. A parameter that did not exist before the
     weights were loaded, such as a quantised weight's scale, is derived: no checkpoint has it.
@@ -48,6 +52,8 @@ def model_tensors(model: nn.Module) -> Iterator[StoredTensor]:
         for name in get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
     }
     for item in stored_in_model(model):
+        if item.name.rpartition(".")[2] == _OF_ROUTES:
+            continue
         made_later = item.kind == "parameter" and item.name not in loadable
         yield replace(item, kind="derived") if made_later else item
     for prefix, module in prefixed_modules(model):
