@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from verifier.errors import InternalError, ViolationFound
+from verifier.errors import InternalError, VerifierError, ViolationFound
 from verifier.trainer.metrics import Metrics
 
 DEADLINE_S = 600.0
@@ -92,6 +92,6 @@ class Verdicts:
         """Let a step that does not hold, up to one, go before an error within, which it may be the cause of."""
         try:
             yield
-        except Exception:
+        except VerifierError:
             self.settle(until)
             raise

@@ -14,6 +14,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.trainer import loop
 from verifier.trainer.loop import StepLoop
+from verifier.trainer.verdicts import Verdicts
 
 
 def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1) -> list[tuple[str, dict[str, Any]]]:
@@ -37,9 +38,10 @@ def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int =
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
         finish=lambda *given, wait: None, record_kept=lambda *given: None,
     )  # fmt: skip
+    metrics = SimpleNamespace(add=lambda *given: None)
     StepLoop(
         config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
-        call=call, progress=lambda text: None, metrics=SimpleNamespace(add=lambda *given: None), judge=None,
+        call=call, progress=lambda text: None, metrics=metrics, verdicts=Verdicts(judge=None, metrics=metrics),
         rollouts=SimpleNamespace(evaluate=evaluate), ahead=None, held_out=None, oracle=None,
     ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.errors import InternalError, ViolationFound
+from verifier.errors import ContractError, InternalError, ViolationFound
 from verifier.trainer import verdicts
 from verifier.trainer.verdicts import Judged, Verdicts, require_held
 
@@ -57,14 +57,14 @@ def test_steps_are_settled_up_to_one_and_counted() -> None:
 def test_a_violation_goes_before_an_error_that_came_after_it() -> None:
     found = asked(one=1)
     with pytest.raises(ViolationFound, match="report of one") as raised, found.first(1):
-        raise RuntimeError("the engine answers nothing")
-    assert isinstance(raised.value.__context__, RuntimeError)
+        raise ContractError("the engine answers nothing")
+    assert isinstance(raised.value.__context__, ContractError)
 
 
 def test_an_error_stays_where_all_holds() -> None:
     found = asked(one=0, two=1)
-    with pytest.raises(RuntimeError, match="the engine answers nothing"), found.first(1):
-        raise RuntimeError("the engine answers nothing")
+    with pytest.raises(ContractError, match="the engine answers nothing"), found.first(1):
+        raise ContractError("the engine answers nothing")
     with found.first(2):
         pass
     assert found.num_judged == 1
