@@ -45,3 +45,15 @@ def routers_in_the_models_dtype(call: Call) -> Any:
     provider = call.faulty()
     provider.moe_router_dtype = None
     return provider
+
+
+@in_trainer(
+    "NVIDIA-NeMo/Megatron-Bridge#5712 (kin: there norms behind attention and MLP)",
+    "megatron.core.transformer.attention:SelfAttention.__init__(self, config, submodules, layer_number, "
+    "attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name)",
+    model="tiny:qwen3", dtype="bfloat16",
+)  # fmt: skip
+def norms_of_heads_with_the_default_epsilon(call: Call) -> None:
+    """A module makes norms without the epsilon of its config: 1e-5 for 1e-6, below the noise of bf16."""
+    call.faulty()
+    call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
