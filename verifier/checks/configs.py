@@ -161,10 +161,11 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 
-    What it checks: on every rank, each key of config.json that has a counterpart in megatron-bridge's provider,
-    which is Megatron's TransformerConfig, against it, by an explicit table (`TRAINER` in `verifier/checks/configs.py`).
-    Keys that config.json does not have count as what transformers takes for them. The window of each layer's live
-    attention against the kind of that layer, and the epsilon of each live norm of the decoder.
+    What it checks: on every rank, in training on one of each pipeline stage, each key of config.json that has a
+    counterpart in megatron-bridge's provider, which is Megatron's TransformerConfig, against it, by an explicit table
+    (`TRAINER` in `verifier/checks/configs.py`). Keys that config.json does not have count as what transformers takes
+    for them. The window of each layer's live attention against the kind of that layer, and the epsilon of each live
+    norm of the decoder.
     Why it matters: a window of 2,048 or in the other layers, a rope that scales from position 4,096 on, a bound of
     gated units, or an epsilon or a router's dtype below the noise of bf16 changes nothing that a short run computes.
     Evidence: load/stated-config, logprob/provider.

@@ -37,10 +37,10 @@ def record_stated(probe: Probe, source: Checkpoint) -> None:
 
 
 def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) -> None:
-    """The plain fields of the provider that a rank's model was built from, windows of its layers and epsilons of its norms."""
+    """The plain fields of the provider that a rank's model was built from, windows of layers, epsilons of norms."""
     fields = {name: _plain(value) for name, value in vars(provider).items()}
     fields[LAYER_WINDOWS] = dict(window for chunk in chunks for window in _windows(chunk))
-    fields[NORM_EPSILONS] = _epsilons(chunks)
+    fields[NORM_EPSILONS] = norm_epsilons(chunks)
     probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
 
 
@@ -60,8 +60,8 @@ def _windows(chunk: nn.Module) -> Iterator[tuple[str, int | None]]:
             yield str(module.layer_number - 1), None if before < 0 else int(before)
 
 
-def _epsilons(chunks: Iterable[nn.Module]) -> dict[str, list[float]]:
-    """Epsilons of the decoder's norms with weights, of their own or fused with a linear; see `NORM_EPSILONS`.
+def norm_epsilons(chunks: Iterable[nn.Module]) -> dict[str, list[float]]:
+    """Epsilons of the decoder's norms with scales, of their own or fused with a linear; see `NORM_EPSILONS`.
 
     Transformer Engine keeps them in the modules. Its reference linears have none, and read the config's.
     """
