@@ -11,7 +11,7 @@ import verifier.checks.stated as stated
 from verifier.checks.stated import Config
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_config import LAYER_WINDOWS, ProviderFields, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -161,17 +161,19 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 
-    What it checks: on every rank, each key of config.json that has a counterpart in megatron-bridge's provider,
-    which is Megatron's TransformerConfig, against it, by an explicit table (`TRAINER` in `verifier/checks/configs.py`).
-    Keys that config.json does not have count as what transformers takes for them. The window of each layer's live
-    attention against the kind of that layer.
+    What it checks: on every rank, in training on one of each pipeline stage, each key of config.json that has a
+    counterpart in megatron-bridge's provider, which is Megatron's TransformerConfig, against it, by an explicit table
+    (`TRAINER` in `verifier/checks/configs.py`). Keys that config.json does not have count as what transformers takes
+    for them. The window of each layer's live attention against the kind of that layer, and the epsilon of each live
+    norm of the decoder.
     Why it matters: a window of 2,048 or in the other layers, a rope that scales from position 4,096 on, a bound of
     gated units, or an epsilon or a router's dtype below the noise of bf16 changes nothing that a short run computes.
     Evidence: load/stated-config, logprob/provider.
     Tolerance and its source: exact, numbers as float64; a provider is derived by copying.
     What it does not catch: keys without a counterpart, which its outcome names in JSON reports; a module that computes
     with other values than the provider's (LGP001); what megatron-core derives from a field.
-    References: Megatron-Bridge#5097, transformers#38002, slime#1734, Megatron-Bridge#4875, Megatron-Bridge#4610.
+    References: Megatron-Bridge#5097, transformers#38002, slime#1734, Megatron-Bridge#4875, Megatron-Bridge#4610,
+    Megatron-Bridge#5712.
     """
     config = _values(next(trace.of(StatedConfig)))
     rest = sorted(config.keys() - ENGINE_KEYS - stated.NOT_OF_THE_FORWARD)
@@ -192,6 +194,7 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
                 hint="look at how megatron-bridge derives this field from config.json", left_out=tuple(rest),
             )  # fmt: skip
         yield from _windows_of_layers(item, fields, config)
+        yield from _epsilons_of_norms(item, fields, config)
 
 
 def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
@@ -208,6 +211,22 @@ def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> 
             expected=f"{asked} (layer_types and sliding_window of config.json)",
             actual=f"{got} (the layer's attention on trainer rank {item.rank})", allowed="exact",
             hint="look at which layers the provider or the model gives a window",
+        )  # fmt: skip
+
+
+def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
+    wanted = stated.epsilon(config)
+    if wanted is ...:
+        return
+    want = _text(wanted)
+    for name, values in fields.get(NORM_EPSILONS, {}).items():
+        got = ", ".join(map(_text, values))
+        yield Comparison(
+            what=f"epsilon of {name}", same=got == want, stage=Stage.LOGPROB, badness=1.0,
+            owner=f"trainer rank {item.rank}",
+            sentence=f"`{name}` of the trainer has the epsilon {got}, norms have {want} by config.json",
+            expected=f"{want} (config.json)", actual=f"{got} (the live norms of trainer rank {item.rank})",
+            allowed="exact (a copy)", hint="look at what the module that makes this norm passes on of the config",
         )  # fmt: skip
 
 

@@ -29,9 +29,9 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
-    the second reader does alike; tokens of an environment's replies; held-out problems beyond eight of each
-    evaluation; recorded rollouts; checkpoints without tokenizer.json, which the report names.
-    References: trl#4147, trl#2897.
+    the second reader does alike, but for tokenizers of bytes; tokens of an environment's replies; held-out problems
+    beyond eight of each evaluation; recorded rollouts; checkpoints without tokenizer.json, which the report names.
+    References: trl#4147, trl#2897, transformers#45812, transformers#45920.
     """
     for item in trace.of(TokensRead):
         later = {

@@ -6,6 +6,8 @@ from verifier.core.record import Count, Digest, Record
 
 LAYER_WINDOWS = "windows of layers"
 """Key of `ProviderFields`: number of each layer that a rank has -> rows before its own that a row attends to."""
+NORM_EPSILONS = "epsilons of norms"
+"""Key of `ProviderFields`: path of the decoder's norms, with * for the number of the layer -> their epsilons."""
 
 
 class ConfigRecord(Record, frozen=True, kw_only=True):

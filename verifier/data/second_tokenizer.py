@@ -1,7 +1,8 @@
 """A second reading of a checkpoint's tokenizer: its files, by `tokenizers` and jinja2.
 
 Some classes of transformers, such as LlamaTokenizer, split text otherwise than tokenizer.json says. Checkpoints are
-trained with them, so how text is normalized, split and decoded is taken from the class.
+trained with them, so how text is normalized, split and decoded is taken from the class. A tokenizer of bytes is the
+exception: its rules stand in tokenizer.json alone, and a class that has others makes tokens that no training saw.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class SecondTokenizer:
             self._settings = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
             known = load_tokenizer(folder)
             self._library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            own = self._splits_bytes(self._json("tokenizer.json").get("pre_tokenizer") or {})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as problem:
             raise self._refusal(problem) from problem
         self._defaults: dict[str, Any] = dict(known.special_tokens_map)
-        for part in ("normalizer", "pre_tokenizer", "decoder"):
+        for part in () if own else ("normalizer", "pre_tokenizer", "decoder"):
             setattr(self._library, part, getattr(known.backend_tokenizer, part))
         self._library.no_truncation()
         self._library.no_padding()
@@ -60,6 +62,12 @@ class SecondTokenizer:
                 flags = {name: value for name, value in token.items() if name not in ("content", "special")}
                 new = AddedToken(token["content"], special=bool(token.get("special")), **flags)
                 (self._library.add_special_tokens if token.get("special") else self._library.add_tokens)([new])
+
+    def _splits_bytes(self, rules: dict[str, Any]) -> bool:
+        """Test for rules by which text is split as bytes, with no other say in tokenizer_config.json."""
+        parts = [rules, *rules.get("pretokenizers", ())]
+        found = [bool(part.get("add_prefix_space")) for part in parts if part.get("type") == "ByteLevel"]
+        return found == [bool(self._settings.get("add_prefix_space", *found[:1]))]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones included."""

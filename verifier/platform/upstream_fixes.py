@@ -236,8 +236,8 @@ FIXES: dict[str, UpstreamFix] = {
             package="megatron-bridge",
             version="0.6.2",
             summary="the norms behind a Gemma's attention and MLP have an epsilon of 1e-5, whatever the config says",
-            names=_LOGPROBS,
-            checks=("LGP001",),
+            names=rf"epsilon of .*\.post_layernorm|{_LOGPROBS}",
+            checks=("LGP001", "LGP007"),
             applies=lambda model, run: _norms_after(model),
         ),
         UpstreamFix(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import torch
 from torch import nn
 
 from verifier.core.record import Probe
-from verifier.core.records_config import LAYER_WINDOWS, ExportedConfig, ProviderFields, SourceConfig, StatedConfig
+from verifier.core.records_config import (
+    LAYER_WINDOWS,
+    NORM_EPSILONS,
+    ExportedConfig,
+    ProviderFields,
+    SourceConfig,
+    StatedConfig,
+)
 from verifier.model.checkpoint import Checkpoint
 
 
@@ -27,10 +36,11 @@ def record_stated(probe: Probe, source: Checkpoint) -> None:
     probe.emit(StatedConfig(name="config.json", values=_texts({**_read(source.path), **source.config})))
 
 
-def record_provider(probe: Probe, provider: Any, chunks: Iterable[nn.Module]) -> None:
-    """The plain fields of the provider that a rank's model was built from, and the windows of its layers."""
+def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) -> None:
+    """The plain fields of the provider that a rank's model was built from, windows of layers, epsilons of norms."""
     fields = {name: _plain(value) for name, value in vars(provider).items()}
     fields[LAYER_WINDOWS] = dict(window for chunk in chunks for window in _windows(chunk))
+    fields[NORM_EPSILONS] = norm_epsilons(chunks)
     probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
 
 
@@ -48,6 +58,25 @@ def _windows(chunk: nn.Module) -> Iterator[tuple[str, int | None]]:
         elif hasattr(attention, "window_size"):
             before = -1 if attention.window_size is None else attention.window_size[0]
             yield str(module.layer_number - 1), None if before < 0 else int(before)
+
+
+def norm_epsilons(chunks: Iterable[nn.Module]) -> dict[str, list[float]]:
+    """Epsilons of the decoder's norms with scales, of their own or fused with a linear; see `NORM_EPSILONS`.
+
+    Transformer Engine keeps them in the modules. Its reference linears have none, and read the config's.
+    """
+    found = defaultdict[str, set[float]](set)
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            name = re.sub(r"\.\d+(?=\.)", ".*", path.replace("module.", ""))
+            fused = hasattr(module, "layer_norm_weight")
+            weight = getattr(module, "weight", None)
+            is_norm = fused or (isinstance(weight, torch.Tensor) and weight.ndim == 1)
+            of_config = getattr(getattr(module, "config", None), "layernorm_epsilon", None)
+            eps = getattr(module, "eps", of_config if fused else None)
+            if is_norm and isinstance(eps, float) and name.startswith(("decoder.", "language_model.decoder.")):
+                found[name].add(eps)
+    return {name: sorted(values) for name, values in found.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

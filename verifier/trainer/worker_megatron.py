@@ -210,8 +210,8 @@ class TrainerWorker:
         rollouts, columns = load_rollouts(Path(batch))
         groups = groups_of(self._optimizer, known=can_audit(config))
         rate = max(float(item.learning_rate) for item in groups)
-        name, meter = f"update {number}", LossMeter(rows=trace is not None)
-        probe = self._recorder(trace)
+        name, meter, probe = f"update {number}", LossMeter(rows=trace is not None), self._recorder(trace)
+        at = self._config.mesh.coordinate(self._context.rank)
         look: step_megatron.OnShards | None = None
         given = contextlib.nullcontext()
         hand_on, audit, gradients = None, None, dict[str, str]()
@@ -236,8 +236,9 @@ class TrainerWorker:
             if can_audit(config):
                 audit = self._audits.of(number, name)
                 look = audit.seen(look)
-            if self._context.rank == 0 and first:
+            if first and at.tp == at.cp == at.dp == 0:  # one rank of each pipeline stage
                 record_provider(probe, self._trainer.provider, self._trainer.chunks)
+            if first and self._context.rank == 0:
                 record_stated(probe, self._source)
         profiled = update_facts_megatron.profiler(config, step, number, self._context.rank)
         told = None if oracle is None else Path(oracle) / f"routes-{number}" / f"{self._context.rank:04d}.npy"
@@ -256,7 +257,6 @@ class TrainerWorker:
             loss=result.loss, grad_norm=result.grad_norm, peak_memory=memory, gradients=gradients,
         )  # fmt: skip
         update_log.append(config.run, self._context.rank, said)
-        at = self._config.mesh.coordinate(self._context.rank)
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         if probe is not None:
             self._routes.record(probe, step, Path(batch).stem)

@@ -8,7 +8,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_config import LAYER_WINDOWS, ProviderFields, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -24,6 +24,8 @@ OF_MIXED = {
 EXPERTS = {"model_type": "deepseek_v3", "n_routed_experts": 8}
 OF_EXPERTS = {"num_moe_experts": 8, "moe_router_dtype": "fp32"}
 GPT_OSS = {"model_type": "gpt_oss"}
+EPSILON, OF_EPSILON = {"rms_norm_eps": 1e-6}, {"layernorm_epsilon": 1e-6}
+NORM = "decoder.layers.*.self_attention.q_layernorm"
 
 
 def texts(values):
@@ -59,6 +61,10 @@ def in_trainer(config, fields):
         (GPT_OSS, {}, "config.json swiglu_limit"),
         ({"swiglu_limit": 10.0}, {"activation_func_clamp_value": 7.0}, "config.json swiglu_limit"),
         ({}, {"activation_func_clamp_value": 7.0}, "config.json swiglu_limit"),
+        (EPSILON, OF_EPSILON | {NORM_EPSILONS: {NORM: [1e-6]}}, None),
+        (EPSILON, OF_EPSILON | {NORM_EPSILONS: {NORM: [1e-5]}}, f"epsilon of {NORM}"),
+        (EPSILON, OF_EPSILON | {NORM_EPSILONS: {NORM: [1e-6, 1e-5]}}, f"epsilon of {NORM}"),
+        ({}, {NORM_EPSILONS: {NORM: [1e-5]}}, None),
     ],
 )
 def test_a_trainers_setting_is_that_of_config_json(config, fields, what):

@@ -70,6 +70,44 @@ def test_no_token_stands_before_a_text_without_a_post_processor(folder):
     assert len(SecondTokenizer(folder).prompt(PLAIN)) == 4
 
 
+NUMBERS = Example(id="numbers", prompt="in 20231234", response="650841823")
+
+
+def bytes_tokenizer(folder, class_name, *, space=False, **settings):
+    """A tokenizer of bytes whose file splits numbers by three digits; with the library's class of that name."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    rules = pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence([rules, as_bytes]), decoders.ByteLevel()
+    special, alphabet = ["<bos>", "<eos>", "<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator(["in 2023 123 234 650 841 823"] * 9, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": class_name, "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
+    edit(folder / "config.json", vocab_size=made.get_vocab_size())
+    ours, second = open_tokenizer(folder), SecondTokenizer(folder)
+    return tuple(encode_example(NUMBERS, ours).tokens.tolist()), (*second.prompt(NUMBERS), *second.row(NUMBERS)[1])
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_a_class_that_splits_bytes_otherwise_than_the_file_differs(name, folder):
+    ours, second = bytes_tokenizer(folder, name)
+    assert ours != second
+
+
+def test_a_class_that_splits_bytes_as_the_file_says_agrees(folder):
+    ours, second = bytes_tokenizer(folder, "PreTrainedTokenizerFast")
+    assert ours == second
+
+
+def test_where_the_settings_say_otherwise_than_the_file_the_class_is_right(folder):
+    ours, second = bytes_tokenizer(folder, "GPT2Tokenizer", space=True, add_prefix_space=False)
+    assert ours == second
+
+
 def test_what_cannot_be_read_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(UsageError, match=r"cannot be read a second time: TemplateError, no system"):
