@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
+from verifier.checks.evaluation_numbers import PREFIX
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -143,25 +144,31 @@ def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     )  # fmt: skip
 
 
-@check("RWD003", needs=(RewardSeals, GivenRewards), scope="draws")
+@check("RWD003", needs=(RewardSeals, GivenRewards), scope="draws", also="examined")
 def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a live answer was given by the reward's own process, for this text and this gold answer.
 
     What it checks: per rollout with a text, that the process in which the reward function runs named this reward, for
-    this text and this gold answer, in this step, whatever the function is.
+    this text and this gold answer, in this step, whatever the function is. Per held-out problem the same, of the
+    rewards of its evaluation.
     Why it matters: rewards that come back in another order, stay in another order when a batch is sorted or filtered,
     come from a cache by a part of what they depend on, or are 0 where the function raised: each looks like a reward,
     and the policy learns from noise.
     Evidence: reward/seals, reward/rewards.
     Tolerance and its source: exact (CRC-32 of text, gold answer and reward).
     What it does not catch: a function that is wrong itself (RWD001, of the reward `answer`); equal rewards that are
-    exchanged, which change nothing; rewards of evaluations.
+    exchanged, which change nothing.
     References: verl#2185, NeMo-RL#3794, open-r1#134.
     """
     for given in trace.of(GivenRewards):
-        sealed = [item for item in trace.of(RewardSeals, version=given.version) if item.seals]
-        known = {seal for item in sealed for seal in item.seals}
-        if not known or not (given.name == "rewards" or given.name.startswith("replaced ")):
+        evaluated = given.name.startswith(PREFIX)
+        known = {
+            seal
+            for item in trace.of(RewardSeals, version=given.version)
+            if (item.name == given.name if evaluated else not item.name.startswith(PREFIX))
+            for seal in item.seals
+        }
+        if not known:
             continue
         for name, text, answer, reward in zip(given.ids, given.texts, given.answers, given.rewards, strict=True):
             if text is None:

@@ -11,7 +11,7 @@ import numpy as np
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, SolvedProblems
+from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals, SolvedProblems
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
@@ -38,6 +38,8 @@ class Answered:
     greedy: Sequence[RolloutRow]
     rewards: Sequence[GivenRewards]
     """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
+    seals: Sequence[RewardSeals]
+    """Seals of these rewards, as the process that gave them named them."""
     turns: EpisodeTurns | None = None
     """Turns of the answers that are kept; None where there is no environment."""
 
@@ -139,7 +141,8 @@ def record_answers(
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
-    for item in (*answered.rewards, *((answered.turns,) if answered.turns is not None else ())):
+    turns = () if answered.turns is None else (answered.turns,)
+    for item in (*answered.rewards, *answered.seals, *turns):
         probe.emit(item)
 
 

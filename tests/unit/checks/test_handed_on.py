@@ -142,11 +142,13 @@ def test_without_seals_of_routes_nothing_is_said_of_them(known):
     assert routed(ROUTED[::-1], known) == (Verdict.HOLDS, "", 3)
 
 
-def rewarded(rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8")):
+def rewarded(
+    rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8"), sealed="round 0"
+):
     given = GivenRewards(
         name=name, version=1, reward="a:b", ids=("x", "y"), texts=texts, answers=("7", "7"), rewards=rewards
     )
-    seals = RewardSeals(name="round 0", version=1, seals=tuple(seal_of_reward(*item) for item in known))
+    seals = RewardSeals(name=sealed, version=1, seals=tuple(seal_of_reward(*item) for item in known))
     outcome = run_check(REGISTRY["RWD003"], Trace(Manifest(), [given, seals]))
     return outcome.verdict, outcome.num_compared, outcome.finding and outcome.finding.first.what
 
@@ -164,6 +166,13 @@ def test_other_rewards_are_seen(rewards, first):
     assert rewarded(rewards) == (Verdict.VIOLATED, 2, first)
 
 
-def test_without_seals_or_of_an_evaluation_nothing_is_said():
+def test_rewards_of_an_evaluation_have_seals_of_their_own():
+    name = "held-out accuracy"
+    assert rewarded(name=name, sealed=name) == (Verdict.HOLDS, 2, None)
+    assert rewarded((1.0, 2.0), name=name, sealed=name) == (Verdict.VIOLATED, 2, "x")
+    assert rewarded(name=name)[0] is Verdict.INCONCLUSIVE
+    assert rewarded(sealed=name)[0] is Verdict.INCONCLUSIVE
+
+
+def test_without_seals_nothing_is_said_of_rewards():
     assert rewarded(known=())[0] is Verdict.INCONCLUSIVE
-    assert rewarded(name="accuracy")[0] is Verdict.INCONCLUSIVE
