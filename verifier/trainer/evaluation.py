@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -96,9 +98,16 @@ def record_solved(
 
 
 def places(version: int, count: int) -> list[int]:
-    """Places of the problems whose answers are kept, spread over all of them, and others at each evaluation."""
+    """Places of the problems whose answers are kept: one of each equal part, others at each evaluation.
+
+    Within a part it is drawn by version and part: a step of one size would keep to every other problem, which one of
+    two engines answers, and to the same ones where evaluations are as many versions apart.
+    """
     kept = min(PROBLEMS, count)
-    return sorted((version + at * count // kept) % count for at in range(kept))
+    edges = [at * count // kept for at in range(kept + 1)]
+    return [
+        begin + zlib.crc32(f"{version}/{at}".encode()) % (end - begin) for at, (begin, end) in enumerate(pairwise(edges))
+    ]
 
 
 def record_answers(

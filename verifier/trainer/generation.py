@@ -125,8 +125,9 @@ class EngineRollouts:
 
     def handed_on(self, step: int, batch: SampledBatch, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
+        assert self._reward is not None
         self.facts, reward = batch.facts, self._config.grpo.reward
-        batch.record(probe, step, reward)
+        batch.record(probe, step, reward, self._reward.function)
         if probe is not None:
             for number, item in enumerate(batch.rounds):
                 self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
@@ -287,7 +288,10 @@ class EngineRollouts:
             )  # fmt: skip
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
-            seals.append(RewardSeals(name=given[-1].name, version=step, seals=self._reward.take_seals()))
+            named = self._reward.take_seals()
+            seals.append(
+                RewardSeals(name=given[-1].name, version=step, seals=named, function=self._reward.function)
+            )
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
