@@ -291,7 +291,15 @@ def training() -> list[Record]:
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         StepMetrics(
             name="step", version=1,
-            values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
+            values={
+                "reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0, "answer_tokens": 1.5,
+                "turns": 1.2, "sampling_rounds": 1.0, "sampled_tokens": 3.0, "scored_tokens": 10.0, "tokens": 5.0,
+                "entropy": 1.5, "loss": -1 / 6, "grad_norm": 2.0, "learning_rate": 5e-4,
+                **dict.fromkeys(
+                    ("replaced_groups", "kl", "ratio_gap", "clamped_share", "clipped_share", "mismatch_max",
+                     "mismatch_p99", "mismatch_k3"), 0.0,
+                ),
+            },
         ),
         WrittenMetrics(
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},

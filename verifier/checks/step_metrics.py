@@ -50,6 +50,8 @@ OF_ANSWERS = (
     "mismatch_k3", *(f"mismatch_by_position_{part + 1}" for part in range(POSITIONS)),
 )  # fmt: skip
 """Numbers of answers, which are there before any update."""
+OPTIONAL = ("staleness", "dropped_stale")
+"""Numbers that a run without stale answers does not show."""
 CLIPPING = ("clipped", "gspo", "cispo")
 """Losses that clip ratios."""
 Number = tuple[float, float, str]
@@ -68,6 +70,7 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     distance of a ratio from 1; loss, gradient norm and rate as a mean of what the first rank reports of its updates.
     Mismatch of trainer and engine: greatest, 99th percentile and k3, over all sampled tokens of the trained version,
     and its mean in each eighth of the longest answer that the config allows.
+    And that each of these numbers is shown.
     Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
     loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
     Evidence: loss/metrics, advantage/advantages, data/drops, data/turns, reward/round, loss/rows, loss/terms,
@@ -77,7 +80,7 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: numbers of time and memory; what is written of them (MET002); numbers of an evaluation
     (MET003).
     References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942,
-    AReaL#1736, labs-molt#64, sglang#22497, prime-rl#2478, miles#2476, verl#4070, verl#7823.
+    AReaL#1736, labs-molt#64, sglang#22497, prime-rl#2478, miles#2476, verl#7821, SkyRL#1870.
     """
     for terms in trace.of(LossTerms):
         for item in trace.of(StepMetrics, version=terms.version):
@@ -86,9 +89,9 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
                 **_of_updates(trace, terms), **_of_reports(trace, item.version),
             }  # fmt: skip
             for name, (right, allowed, why) in found.items():
-                if name not in item.values:
+                if name not in item.values and name in OPTIONAL:
                     continue
-                shown = float(item.values[name])
+                shown = float(item.values.get(name, "nan"))
                 alike = shown == right or (math.isnan(shown) and math.isnan(right))
                 gap = 0.0 if alike else abs(shown - right)
                 of_answers = name in OF_ANSWERS

@@ -155,3 +155,12 @@ def cut_off_by_the_longest_of_the_batch(call: Call) -> Any:
 def position_within_the_longest_of_the_batch(call: Call) -> Any:
     """The mismatch by position is by eighths of the batch's longest answer, not of the longest that is allowed."""
     return call.faulty(longest=int(call.positions.max()) + 1)
+
+
+@fault(
+    "NovaSky-AI/SkyRL#1870", "verifier.trainer.grpo_plan:mismatch_facts(differences)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def mismatch_never_shown(call: Call) -> Any:
+    """The mismatch of trainer and engine is left out of what a step shows, and nobody misses it."""
+    return call.wrong({})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,14 +100,13 @@ def record_solved(
 def places(version: int, count: int) -> list[int]:
     """Places of the problems whose answers are kept: one of each equal part, others at each evaluation.
 
-    Within a part it is drawn by version and part: a step of one size would keep to every other problem, which one of
-    two engines answers, and to the same ones where evaluations are as many versions apart.
+    The place within a part is drawn by version, and one further in each part: a step of one size would keep to every
+    other problem, which one of two engines answers, and to the same ones where evaluations are as many versions apart.
     """
     kept = min(PROBLEMS, count)
     edges = [at * count // kept for at in range(kept + 1)]
-    return [
-        begin + zlib.crc32(f"{version}/{at}".encode()) % (end - begin) for at, (begin, end) in enumerate(pairwise(edges))
-    ]
+    drawn = int.from_bytes(hashlib.blake2b(f"{version}".encode(), digest_size=8).digest())
+    return [begin + (drawn + at) % (end - begin) for at, (begin, end) in enumerate(pairwise(edges))]
 
 
 def record_answers(
