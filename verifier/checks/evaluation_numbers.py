@@ -26,9 +26,9 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
     """The numbers of an evaluation are means over all held-out problems, each counted once, of what was found of each.
 
     What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated: each of as
-    many problems as the config asks for has one reward, and the number is their mean. In fine-tuning, `accuracy` is the share of problems that were solved;
-    each problem is scored once more by the same weights in the same micro-batches: it is solved just if no token of its
-    response is below the greatest logit. And `held_out_version` is the step.
+    many problems as the config asks for has one reward, and the number is their mean. In fine-tuning, `accuracy` is the
+    share of problems that were solved; each problem is scored once more by the same weights in the same micro-batches:
+    it is solved just if no token of its response is below the greatest logit. And `held_out_version` is the step.
     Why it matters: an evaluation that pads its last batch with problems that it has had, drops the rest, or averages
     means of batches is off by little, and checkpoints are chosen by little.
     Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved, and the manifest's config.

@@ -101,5 +101,5 @@ def failed_reward_is_zero(call: Call) -> Any:
 
 @fault("verl-project/verl#4268", "verifier.trainer.generation:RewardProcess(name, deadline_s)", **REWARDS)
 def reward_of_ones_own_passed_over(call: Call) -> Any:
-    """A newer loop computes rewards while it samples, by the default function: the one that was asked for is ignored."""
+    """A newer loop computes rewards as it samples, by the default function: the one that was asked for is ignored."""
     return call.faulty(name="answer")

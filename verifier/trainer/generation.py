@@ -289,9 +289,7 @@ class EngineRollouts:
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
             named = self._reward.take_seals()
-            seals.append(
-                RewardSeals(name=given[-1].name, version=step, seals=named, function=self._reward.function)
-            )
+            seals.append(RewardSeals(name=given[-1].name, version=step, seals=named, function=self._reward.function))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])

@@ -104,9 +104,7 @@ class SampledBatch:
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip
-            probe.emit(
-                RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals), function=function)
-            )
+            probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals), function=function))
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []

@@ -58,10 +58,14 @@ def trace(trajectories: tuple[str, ...] = IDS, without: str = "", **shown: float
     arrays = {"policy": policy, "rows": rows, "columns": {"mask": answer, "weight": answer / 4}}
     records: list[Record] = [
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
-        StepMetrics(name="step", version=1, values={name: value for name, value in {**RIGHT, **shown}.items() if name != without}),
+        StepMetrics(
+            name="step", version=1,
+            values={name: value for name, value in {**RIGHT, **shown}.items() if name != without},
+        ),
         Advantages(
             name="advantages", version=1, estimator="grpo", ids=IDS, groups=("g", "g", "h", "h"),
-            trajectories=trajectories, rewards=(1.0, 0.0, 0.0, 0.0), penalties=(0.0,) * 4, token_counts=(1,) * 4, advantages=(0.0,) * 4,
+            trajectories=trajectories, rewards=(1.0, 0.0, 0.0, 0.0), penalties=(0.0,) * 4, token_counts=(1,) * 4,
+            advantages=(0.0,) * 4,
         ),
         Drops(
             name="batch", version=1, ids=IDS, truncated=(True, True, False, False), reasons=("",) * 4,
