@@ -89,7 +89,7 @@ MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,
     synced_versions=(1,),
     config={
-        "steps": 1, "evaluation": {"stop_above": 2.0, "every": 1, "num_problems": 2}, "data": {},
+        "steps": 1, "evaluation": {"stop_above": 2.0, "every": 1, "num_problems": 1}, "data": {},
         "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
     },
 )  # fmt: skip

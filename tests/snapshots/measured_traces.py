@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from verifier.core.record import Record
+from verifier.core.record import Real, Record
 from verifier.core.records_policy import RequestSeeds, RewardSeals, SolvedProblems
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients
 from verifier.core.seal import seal_of_array, seal_of_reward
@@ -29,6 +29,15 @@ SEALED: dict[str, Any] = {"answers": ("x", "y"), "seals": (((0, NATS[0]), (0, NA
 """Log-probabilities of two answers, as they came from the engine."""
 GIVEN = seal_of_reward("so #### 7", "7", 1.0), seal_of_reward("8", "7", 0.0)
 SCALE = AdapterScale(name="q.adapter (chunk 0)", scale=2.0, gap=0.0, greatest=1.0, dtype="float32")
+
+SHOWN: dict[str, Real] = {
+    "reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0, "answer_tokens": 1.5,
+    "turns": 1.2, "sampling_rounds": 1.0, "sampled_tokens": 3.0, "scored_tokens": 10.0, "tokens": 5.0,
+    "entropy": 1.5, "loss": -1 / 6, "grad_norm": 2.0, "learning_rate": 5e-4, "replaced_groups": 0.0, "kl": 0.0,
+    "ratio_gap": 0.0, "clamped_share": 0.0, "clipped_share": 0.0, "mismatch_max": 0.0, "mismatch_p99": 0.0,
+    "mismatch_k3": 0.0,
+}  # fmt: skip
+"""Numbers of the step that the metrics have."""
 
 
 def measured() -> list[Record]:

@@ -291,7 +291,7 @@ def training() -> list[Record]:
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         StepMetrics(
             name="step", version=1,
-            values={"reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0},
+            values=measured_traces.SHOWN,
         ),
         WrittenMetrics(
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
@@ -360,7 +360,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4), (1,), (1,)))),
     "LSS005": (RouterChoices, having(shortfall=0.4)),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
-    "MET001": (StepMetrics, having(values={"reward": 1.0})),
+    "MET001": (StepMetrics, having(values={**measured_traces.SHOWN, "reward": 1.0})),
     "MET002": (WrittenMetrics, having(step=2)),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP012": (OracleEntropy, having(array="entropies of other logits")),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -24,27 +25,28 @@ PREFIX = "held-out "
 def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
     """The numbers of an evaluation are means over all held-out problems, each counted once, of what was found of each.
 
-    What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated: each problem
-    has one reward, and the number is their mean. In fine-tuning, `accuracy` is the share of problems that were solved;
-    each problem is scored once more by the same weights in the same micro-batches: it is solved just if no token of its
-    response is below the greatest logit. And `held_out_version` is the step.
+    What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated: each of as
+    many problems as the config asks for has one reward, and the number is their mean. In fine-tuning, `accuracy` is the
+    share of problems that were solved; each problem is scored once more by the same weights in the same micro-batches:
+    it is solved just if no token of its response is below the greatest logit. And `held_out_version` is the step.
     Why it matters: an evaluation that pads its last batch with problems that it has had, drops the rest, or averages
     means of batches is off by little, and checkpoints are chosen by little.
-    Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved.
+    Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved, and the manifest's config.
     Tolerance and its source: 1e-9 of the greatest reward; what is solved is exact, the same logits give it.
     What it does not catch: rewards that are wrong themselves (RWD001); answers of other weights (LGP015); the
     evaluation before the first step, and one at the end alone (`evaluation.every=0`), of which no line has numbers.
-    References: AReaL#1100, accelerate#125, SkyRL#317.
+    References: AReaL#1100, accelerate#125, SkyRL#317, verl#78.
     """
+    asked = _asked(trace.manifest.config)
     for line in trace.of(WrittenMetrics):
         for item in trace.of(GivenRewards, version=line.version):
             if item.name.startswith(PREFIX):
-                yield _counted(item, len(item.rewards), Stage.REWARD)
+                yield _counted(item, len(item.rewards), asked, Stage.REWARD)
                 mean = math.fsum(item.rewards) / max(len(item.rewards), 1)
                 scale = max(map(abs, item.rewards), default=1.0)
                 yield _mean(line, item.name.removeprefix(PREFIX), mean, scale, Stage.REWARD)
         for found in trace.of(SolvedProblems, version=line.version):
-            yield _counted(found, len(found.solved), Stage.LOSS)
+            yield _counted(found, len(found.solved), asked, Stage.LOSS)
             yield from _solved(trace, found)
             yield _mean(line, "accuracy", sum(found.solved) / max(len(found.solved), 1), 1.0, Stage.LOSS)
         shown = line.values.get("held_out_version", "absent")
@@ -56,12 +58,20 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-def _counted(item: GivenRewards | SolvedProblems, count: int, stage: Stage) -> Comparison:
-    problems = len(set(item.ids))
+def _asked(config: Mapping[str, Any]) -> int | None:
+    """Held-out problems that a run's config asks for; None where it names none."""
+    evaluation = config.get("evaluation")
+    return int(str(evaluation["num_problems"])) if isinstance(evaluation, Mapping) else None
+
+
+def _counted(item: GivenRewards | SolvedProblems, count: int, asked: int | None, stage: Stage) -> Comparison:
+    own = len(set(item.ids))
+    problems = own if asked is None else asked
     return Comparison(
-        what=f"problems of {item.name}", same=count == problems == len(item.ids), stage=stage, version=item.version,
-        badness=1.0, sentence=f"the evaluation counts {count:,} answers, there are {problems:,} held-out problems",
-        expected=f"{problems:,}, each once", actual=f"{count:,}", allowed="exact (counts)",
+        what=f"problems of {item.name}", same=count == own == problems == len(item.ids), stage=stage,
+        version=item.version, badness=1.0,
+        sentence=f"the evaluation counts {count:,} answers, there are {problems:,} held-out problems",
+        expected=f"{problems:,}, each once", actual=f"{count:,}, of {own:,} problems", allowed="exact (counts)",
         hint="look at what pads, cuts or repeats the problems of an evaluation",
     )  # fmt: skip
 

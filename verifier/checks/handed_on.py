@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
+from verifier.checks.evaluation_numbers import PREFIX
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -28,6 +29,10 @@ TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
+FUNCTIONS = {
+    "answer": "verifier.rewards.answer:answer_reward", "math_verify": "verifier.rewards.math_verify:math_verify_reward",
+}  # fmt: skip
+"""Rewards by their names, a second table; any other is named by its function, or by a plugin that is not known here."""
 _Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
 
@@ -143,25 +148,32 @@ def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     )  # fmt: skip
 
 
-@check("RWD003", needs=(RewardSeals, GivenRewards), scope="draws")
+@check("RWD003", needs=(RewardSeals, GivenRewards), scope="draws", also="examined")
 def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a live answer was given by the reward's own process, for this text and this gold answer.
 
     What it checks: per rollout with a text, that the process in which the reward function runs named this reward, for
-    this text and this gold answer, in this step, whatever the function is.
+    this text and this gold answer, in this step, whatever the function is. Per held-out problem the same, of the
+    rewards of its evaluation. And that the function which this process runs is the one that the config names.
     Why it matters: rewards that come back in another order, stay in another order when a batch is sorted or filtered,
     come from a cache by a part of what they depend on, or are 0 where the function raised: each looks like a reward,
     and the policy learns from noise.
     Evidence: reward/seals, reward/rewards.
     Tolerance and its source: exact (CRC-32 of text, gold answer and reward).
     What it does not catch: a function that is wrong itself (RWD001, of the reward `answer`); equal rewards that are
-    exchanged, which change nothing; rewards of evaluations.
-    References: verl#2185, NeMo-RL#3794, open-r1#134.
+    exchanged, which change nothing; which function a plugin registers under a name.
+    References: verl#2185, NeMo-RL#3794, open-r1#134, verl#4268, strands-agents/evals#198.
     """
+    yield from _functions(trace)
     for given in trace.of(GivenRewards):
-        sealed = [item for item in trace.of(RewardSeals, version=given.version) if item.seals]
-        known = {seal for item in sealed for seal in item.seals}
-        if not known or not (given.name == "rewards" or given.name.startswith("replaced ")):
+        evaluated = given.name.startswith(PREFIX)
+        known = {
+            seal
+            for item in trace.of(RewardSeals, version=given.version)
+            if (item.name == given.name if evaluated else not item.name.startswith(PREFIX))
+            for seal in item.seals
+        }
+        if not known:
             continue
         for name, text, answer, reward in zip(given.ids, given.texts, given.answers, given.rewards, strict=True):
             if text is None:
@@ -173,4 +185,19 @@ def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
                 expected=f"a reward that its process gave for `{text[-40:]}`", actual=f"{reward:g}",
                 allowed="exact (rewards are copied)",
                 hint="look at what orders, caches or replaces rewards between their function and the batch",
+            )  # fmt: skip
+
+
+def _functions(trace: Trace) -> Iterator[Comparison]:
+    """Function of each process that gave rewards, against the one that the config names, where that names one."""
+    grpo = trace.manifest.config.get("grpo")
+    asked = str(grpo.get("reward", "")) if isinstance(grpo, Mapping) else ""
+    right = FUNCTIONS.get(asked, asked if ":" in asked else "")
+    for item in trace.of(RewardSeals):
+        if right and item.function:
+            yield Comparison(
+                what=f"function of {item.name}", same=item.function == right, stage=Stage.REWARD, version=item.version,
+                badness=1.0, sentence=f"rewards of {item.name} are by `{item.function}`, they should be by `{right}`",
+                expected=f"{right} (grpo.reward={asked})", actual=f"{item.function} (the reward's process)",
+                allowed="exact (names)", hint="look at what hands the name of the reward on to its process",
             )  # fmt: skip

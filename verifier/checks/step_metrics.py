@@ -42,12 +42,16 @@ ESTIMATE = Tolerance(
 EDGE = 2e-5
 """Distance of a ratio from a clip's edge at which float32 may take either side."""
 EXACT = "exact (a count)"
+POSITIONS = 8
+"""Equal parts of the longest allowed answer."""
 OF_ANSWERS = (
     "reward", "answer_tokens", "mixed_groups", "truncated_share", "staleness", "dropped_stale", "turns",
     "sampling_rounds", "replaced_groups", "sampled_tokens", "scored_tokens", "mismatch_max", "mismatch_p99",
-    "mismatch_k3",
+    "mismatch_k3", *(f"mismatch_by_position_{part + 1}" for part in range(POSITIONS)),
 )  # fmt: skip
 """Numbers of answers, which are there before any update."""
+OPTIONAL = ("staleness", "dropped_stale")
+"""Numbers that a run without stale answers does not show."""
 CLIPPING = ("clipped", "gspo", "cispo")
 """Losses that clip ratios."""
 Number = tuple[float, float, str]
@@ -64,17 +68,19 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
     trained on and that are in the loss, summed over the updates of the step; mean entropy and KL estimate by token, and
     shares of tokens whose ratio is clipped or clamped, over all ranks, as a mean over the updates; the greatest
     distance of a ratio from 1; loss, gradient norm and rate as a mean of what the first rank reports of its updates.
-    Mismatch of trainer and engine: greatest, 99th percentile and k3, over all sampled tokens of the trained version.
+    Mismatch of trainer and engine: greatest, 99th percentile and k3, over all sampled tokens of the trained version,
+    and its mean in each eighth of the longest answer that the config allows.
+    And that each of these numbers is shown.
     Why it matters: runs are steered, stopped and compared by these numbers. A reward of the answers that stay in the
     loss rises by filtering alone; a share of one rank, or of one side of the clip, hides a policy that runs away.
     Evidence: loss/metrics, advantage/advantages, data/drops, data/turns, reward/round, loss/rows, loss/terms,
     advantage/columns, advantage/policy, train/done.
     Tolerance and its source: counts are exact; 1e-9 of sums, 1e-5 of the entropy's, which are in fp32; KL estimates as
     the loss (LSS004); shares may count tokens within 2e-5 of a clip's edge or not; ratios 2e-5.
-    What it does not catch: numbers of time and memory; mismatch by position; cut-off answers of step-wise episodes;
-    what is written of them (MET002); numbers of an evaluation (MET003).
+    What it does not catch: numbers of time and memory; what is written of them (MET002); numbers of an evaluation
+    (MET003).
     References: trl#3032, stable-baselines3#149, ms-swift#5619, ms-swift#8247, NeMo-RL#1426, transformers#35942,
-    AReaL#1736, labs-molt#64, sglang#22497, prime-rl#2478, miles#2476.
+    AReaL#1736, labs-molt#64, sglang#22497, prime-rl#2478, miles#2476, verl#7821, SkyRL#1870.
     """
     for terms in trace.of(LossTerms):
         for item in trace.of(StepMetrics, version=terms.version):
@@ -83,9 +89,9 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
                 **_of_updates(trace, terms), **_of_reports(trace, item.version),
             }  # fmt: skip
             for name, (right, allowed, why) in found.items():
-                if name not in item.values:
+                if name not in item.values and name in OPTIONAL:
                     continue
-                shown = float(item.values[name])
+                shown = float(item.values.get(name, "nan"))
                 alike = shown == right or (math.isnan(shown) and math.isnan(right))
                 gap = 0.0 if alike else abs(shown - right)
                 of_answers = name in OF_ANSWERS
@@ -181,8 +187,8 @@ def _of_answers(trace: Trace, version: int) -> Mapping[str, Number]:
             sampled = int((trace.array(policy, "version") >= 0).sum())
             found["answer_tokens"] = _sum(sampled / len(totals))
         for drops in trace.of(Drops, version=version):
-            if item.trajectories == item.ids:
-                found["truncated_share"] = _sum(sum(drops.truncated) / len(drops.truncated))
+            last = dict(zip(item.trajectories, drops.truncated, strict=True))  # of several turns the last one counts
+            found["truncated_share"] = _sum(sum(last.values()) / len(last))
     return found
 
 
@@ -212,14 +218,14 @@ def _of_tokens(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:
         found["dropped_stale"] = _count(sum(age > item.max_staleness for age in oldest))
         found["sampled_tokens"] = _count(sampled)
         found["scored_tokens"] = _count(sum(item.lengths) * passes)
-        found |= _of_mismatch(item, arrays)
+        found |= _of_mismatch(item, arrays, _longest(trace))
     updates = list(trace.of(LossColumns, version=terms.version))
     if updates:
         found["tokens"] = _count(sum(sum(item.lengths) for item in updates))
     return found
 
 
-def _of_mismatch(item: PolicyColumns, arrays: Mapping[str, np.ndarray]) -> Mapping[str, Number]:
+def _of_mismatch(item: PolicyColumns, arrays: Mapping[str, np.ndarray], longest: int) -> Mapping[str, Number]:
     """Mismatch of trainer and engine, over the sampled tokens that no weights but those to train had a part in."""
     fresh = arrays["version"] == item.trained_version
     if item.keep_kv_cache:
@@ -231,10 +237,31 @@ def _of_mismatch(item: PolicyColumns, arrays: Mapping[str, np.ndarray]) -> Mappi
         return {}
     sizes = np.abs(nats)
     scale = float(sizes.max())
-    return {
+    found = {
         "mismatch_max": _sum(scale, scale=scale), "mismatch_p99": _sum(float(np.quantile(sizes, 0.99)), scale=scale),
         "mismatch_k3": _sum(float(np.mean(np.expm1(nats) - nats)), scale=scale),
     }  # fmt: skip
+    if longest:
+        drawn = ragged.split(arrays["version"] >= 0, item.lengths)
+        places = np.concatenate([np.cumsum(own) - 1 for own in drawn])[fresh]
+        parts = [sizes[_part(places, longest) == part] for part in range(POSITIONS)]
+        for part, own in enumerate(parts, 1):
+            mean = math.fsum(own) / len(own) if len(own) else math.nan
+            found[f"mismatch_by_position_{part}"] = (mean, SUM.absolute * scale, str(SUM))
+    return found
+
+
+def _part(places: np.ndarray, longest: int) -> np.ndarray:
+    """Part of the longest answer in which each sampled token of a rollout lies; later ones are of the last."""
+    edges = np.array([-(-longest * part // POSITIONS) for part in range(1, POSITIONS)])
+    found: np.ndarray = np.searchsorted(edges, places, side="right")
+    return found
+
+
+def _longest(trace: Trace) -> int:
+    """Sampled tokens of a rollout, at most, as the manifest's config has them; 0 where it has none."""
+    grpo = trace.manifest.config.get("grpo")
+    return int(str(grpo["max_answer_tokens"])) * int(str(grpo["max_turns"])) if isinstance(grpo, Mapping) else 0
 
 
 def _of_updates(trace: Trace, terms: LossTerms) -> Mapping[str, Number]:

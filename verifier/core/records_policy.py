@@ -145,11 +145,13 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
 
 
 class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
-    """Rewards of one round of sampling, as the process that gave them named them."""
+    """Rewards of one round of sampling, or of a number of an evaluation, as the process that gave them named them."""
 
     seals: tuple[int, ...]
     """Checksum of each text, its gold answer and its reward; empty where a checkpoint that the run goes on from has
     none."""
+    function: str = ""
+    """Function that the process runs, "package.module:function", as it says itself."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 ROW: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
@@ -85,6 +85,31 @@ def evaluation_rewards_any_number(call: Call) -> Any:
     return call.wrong([float(any(letter.isdigit() for letter in text)) for text in call.completions])
 
 
+@fault(
+    "strands-agents/evals#198", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",)} | {
+        "training": (*ROW["training"], "grpo.reward=verifier.faults.reward_faults:length_reward"),
+    },
+)  # fmt: skip
+def evaluation_rewards_as_they_finish(call: Call) -> Any:
+    """The answers of an evaluation are scored side by side, and their rewards stand in the order in which they came."""
+    if not call.state.get("evaluates"):
+        return call.original()
+    order = sorted(range(len(call.completions)), key=lambda at: len(call.completions[at]))
+    return call.faulty(
+        ids=[call.ids[at] for at in order], completions=[call.completions[at] for at in order],
+        answers=[call.answers[at] for at in order],
+    )  # fmt: skip
+
+
+@fault("verl-project/verl#78", EVALUATED, **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)})
+def last_batch_of_an_evaluation_never_asked(call: Call) -> Any:
+    """The loader of held-out problems drops its last batch: no answer of it is sampled, and all counts agree."""
+    own, whole = call.self, len(call.self._held_out) // 8 * 8
+    with held(own, _held_out=own._held_out[:whole], _held_out_prompts=own._held_out_prompts[:whole]):
+        return call.faulty()
+
+
+@evaluation_rewards_as_they_finish.also(EVALUATED)
 @last_problems_of_an_evaluation_dropped.also(EVALUATED)
 @evaluation_rewards_any_number.also(EVALUATED)
 def _evaluates(call: Call) -> Any:

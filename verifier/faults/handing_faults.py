@@ -97,3 +97,9 @@ def failed_reward_is_zero(call: Call) -> Any:
     return call.wrong([
         0.0 if len(text) == longest else reward for text, reward in zip(call.completions, found, strict=True)
     ])  # fmt: skip
+
+
+@fault("verl-project/verl#4268", "verifier.trainer.generation:RewardProcess(name, deadline_s)", **REWARDS)
+def reward_of_ones_own_passed_over(call: Call) -> Any:
+    """A newer loop computes rewards as it samples, by the default function: the one that was asked for is ignored."""
+    return call.faulty(name="answer")

@@ -8,7 +8,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.turn_faults import KNOBS
+from verifier.faults.turn_faults import KNOBS, STEP_WISE
 
 ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "caught_by": ("MET001",)}
 
@@ -135,3 +135,32 @@ def mismatch_meant_by_answer(call: Call) -> Any:
         if fresh.any():
             means.append(mismatch_facts((own - item.logprobs)[fresh].astype(np.float64))["mismatch_k3"])
     return call.wrong({**call.original(), "mismatch_k3": float(np.mean(means))}) if means else call.original()
+
+
+@fault(
+    "verl-project/verl#7821", "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=STEP_WISE, **ROW,
+)  # fmt: skip
+def cut_off_by_the_longest_of_the_batch(call: Call) -> Any:
+    """The share of answers that were cut off counts those that are as long as the longest of their batch."""
+    ends = [len(row.response) for row in call.rows if row.is_last_step]
+    return call.wrong({**call.original(), "truncated_share": ends.count(max(ends)) / len(ends)})
+
+
+@fault(
+    "verl-project/verl#7821 (kin: there the share of answers that were cut off)",
+    "verifier.trainer.grpo_plan:by_position(differences, positions, longest)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def position_within_the_longest_of_the_batch(call: Call) -> Any:
+    """The mismatch by position is by eighths of the batch's longest answer, not of the longest that is allowed."""
+    return call.faulty(longest=int(call.positions.max()) + 1)
+
+
+@fault(
+    "NovaSky-AI/SkyRL#1870", "verifier.trainer.grpo_plan:mismatch_facts(differences)",
+    stage=Stage.REWARD, side=Side.CONTROLLER, training=("algorithm=grpo", "verify.every=0"), **ROW,
+)  # fmt: skip
+def mismatch_never_shown(call: Call) -> Any:
+    """The mismatch of trainer and engine is left out of what a step shows, and nobody misses it."""
+    return call.wrong({})

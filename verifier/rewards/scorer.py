@@ -38,6 +38,9 @@ class RewardProcess:
         name: a key of `REWARDS`, or "package.module:function".
         deadline_s: seconds for one completion.
 
+    Attributes:
+        function: that the process runs, as it says itself.
+
     Raises:
         UsageError: no such reward, or its module cannot be imported within 60 s.
     """
@@ -56,7 +59,7 @@ class RewardProcess:
                 death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         try:
-            self._receive(time.monotonic(), _START_S, "at its start")
+            self.function = self._receive(time.monotonic(), _START_S, "at its start").decode()
         except BaseException:
             self.close()
             raise
@@ -151,7 +154,7 @@ def serve(function: str, descriptor: str) -> None:
     """The process: load the function, say so, answer each line; an exception ends it and stands in the log."""
     reward: Reward = resolve(function)
     with socket.socket(fileno=int(descriptor)) as own, own.makefile("rwb") as lines:
-        lines.write(b"\n")
+        lines.write(function.encode() + b"\n")
         lines.flush()
         for line in lines:
             completion, answer = msgspec.json.decode(line, type=tuple[str, str])

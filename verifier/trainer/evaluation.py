@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import numpy as np
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, SolvedProblems
+from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals, SolvedProblems
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
@@ -38,6 +40,8 @@ class Answered:
     greedy: Sequence[RolloutRow]
     rewards: Sequence[GivenRewards]
     """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
+    seals: Sequence[RewardSeals]
+    """Seals of these rewards, as the process that gave them named them."""
     turns: EpisodeTurns | None = None
     """Turns of the answers that are kept; None where there is no environment."""
 
@@ -94,9 +98,15 @@ def record_solved(
 
 
 def places(version: int, count: int) -> list[int]:
-    """Places of the problems whose answers are kept, spread over all of them, and others at each evaluation."""
+    """Places of the problems whose answers are kept: one of each equal part, others at each evaluation.
+
+    The place within a part is drawn by version, and one further in each part: a step of one size would keep to every
+    other problem, which one of two engines answers, and to the same ones where evaluations are as many versions apart.
+    """
     kept = min(PROBLEMS, count)
-    return sorted((version + at * count // kept) % count for at in range(kept))
+    edges = [at * count // kept for at in range(kept + 1)]
+    drawn = int.from_bytes(hashlib.blake2b(f"{version}".encode(), digest_size=8).digest())
+    return [begin + (drawn + at) % (end - begin) for at, (begin, end) in enumerate(pairwise(edges))]
 
 
 def record_answers(
@@ -139,7 +149,8 @@ def record_answers(
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
-    for item in (*answered.rewards, *((answered.turns,) if answered.turns is not None else ())):
+    turns = () if answered.turns is None else (answered.turns,)
+    for item in (*answered.rewards, *answered.seals, *turns):
         probe.emit(item)
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
+from verifier.core.records_policy import EpisodeTurns, GivenRewards, RewardSeals
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
@@ -125,8 +125,9 @@ class EngineRollouts:
 
     def handed_on(self, step: int, batch: SampledBatch, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
+        assert self._reward is not None
         self.facts, reward = batch.facts, self._config.grpo.reward
-        batch.record(probe, step, reward)
+        batch.record(probe, step, reward, self._reward.function)
         if probe is not None:
             for number, item in enumerate(batch.rounds):
                 self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
@@ -272,7 +273,7 @@ class EngineRollouts:
         assert self._client is not None
         assert self._reward is not None
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
-        played = list[tuple[str, Sequence[Turn]]]()
+        played, seals = list[tuple[str, Sequence[Turn]]](), list[RewardSeals]()
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
@@ -287,15 +288,18 @@ class EngineRollouts:
             )  # fmt: skip
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
+            named = self._reward.take_seals()
+            seals.append(RewardSeals(name=given[-1].name, version=step, seals=named, function=self._reward.function))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
             played += [
                 (own[-1].trajectory or own[-1].id, episodes[at][0]) for (at, _), own in zip(where, rows, strict=True)
             ]
-        self._reward.take_seals()  # of no step
         record = self._episodes.record(step, "held-out problems", played)
-        self._answered = Answered(version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=record)
+        self._answered = Answered(
+            version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record
+        )
         return found
 
     def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:

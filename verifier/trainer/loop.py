@@ -35,7 +35,7 @@ from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.evaluation import record_solved
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import SHOWN, Metrics, line_of, mean_of
+from verifier.trainer.metrics import Metrics, line_of, mean_of, parts_of, told_by_evidence
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
@@ -214,8 +214,8 @@ class StepLoop:
         )
 
     def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
-        """Record the metrics of a step that are `SHOWN`."""
-        known = {name: real(float(values[name])) for name in SHOWN if name in values}
+        """Record the metrics of a step that its evidence can tell too."""
+        known = {name: real(value) for name, value in told_by_evidence(values).items()}
         self._recorded = StepMetrics(name="step", version=step, values=known)
         with contextlib.closing(Recorder(trace, "controller", 1)) as probe:
             probe.emit(self._recorded)
@@ -223,7 +223,7 @@ class StepLoop:
     def written(self, step: int) -> WrittenMetrics:
         """Record of the last line of metrics, which is to be of a step, beside what that step's trace has."""
         line, own = self.folder.last_line(), self._recorded
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)} | parts_of(line)
         return WrittenMetrics(
             name="metrics.jsonl", version=step, step=int(numbers.pop("step", -1)),
             values={name: real(float(value)) for name, value in numbers.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,9 @@ SHOWN = (
     "tokens", "sampled_tokens", "scored_tokens", "mismatch_max", "mismatch_p99", "mismatch_k3", "ratio_gap",
     "clamped_share",
 )  # fmt: skip
-"""Metrics of a step that its evidence can tell too."""
+"""Metrics of a step that its evidence can tell too, and the parts of `BY_POSITION`."""
+BY_POSITION = "mismatch_by_position"
+"""Metric that is a list, with None for a part that has no tokens."""
 STAGES = {
     "reward": "rollout", "answer_tokens": "rollout", "truncated_share": "rollout", "mixed_groups": "rollout",
     "mismatch_max": "mismatch", "mismatch_p99": "mismatch", "mismatch_k3": "mismatch", "mismatch_floor": "mismatch",
@@ -116,8 +119,20 @@ def _numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
+def told_by_evidence(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of a step's metrics that its evidence can tell too; the parts of a list are numbered from 1."""
+    found = {name: float(values[name]) for name in SHOWN if name in values}
+    return found | parts_of(values)
+
+
+def parts_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of `BY_POSITION` by name, NaN for one that has no tokens."""
+    parts = enumerate(values.get(BY_POSITION, ()), 1)
+    return {f"{BY_POSITION}_{at}": math.nan if part is None else float(part) for at, part in parts}
+
+
 def _group(name: str) -> str:
-    if name.startswith("mismatch_by_position"):
+    if name.startswith(BY_POSITION):
         return "mismatch"
     return "time" if name.endswith("_s") else STAGES.get(name, "step")
 

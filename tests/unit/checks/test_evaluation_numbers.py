@@ -5,6 +5,9 @@ What this does not exercise: real runs (tests/dist/test_train_clean.py), and bug
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,9 +35,11 @@ def rewards(*given: float, ids: tuple[str, ...] = ("a", "b", "c", "d")) -> Given
     )  # fmt: skip
 
 
-def wrong(*records: Record, shortfall: np.ndarray = SHORTFALL) -> list[str]:
+def wrong(
+    *records: Record, shortfall: np.ndarray = SHORTFALL, config: Mapping[str, Any] | None = None
+) -> list[str]:  # fmt: skip
     arrays = {"all": {"mask": MASK, "shortfall": shortfall}}
-    trace = Trace(Manifest(complete=True), records, arrays.__getitem__)
+    trace = Trace(Manifest(complete=True, config=config or {}), records, arrays.__getitem__)
     return [item.what for item in evaluation_misreported(trace) if not item.same]
 
 
@@ -74,3 +79,9 @@ def test_a_problem_that_is_solved_otherwise_is_named() -> None:
 def test_rewards_of_an_evaluation_have_a_second_reader() -> None:
     trace = Trace(Manifest(complete=True), [rewards(1, 0, 1, 1)], {}.__getitem__)
     assert [item.what for item in reward_differs_from_second_reader(trace) if not item.same] == ["c"]
+
+
+@pytest.mark.parametrize(("asked", "named"), [(4, []), (5, ["problems of held-out accuracy"])])
+def test_problems_that_were_never_asked_are_named(asked: int, named: list[str]) -> None:
+    config = {"evaluation": {"num_problems": asked}}
+    assert wrong(line(accuracy=0.5), rewards(1, 0, 0, 1), config=config) == named

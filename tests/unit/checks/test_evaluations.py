@@ -72,6 +72,16 @@ def test_evaluations_keep_answers_to_problems_that_are_spread_and_differ(count):
     assert {place for own in found for place in own} == set(range(count))
 
 
+@pytest.mark.parametrize("count", [16, 512])
+def test_kept_problems_are_of_each_engine(count):
+    """Two engines of a run answer every other problem each."""
+    assert all({place % 2 for place in places(version, count)} == {0, 1} for version in range(100))
+
+
+def test_kept_problems_differ_at_any_distance_of_evaluations():
+    assert len({tuple(places(version, 512)) for version in range(0, 640, 64)}) == 10
+
+
 @pytest.mark.parametrize(
     ("tokens", "found"),
     [

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.training_traces import training
+from verifier.checks.handed_on import FUNCTIONS
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
@@ -20,6 +21,7 @@ from verifier.core.records_tokens import GivenRoutes, Rollouts
 from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.rewards.scorer import REWARDS
 
 VERSIONS = np.array([-1, 0, 0, -1, 1, 1, -1, 0], np.int32)
 """Episode `a` of two turns, with a reply of one token between them, and `b` of one."""
@@ -142,11 +144,13 @@ def test_without_seals_of_routes_nothing_is_said_of_them(known):
     assert routed(ROUTED[::-1], known) == (Verdict.HOLDS, "", 3)
 
 
-def rewarded(rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8")):
+def rewarded(
+    rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8"), sealed="round 0"
+):
     given = GivenRewards(
         name=name, version=1, reward="a:b", ids=("x", "y"), texts=texts, answers=("7", "7"), rewards=rewards
     )
-    seals = RewardSeals(name="round 0", version=1, seals=tuple(seal_of_reward(*item) for item in known))
+    seals = RewardSeals(name=sealed, version=1, seals=tuple(seal_of_reward(*item) for item in known))
     outcome = run_check(REGISTRY["RWD003"], Trace(Manifest(), [given, seals]))
     return outcome.verdict, outcome.num_compared, outcome.finding and outcome.finding.first.what
 
@@ -164,6 +168,32 @@ def test_other_rewards_are_seen(rewards, first):
     assert rewarded(rewards) == (Verdict.VIOLATED, 2, first)
 
 
-def test_without_seals_or_of_an_evaluation_nothing_is_said():
+def test_rewards_of_an_evaluation_have_seals_of_their_own():
+    name = "held-out accuracy"
+    assert rewarded(name=name, sealed=name) == (Verdict.HOLDS, 2, None)
+    assert rewarded((1.0, 2.0), name=name, sealed=name) == (Verdict.VIOLATED, 2, "x")
+    assert rewarded(name=name)[0] is Verdict.INCONCLUSIVE
+    assert rewarded(sealed=name)[0] is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("asked", "runs", "verdict"),
+    [
+        ("answer", FUNCTIONS["answer"], Verdict.HOLDS), ("a:b", "a:b", Verdict.HOLDS),
+        ("a:b", FUNCTIONS["answer"], Verdict.VIOLATED), ("answer", "a:b", Verdict.VIOLATED),
+        ("of_a_plugin", "a:b", Verdict.INCONCLUSIVE), ("a:b", "", Verdict.INCONCLUSIVE),
+    ],
+)  # fmt: skip
+def test_the_function_is_the_one_that_was_asked_for(asked, runs, verdict):
+    given = GivenRewards(name="rewards", version=1, reward=asked, ids=(), texts=(), answers=(), rewards=())
+    seals = RewardSeals(name="round 0", version=1, seals=(), function=runs)
+    manifest = Manifest(config={"grpo": {"reward": asked}})
+    assert run_check(REGISTRY["RWD003"], Trace(manifest, [given, seals])).verdict is verdict
+
+
+def test_both_tables_of_rewards_agree():
+    assert FUNCTIONS == REWARDS
+
+
+def test_without_seals_nothing_is_said_of_rewards():
     assert rewarded(known=())[0] is Verdict.INCONCLUSIVE
-    assert rewarded(name="accuracy")[0] is Verdict.INCONCLUSIVE

@@ -8,6 +8,7 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.checks.packing import POSITION_BITS
+from verifier.checks.step_metrics import OPTIONAL
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
@@ -34,12 +35,14 @@ RIGHT = {
     "staleness": 0.5, "dropped_stale": 2.0, "turns": 1.5, "sampling_rounds": 2.0, "replaced_groups": 1.0,
     "tokens": 8.0, "sampled_tokens": 4.0, "scored_tokens": 8.0, "ratio_gap": 0.5, "clamped_share": 0.0,
     "mismatch_max": 0.5, "mismatch_p99": 0.4975, "mismatch_k3": float(np.mean(np.expm1([0.5, 0.25]) - [0.5, 0.25])),
+    "mismatch_by_position_1": 0.375, **{f"mismatch_by_position_{part}": float("nan") for part in range(2, 9)},
 }  # fmt: skip
+CONFIG = {"grpo": {"max_answer_tokens": 8, "max_turns": 1}}
 RATIOS = np.array([1.5, 1.0, 0.5, 1.0])
 """Of the last token of each rollout: the first is clipped above, the third below."""
 
 
-def trace(**shown: float) -> Trace:
+def trace(trajectories: tuple[str, ...] = IDS, without: str = "", **shown: float) -> Trace:
     """One update over two groups of two rollouts, of a prompt's token and one answer's."""
     lengths, tokens = (2, 2, 2, 2), 8
     answer = np.arange(tokens) % 2 == 1
@@ -55,10 +58,14 @@ def trace(**shown: float) -> Trace:
     arrays = {"policy": policy, "rows": rows, "columns": {"mask": answer, "weight": answer / 4}}
     records: list[Record] = [
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
-        StepMetrics(name="step", version=1, values={**RIGHT, **shown}),
+        StepMetrics(
+            name="step", version=1,
+            values={name: value for name, value in {**RIGHT, **shown}.items() if name != without},
+        ),
         Advantages(
-            name="advantages", version=1, estimator="grpo", ids=IDS, groups=("g", "g", "h", "h"), trajectories=IDS,
-            rewards=(1.0, 0.0, 0.0, 0.0), penalties=(0.0,) * 4, token_counts=(1,) * 4, advantages=(0.0,) * 4,
+            name="advantages", version=1, estimator="grpo", ids=IDS, groups=("g", "g", "h", "h"),
+            trajectories=trajectories, rewards=(1.0, 0.0, 0.0, 0.0), penalties=(0.0,) * 4, token_counts=(1,) * 4,
+            advantages=(0.0,) * 4,
         ),
         Drops(
             name="batch", version=1, ids=IDS, truncated=(True, True, False, False), reasons=("",) * 4,
@@ -91,7 +98,7 @@ def trace(**shown: float) -> Trace:
             weight_decay=0.0, optimizer_steps=1, scheduler_steps=2,
         ),
     ]  # fmt: skip
-    return Trace(Manifest(complete=True), records, arrays.__getitem__)
+    return Trace(Manifest(complete=True, config=CONFIG), records, arrays.__getitem__)
 
 
 def test_right_numbers_hold() -> None:
@@ -109,13 +116,29 @@ def test_right_numbers_hold() -> None:
         ("learning_rate", 5e-4), ("staleness", 1.5), ("dropped_stale", 1.0), ("turns", 5 / 3), ("sampling_rounds", 3.0),
         ("replaced_groups", 2.0), ("tokens", 16.0), ("sampled_tokens", 8.0), ("scored_tokens", 16.0),
         ("ratio_gap", 1.5), ("clamped_share", 0.25), ("mismatch_max", 0.25), ("mismatch_p99", 0.5),
-        ("mismatch_k3", 0.05),
+        ("mismatch_k3", 0.05), ("mismatch_by_position_1", 0.5), ("mismatch_by_position_2", 0.0),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_named(name: str, shown: float) -> None:
     outcome = run_check(REGISTRY["MET001"], trace(**{name: shown}))
     assert outcome.verdict is Verdict.VIOLATED
     assert [item.what for item in outcome.finding.bad] == [name]
+
+
+@pytest.mark.parametrize("name", [name for name, value in RIGHT.items() if value == value])
+def test_a_number_that_is_not_shown_is_named(name: str) -> None:
+    outcome = run_check(REGISTRY["MET001"], trace(without=name))
+    bad = outcome.finding.bad if outcome.finding else []
+    assert [item.what for item in bad] == ([] if name in OPTIONAL else [name])
+
+
+def test_of_several_turns_the_last_one_was_cut_off_or_not() -> None:
+    found = run_check(REGISTRY["MET001"], trace(("a", "a", "b", "c"), truncated_share=1 / 3)).finding
+    assert found is not None
+    assert "truncated_share" not in [item.what for item in found.bad]
+    found = run_check(REGISTRY["MET001"], trace(("a", "b", "b", "c"), truncated_share=0.5)).finding
+    assert found is not None
+    assert "truncated_share" in [item.what for item in found.bad]
 
 
 def written(step: int = 4, **values: Real) -> tuple[Verdict, list[str]]:
