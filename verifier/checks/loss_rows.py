@@ -281,20 +281,25 @@ def _at_limit(difference: np.ndarray) -> np.ndarray:
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 
-    What it checks: per rank and tensor, the content that the model held while it scored as the reference, against that
-    of the reference when the run was loaded.
-    Why it matters: a reference that is the live model has a KL of 0, one that follows the policy has no anchor, and the
-    reported KL looks healthy in both.
+    What it checks: per rank and tensor, the content that the model held in each pass as the reference, against that of
+    the reference when the run was loaded; and that, once, against the live weights that the run began with.
+    Why it matters: a reference that is the live model has a KL of 0, one that follows the policy has no anchor, one of
+    other weights pulls the policy to them, and the reported KL looks healthy in all.
     Evidence: logprob/reference.
     Tolerance and its source: bitwise; the reference is a copy.
-    What it does not catch: a reference that a resume takes from other weights (CKP001), or the first load (WGT001).
-    References: slime#914, RL#3722, trl#6688.
+    What it does not catch: a reference that a resume takes from other weights (CKP001); what the first load brings
+    (WGT001).
+    References: slime#914, RL#3722, trl#6688, trl#1340.
     """
     for item in trace.of(ReferenceShard):
-        yield Comparison(
-            what=f"{item.name} on rank {item.rank}", same=item.digest == item.frozen, stage=Stage.LOGPROB,
-            version=item.version, badness=1.0, owner=owner_of(item),
-            sentence=f"`{item.name}` of the reference is not what it was when it was loaded",
-            expected=f"{item.frozen} (when it was loaded)", actual=f"{item.digest} (while the reference was scored)",
-            allowed="bitwise (a copy)", hint="look at what else writes the reference, and at which model scores",
-        )  # fmt: skip
+        pairs = [("what it was when it was loaded", "while the reference was scored", item.digest, item.frozen)]
+        if item.begun is not None:
+            pairs.append(("what the run began with", "when the reference was made", item.frozen, item.begun))
+        for wanted, when, found, right in pairs:
+            yield Comparison(
+                what=f"{item.name} on rank {item.rank}", same=found == right, stage=Stage.LOGPROB,
+                version=item.version, badness=1.0, owner=owner_of(item),
+                sentence=f"`{item.name}` of the reference is not {wanted}",
+                expected=f"{right} ({wanted.removeprefix('what it was ')})", actual=f"{found} ({when})",
+                allowed="bitwise (a copy)", hint="look at what else writes the reference, and at which model scores",
+            )  # fmt: skip

@@ -39,7 +39,8 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     What it checks: per turn, that the engine was given the ids of the prompt before it, of the turn that was sampled
     and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
     allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
-    calculator finds. Per rollout of the batch, that its tokens are those of the episode, and that those marked as
+    calculator finds. What the template puts around any reply is by a second reader of the tokenizer's files, if there
+    is one. Per rollout of the batch, that its tokens are those of the episode, and that those marked as
     sampled are the turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch,
     that each of its turns is there. Of up to 8 problems of an evaluation, others in each, the turns of both answers.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
@@ -48,7 +49,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     Evidence: data/turns, pack/rollouts, advantage/advantages.
     Tolerance and its source: exact (ids and texts).
     What it does not catch: replies of other environments, whose text has no second reader; a template that is wrong.
-    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089.
+    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
@@ -103,6 +104,8 @@ def _said(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Com
         if may and item.environment == "calculator":
             value = calculated(turn.text)
             expected = "" if value is None else f"{item.before}{value}{item.after}"
+        elif expected and not (expected.startswith(item.before) and expected.endswith(item.after)):
+            expected = f"{item.before}...{item.after}"
         goes_on = at + 1 < len(turns)
         yield Comparison(
             what=f"{name}, reply {at}", same=turn.said == expected and goes_on == bool(turn.reply) == bool(expected),

@@ -327,3 +327,5 @@ class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/refer
 
     frozen: Digest
     """Content of the reference's tensor when the run was loaded."""
+    begun: Digest | None = None
+    """Content of the live tensor when the run was loaded; None beyond the first step, and after a resume."""

@@ -94,6 +94,19 @@ class SecondTokenizer:
                 done = after
         return parts[0], tuple(token for part in parts[1:] for token in part)
 
+    def around_reply(self) -> tuple[str, str]:
+        """Texts that the template puts between the end of a turn and what a tool says, and after it to the next turn.
+
+        Raises:
+            UsageError: the template refuses messages of tools.
+        """
+        talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
+        turn = self._render(talk, to_answer=False)
+        whole = self._render((*talk, Message(role="tool", content="0")), to_answer=True)
+        end = self._special["eos_token"]
+        before, _, after = whole[turn.rindex(end) + len(end) :].rpartition("0")
+        return before, after
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,3 +92,36 @@ def penalty_of_another_sample(call: Call) -> Any:
     """The same of a reference whose KL is taken from the reward, in a run whose answers an engine samples."""
     found = call.original()
     return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
+
+
+WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
+
+
+@fault(
+    "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
+    f"{WORKER}.load(self, resume, same_mesh)", caught_by=("LGP010",), **ROW,
+    training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
+)  # fmt: skip
+def reference_of_other_weights(call: Call) -> Any:
+    """The reference is made of other weights than the policy begins with: here of rounded ones."""
+    from verifier.trainer.state_megatron import digests_of
+
+    done = call.faulty()
+    call.self._reference = [tensor.bfloat16().to(tensor.dtype) for tensor in call.self._reference]
+    call.self._frozen = digests_of(call.self._reference, call.self._live)
+    return done
+
+
+@fault(
+    "THUDM/slime#914 (kin: there every pass of the reference was the policy's)",
+    f"{WORKER}.score(self, batch, which, to)", caught_by=("LGP010",), **ROW,
+    training=("algorithm=grpo", "grpo.kl_weight=0.1", "grpo.mini_batches=2", "verify.every=0"),
+)  # fmt: skip
+def reference_comes_after_the_first_pass(call: Call) -> Any:
+    """The reference's weights are there from the second mini-batch of a step on; the first is scored by the policy."""
+    step = call.self._saves.trained
+    if call.which != "reference" or call.state.get("step") == step:
+        return call.original()
+    call.state["step"] = step
+    with held(call.self, _reference=[tensor.clone() for _, _, tensor in call.self._live.tensors()]):
+        return call.faulty()

@@ -57,3 +57,9 @@ def tool_output_trained(call: Call) -> Any:
             logprobs=tuple(0.0 if math.isnan(nats) else nats for nats in found.logprobs),
         )
     )  # fmt: skip
+
+
+@on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content)")
+def reply_under_a_users_role(call: Call) -> Any:
+    """What a tool says goes through the chat template as a user's message, without the template's frame of a tool's."""
+    return call.faulty(role="user") if call.role == "tool" else call.original()

@@ -69,9 +69,9 @@ def norm_epsilons(chunks: Iterable[nn.Module]) -> dict[str, list[float]]:
     for chunk in chunks:
         for path, module in chunk.named_modules():
             name = re.sub(r"\.\d+(?=\.)", ".*", path.replace("module.", ""))
-            fused = hasattr(module, "layer_norm_weight")
-            weight = getattr(module, "weight", None)
-            is_norm = fused or (isinstance(weight, torch.Tensor) and weight.ndim == 1)
+            own = dict(module.named_parameters(recurse=False))  # an adapter's `weight` merges it, a collective
+            fused = "layer_norm_weight" in own
+            is_norm = fused or ("weight" in own and own["weight"].ndim == 1)
             of_config = getattr(getattr(module, "config", None), "layernorm_epsilon", None)
             eps = getattr(module, "eps", of_config if fused else None)
             if is_norm and isinstance(eps, float) and name.startswith(("decoder.", "language_model.decoder.")):

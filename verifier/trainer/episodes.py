@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from msgspec import structs
@@ -13,6 +14,7 @@ from verifier.core.records_policy import EpisodeTurns
 from verifier.data.examples import Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION
+from verifier.data.second_tokenizer import SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.environments.environment import open_environment
@@ -104,7 +106,7 @@ class Episodes:
         if self._environment is None:
             return None
         turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
-        before, _, after = self._tokenizer.decode(self._reply_ids("0")).rpartition("0")
+        before, after = self._around_reply
         return EpisodeTurns(
             name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
             step_wise=self._options.step_wise, before=before, after=after, end=self._tokenizer.eos_id,
@@ -114,6 +116,15 @@ class Episodes:
             texts=tuple(turn.text for _, _, turn in turns),
             said=tuple(self._tokenizer.decode(turn.reply) for _, _, turn in turns),
         )  # fmt: skip
+
+    @cached_property
+    def _around_reply(self) -> tuple[str, str]:
+        """Texts around a tool's message, by a second reader of the tokenizer's files, if there is one."""
+        folder = self._tokenizer.folder
+        if not why_unread(folder):
+            return SecondTokenizer(folder).around_reply()
+        before, _, after = self._tokenizer.decode(self._reply_ids("0")).rpartition("0")
+        return before, after
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id

@@ -12,7 +12,6 @@ import torch
 
 from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
-from verifier.core.records_policy import ReferenceShard
 from verifier.core.records_trainer import KnobsReached, OptimizerSettings
 from verifier.core.records_weights import UpdatedShard
 from verifier.core.stage import in_stage
@@ -42,6 +41,7 @@ from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
 from verifier.trainer.load_evidence_megatron import loaded_weights
 from verifier.trainer.out_of_memory import refused_for_memory
+from verifier.trainer.reference_megatron import live_digests, reference_shards
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.saves_megatron import Saves
 from verifier.trainer.state_elements_megatron import elements_of
@@ -84,8 +84,7 @@ class TrainerWorker:
         self._adapters: Adapters | None = None
         self._left: Kept | None = None
         self._reference: list[torch.Tensor] = []
-        self._frozen: dict[str, dict[str, Any]] = {}
-        self._scored: dict[str, dict[str, Any]] = {}
+        self._scored: list[dict[str, dict[str, Any]]] = []
         self._saves = Saves(context.rank, str(config.mesh.coordinate(context.rank)))
         batch = config.batch
         self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
@@ -128,6 +127,7 @@ class TrainerWorker:
         self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._audits = Audits(self._trainer, self._optimizer, self._settings, self._live.places, rank)
         self._reference = [item.clone() for _, _, item in self._live.tensors() if config.grpo.has_reference]
+        self._begun = live_digests(self._live) if self._reference and resume is None else {}
         self._parts = (self._trainer, self._optimizer, self._scheduler)
         lives = [self._live] if self._adapters is None else [self._adapters.base, self._live]
         self._elements = partial(elements_of, *self._parts, lives, self._reference)
@@ -179,8 +179,8 @@ class TrainerWorker:
         temperature = 1.0 if which == "greedy" else self._temperature
         read = shortfall if which == "shortfall" else None
         with self._weights_of(which):
-            if which == "reference":
-                self._scored = digests_of([tensor for _, _, tensor in self._live.tensors()], self._live)
+            if which == "reference" and self._config.verify.steps:
+                self._scored.append(live_digests(self._live))
             with self._routes.during(rollouts, Path(batch).stem, SCORED.get(which, which)) as look:
                 found = step_megatron.score(
                     self._trainer, rollouts, temperature=temperature, on_shards=look, read=read, **self._batching
@@ -362,10 +362,10 @@ class TrainerWorker:
         self._saves.record(probe)
 
     def _record_reference(self, probe: Recorder, version: int) -> None:
-        """Record the weights that the step's reference was scored with, once."""
-        for name, fields in self._scored.items():
-            probe.emit(ReferenceShard(name=name, version=version, frozen=self._frozen[name]["digest"], **fields))
-        self._scored = {}
+        """Record the weights that the step's reference was scored with, once, in each of its passes."""
+        for item in reference_shards(self._scored, self._frozen, self._begun, version):
+            probe.emit(item)
+        self._scored, self._begun = [], {}
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:

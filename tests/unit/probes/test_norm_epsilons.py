@@ -44,3 +44,20 @@ def test_norms_of_all_layers_have_one_row_with_every_epsilon():
     assert norm_epsilons([chunk(*layers), chunk(last)]) == {
         "decoder.layers.*.norm": [1e-6, 1e-5, 1e-4], "decoder.layers.*.fc": [1e-6], "decoder.final_layernorm": [1e-6],
     }  # fmt: skip
+
+
+class Adapted(nn.Module):
+    """A linear with an adapter, as megatron-bridge wraps one: its weight is a merge, which is a collective."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.to_wrap = linear
+
+    @property
+    def weight(self) -> torch.Tensor:
+        raise AssertionError("the weights of an adapter were merged, which no rank may do alone")
+
+
+def test_adapters_are_not_merged():
+    layer = nn.ModuleDict({"fc": Adapted(Fused(1e-6))})
+    assert norm_epsilons([chunk(layer)])["decoder.layers.*.fc.to_wrap"] == [1e-6]
