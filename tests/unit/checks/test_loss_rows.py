@@ -11,7 +11,7 @@ from verifier.algorithms.loss_options import LossOptions
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns
+from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
 from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.trace import Trace
 from verifier.data.rollout import make_rollout
@@ -135,3 +135,13 @@ def test_a_gradient_of_another_length_is_a_violation():
     outcome = run_check(REGISTRY["LSS004"], traced("clipped", OPTIONS["clipped"], scale=0.5))
     assert outcome.verdict is Verdict.VIOLATED
     assert "gradient" in outcome.finding.first.what
+
+
+@pytest.mark.parametrize(("frozen", "begun", "bad"), [(5, 5, 0), (5, None, 0), (5, 6, 1), (6, 6, 1), (6, 5, 2)])
+def test_a_reference_holds_what_the_run_began_with(frozen, begun, bad):
+    shard = ReferenceShard(
+        name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
+        frozen=f"vd1:{frozen:032x}", begun=None if begun is None else f"vd1:{begun:032x}",
+    )  # fmt: skip
+    finding = run_check(REGISTRY["LGP010"], Trace(Manifest(), [shard], {}.__getitem__)).finding
+    assert (0 if finding is None else finding.count) == bad

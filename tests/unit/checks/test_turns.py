@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.checks.turns import calculated
+from verifier.checks.turns import calculated, turn_differs_from_episode
+from verifier.core.manifest import Manifest
+from verifier.core.records_policy import EpisodeTurns
+from verifier.core.trace import Trace
 from verifier.environments.calculator import Calculator
 
 CASES = {
@@ -29,3 +32,15 @@ def test_what_a_turn_asks_for(text):
 def test_both_readers_agree(text):
     for turn in (text, text + "="):
         assert Calculator().reply([turn]) == calculated(turn)
+
+
+@pytest.mark.parametrize("said", ["<tool>go on<assistant>", "<user>go on<assistant>", "<tool>go on"])
+def test_a_reply_stands_in_the_frame_of_a_tools_message(said):
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="echo", max_turns=2, step_wise=False, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "x"), indices=(0, 1), prompts=((1,), (1, 2, 3, 6, 8, 4)),
+        sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(said, ""),
+    )  # fmt: skip
+    found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
+    wrong = [item.what for item in found if not item.same]
+    assert wrong == ([] if said == "<tool>go on<assistant>" else ["x, reply 0"])

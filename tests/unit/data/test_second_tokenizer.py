@@ -108,6 +108,16 @@ def test_where_the_settings_say_otherwise_than_the_file_the_class_is_right(folde
     assert ours == second
 
 
+def test_a_reply_has_the_frame_of_a_tools_message(folder):
+    before, after = SecondTokenizer(folder).around_reply()
+    tokenizer = open_tokenizer(folder)
+    talk = (*TALK.messages[:2], Message(role="assistant", content="1"))
+    ended = tokenizer.chat_text(talk)
+    whole = tokenizer.chat_text((*talk, Message(role="tool", content="12")), to_answer=True)
+    assert whole == ended + before + "12" + after
+    assert "user" not in before
+
+
 def test_what_cannot_be_read_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(UsageError, match=r"cannot be read a second time: TemplateError, no system"):
