@@ -61,5 +61,5 @@ def tool_output_trained(call: Call) -> Any:
 
 @on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content)")
 def reply_under_a_users_role(call: Call) -> Any:
-    """What a tool says goes through the chat template as a user's message, without the template's frame of a tool's."""
+    """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
     return call.faulty(role="user") if call.role == "tool" else call.original()
