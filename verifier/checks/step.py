@@ -60,10 +60,10 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     On sampled steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written
     anew from the papers' formulas, on the tokens and columns that the controller recorded.
     Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. Of a loss with
-    ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), and on sampled steps
-    as much as float32 rounds of each token's probability: a sure token's gradient is smaller than that. In bf16 five
-    times the run's own noise, of all tensors the greatest; gradients are summed in float32 there too. A length may be
-    off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
+    ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), of an entropy at a
+    temperature below 1 as much as 1e-5 of every second logit do, and on sampled steps as much as float32 rounds of each
+    token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, of all
+    tensors the greatest; gradients are summed in float32 there too. A length may be off by twice the tensor's own noise, which is how far transformers' gradient in bf16 is from that in fp32, or the
     median of its layer's tensors', or of the same tensor's in all layers and updates of the version, if that is more:
     a few elements say little of how noisy they are. Routers flip in bf16, and the gradient of other experts tells
     nothing: transformers takes the experts that rollouts say, or else those that the trainer's own routers chose in

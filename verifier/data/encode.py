@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from verifier.data.examples import Example
 from verifier.data.rollout import NO_VERSION, Rollout, make_rollout
@@ -55,6 +55,28 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> Rollout:
         sampled=trained,
         versions=NO_VERSION,
     )
+
+
+def require_kept(examples: Iterable[Example], tokenizer: Tokenizer) -> None:
+    """Refuse, before any step asks for it, a text with a character that the tokenizer loses.
+
+    Of each character that is lost by itself the first example that has it is encoded: the tokenizer may keep it there.
+
+    Raises:
+        UsageError: see `encode_example`; names the example.
+    """
+    firsts: dict[str, Example] = {}
+    for example in examples:
+        texts = (example.prompt, example.response or "", *(message.content for message in example.messages))
+        firsts |= dict.fromkeys(set().union(*texts) - firsts.keys(), example)
+    for character, example in firsts.items():
+        try:
+            tokenizer.encode(character)
+        except UsageError:
+            try:
+                encode_example(example, tokenizer)
+            except UsageError as problem:
+                raise UsageError(f"example `{example.id}`: {problem}") from None
 
 
 def _turns(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:

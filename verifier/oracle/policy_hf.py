@@ -31,6 +31,8 @@ from verifier.oracle.step_hf import (
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
+_OF_LOGITS = 3
+"""Place, among the shifts, of that of logits that an entropy is of."""
 LIMIT = 20.0
 """Greatest log-ratio that is exponentiated, nats; beyond it a ratio has no gradient.
 
@@ -161,8 +163,8 @@ def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype:
     kept_rows = [row for row in rows if row["mask"][1:].any()]
     parts = [torch.zeros(0, dtype=torch.float64)] * len(kept_rows)
     for batch in _batches(model, kept_rows):
-        every = torch.log_softmax(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)
-        for at, entropy in zip(batch.places, -(every.exp() * every).sum(-1), strict=True):
+        scaled = logits_of(model, batch)[:, :-1].double() / temperature
+        for at, entropy in zip(batch.places, _entropy(scaled), strict=True):
             parts[at] = entropy[kept_rows[at]["mask"][1:].bool()]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -190,19 +192,20 @@ def _rows(file: Path) -> list[Row]:
 def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
     """Loss and gradient by transformers, sequences of one length together; in float32 also the loss when shifted.
 
-    Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns. The gradient of a
-    token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it
-    by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That
-    share is also what rounding changes the log-probability by, however near to 0 it is. Of these changes magnitudes of
-    single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once a batch, as a trainer
-    rounds it once a micro-batch.
+    Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns; at a temperature
+    below 1, which magnifies what float32 rounds of logits, also those of every second id that the entropy is of. The
+    gradient of a token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit -
+    log Z) changes it by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is
+    rounded too. That share is also what rounding changes the log-probability by, however near to 0 it is. Of these
+    changes magnitudes of single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once
+    a batch, as a trainer rounds it once a micro-batch.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
-    shifts = [lambda at: 0.0 * at]
+    shifts, nats_off = [lambda at: 0.0 * at], SHIFT / min(objective["temperature"], 1.0)
     if objective["loss"] != "cross_entropy" and dtype == torch.float32:
-        nats_off = SHIFT / min(objective["temperature"], 1.0)
         shifts += [lambda at: nats_off + 0.0 * at, lambda at: nats_off * (1 - 2 * (at % 2))]
+        shifts += shifts[:1] if objective["entropy_weight"] and objective["temperature"] < 1 else []
     rounds = dtype == torch.float32
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     kept_rows = [row for row in rows if row["mask"][1:].any()]
@@ -216,11 +219,12 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         scaled = logits_of(model, batch)[:, :-1].double()[kept] / objective["temperature"]
         every = torch.log_softmax(scaled, dim=-1)
         labels = batch.tokens[:, 1:][kept]
-        entropy = -(every.exp() * every).sum(-1)
+        entropy = _entropy(scaled)
         at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
         for place, shift in enumerate(shifts):
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
-            loss = columns["weight"] * token_losses(logprob, entropy, columns, objective, counts)
+            of_logits = _entropy(scaled, nats_off) if place == _OF_LOGITS else entropy
+            loss = columns["weight"] * token_losses(logprob, of_logits, columns, objective, counts)
             for index, part in zip(batch.places, loss.detach().split(counts), strict=True):
                 nats[place][index] = part
             more = place + 1 < len(shifts)
@@ -243,6 +247,13 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, acting=acting, gradients=gradients[0],
         of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
     )  # fmt: skip
+
+
+def _entropy(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    """[..., K] entropy of [..., K, V] logits, nats, once the shift is added to those of every second id."""
+    turns = torch.arange(scaled.shape[-1]) % 2
+    every = torch.log_softmax(scaled + shift * turns, dim=-1)
+    return -(every.exp() * every).sum(-1)
 
 
 def _batches(model: Any, rows: Sequence[Row]) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
-from verifier.data.encode import encode_example
+from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
 from verifier.data.rollout import Rollout
@@ -139,6 +139,7 @@ class HeldOut:
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
         self.tokenizer = tokenizer
         self.examples = load_held_out(config, train, "sft")
+        require_kept(self.examples, tokenizer)
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
 
     def save(self, file: Path) -> None:
@@ -160,6 +161,7 @@ class SftPlan:
         self._config, self._file = config, folder
         self._tokenizer = open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")
+        require_kept(self._examples, self._tokenizer)
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._examples)

@@ -8,7 +8,7 @@ import pytest
 
 from verifier.data.arithmetic import arithmetic_examples
 from verifier.data.characters import BOS_ID, EOS_ID
-from verifier.data.encode import encode_example, encode_prompt
+from verifier.data.encode import encode_example, encode_prompt, require_kept
 from verifier.data.examples import Example, Message
 from verifier.data.rollout import NO_VERSION, Role
 from verifier.data.tokenizer import open_tokenizer
@@ -114,3 +114,13 @@ def test_an_example_without_a_label_is_refused(example, said, tokenizer):
     with pytest.raises(UsageError) as caught:
         encode_example(example, tokenizer)
     assert said in str(caught.value)
+
+
+def test_a_character_that_the_tokenizer_loses_is_refused_before_any_step(tokenizer):
+    kept = Example(id="kept", prompt="1+1=", response="2")
+    require_kept([kept, talk(("user", "3+4"), ("assistant", "7"))], tokenizer)
+    lost = Example(id="lost", prompt="1+2=", response="x3")
+    with pytest.raises(
+        UsageError, match="example `lost`: the tokenizer of .* does not keep the text 'x3': character 0"
+    ):
+        require_kept([kept, lost], tokenizer)

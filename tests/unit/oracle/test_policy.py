@@ -253,3 +253,30 @@ def test_loss_and_gradients_of_sure_tokens_differ_by_what_float32_rounds_of_thei
         shares.append((gap / (3e-5 * scale), gap / (3e-5 * scale + float(found.of_rounding[name].abs().max()))))
     assert max(alone for alone, _ in shares) > 2, shares
     assert max(both for _, both in shares) < 1, shares
+
+
+@pytest.mark.parametrize("bonus", [0.05, 0.0505])
+def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32_rounds_of_logits(bonus):
+    """The trainer's entropy in float32 at a temperature of 0.01; a weight that is 1 % off is far outside."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
+    tokens = torch.randint(4, 32, (24,), generator=torch.Generator().manual_seed(5))
+    zeros = torch.zeros(24)
+    row = {
+        "tokens": tokens, "mask": (torch.arange(24) >= 3).to(torch.uint8), "weight": torch.full((24,), 1 / 21),
+        "advantage": zeros, "divisor": zeros, "reference": zeros,
+    }  # fmt: skip
+    objective = {**OPTIONS, "loss": "importance", "kl_weight": 0.0, "temperature": 0.01, "entropy_weight": 0.05}
+    found = _loss(checkpoint.path, [row], objective, torch.float32)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, 2:-1]
+    _, entropy = vocab_parallel_logprob(logits / 0.01, tokens[3:], entropy=True)
+    (-bonus * entropy / 21).sum().backward()
+    alone, both = [], []
+    for name, parameter in model.named_parameters():
+        exact = found.gradients[name]
+        gap, scale = float((parameter.grad - exact).abs().max()), float(exact.abs().max())
+        doubt = max(float((part[name] - exact).abs().max()) for part in found.of_shifted)
+        alone.append(gap / (3e-5 * scale))
+        both.append(gap / (3e-5 * scale + doubt))
+    assert max(alone) > 1, alone
+    assert min(both) > 5 if bonus > 0.05 else max(both) < 0.7, both
