@@ -120,7 +120,5 @@ def test_a_character_that_the_tokenizer_loses_is_refused_before_any_step(tokeniz
     kept = Example(id="kept", prompt="1+1=", response="2")
     require_kept([kept, talk(("user", "3+4"), ("assistant", "7"))], tokenizer)
     lost = Example(id="lost", prompt="1+2=", response="x3")
-    with pytest.raises(
-        UsageError, match="example `lost`: the tokenizer of .* does not keep the text 'x3': character 0"
-    ):
+    with pytest.raises(UsageError, match=r"example `lost`: .* does not keep the text 'x3': character 0"):
         require_kept([kept, lost], tokenizer)
