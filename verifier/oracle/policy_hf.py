@@ -39,11 +39,13 @@ LIMIT = 20.0
 Source:
     verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20).
 """
+NOISES = 3
+"""Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
-``routes``, of a step that replays them."""
+``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
 Gradients = dict[str, torch.Tensor]
 """Checkpoint name -> gradient."""
 
@@ -80,8 +82,9 @@ def judge_updates(
         folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
             it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
             ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
-            ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`. Without moments Adam's
-            step is not judged, and needs no ``weights-n``.
+            ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
+            float32 maybe ``score``, by which tokens nearer to a clip's edge than the noise are clipped. Without
+            moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -101,10 +104,13 @@ def judge_updates(
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
-        exact = _loss(path / f"weights-{number - 1}", rows, objective, torch.float32)
+        before, margin = path / f"weights-{number - 1}", 0.0
+        if any("score" in row for row in rows):
+            margin = NOISES * _noise(before, rows, objective["temperature"], dtype)
+        exact = _loss(before, rows, objective, torch.float32, margin)
         if adapter is not None:
             exact = _of_adapter(exact, old, adapter)
-        rounded = exact if dtype == torch.float32 else _loss(path / f"weights-{number - 1}", rows, objective, dtype)
+        rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf)
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
         noise = (rounded.nats - exact.nats).abs()
@@ -117,12 +123,12 @@ def judge_updates(
             "acting": exact.acting,
         }  # fmt: skip
         adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
-        before = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
+        moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
         for row, reduced in measured(old, exact.gradients, rounded.gradients, actual):
             name = row["name"]
             if has_moments and name in actual and reduced is not None:
-                adam.begin(name, *(part[name] for part in before), masters.get(name))
+                adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
                 )
@@ -189,7 +195,27 @@ def _rows(file: Path) -> list[Row]:
     return [{**row, "margin": torch.tensor(margin)} for row in rows]
 
 
-def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype) -> _Found:
+@torch.inference_mode()
+def _noise(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> float:
+    """Greatest distance of a log-probability in the loss by weights of a dtype from that in float32, nats."""
+    greatest = 0.0
+    models = [hold_model(str(checkpoint), kind, "cpu") for kind in (torch.float32, dtype)]
+    kept_rows = [row for row in rows if row["mask"][1:].any()]
+    for batch in _batches(models[0], kept_rows):
+        kept = torch.stack([kept_rows[at]["mask"][1:] for at in batch.places]).bool()
+        sides = [_logprobs(logits_of(model, batch)[:, :-1].double() / temperature, batch) for model in models]
+        greatest = max(greatest, float((sides[0] - sides[1]).abs()[kept].max()))
+    return greatest
+
+
+def _logprobs(scaled: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[B, T - 1] log-probabilities of tokens by logits that are divided by the temperature, nats."""
+    return torch.log_softmax(scaled, dim=-1).gather(2, batch.tokens[:, 1:, None])[..., 0]
+
+
+def _loss(
+    checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, margin: float = 0.0
+) -> _Found:  # fmt: skip
     """Loss and gradient by transformers, sequences of one length together; in float32 also the loss when shifted.
 
     Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns; at a temperature
@@ -199,6 +225,9 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
     rounded too. That share is also what rounding changes the log-probability by, however near to 0 it is. Of these
     changes magnitudes of single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once
     a batch, as a trainer rounds it once a micro-batch.
+
+    A token that is nearer to an edge of a clip than the dtype's noise may be clipped by one right side and not by
+    another. Where the trainer's own log-probability, `score`, is at most `margin` nats away, it is clipped by that.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
@@ -220,6 +249,9 @@ def _loss(checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], d
         every = torch.log_softmax(scaled, dim=-1)
         labels = batch.tokens[:, 1:][kept]
         entropy = _entropy(scaled)
+        if "score" in columns:
+            score, own = columns.pop("score"), every.detach().gather(1, labels[:, None])[:, 0]
+            columns["side"] = torch.where((score - own).abs() <= margin, score, own)  # no NaN is near
         at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
         for place, shift in enumerate(shifts):
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
@@ -277,7 +309,7 @@ def token_losses(
     Args:
         logprob: [K] float64 log-probabilities by the weights that are trained, nats.
         entropy: [K] float64, nats.
-        columns: [K] "advantage", "divisor" and "reference".
+        columns: [K] "advantage", "divisor" and "reference"; maybe "side", log-probabilities that tell what is clipped.
         objective: "loss" and its options.
         counts: of each sequence, how many of the K tokens are its own.
 
@@ -297,12 +329,22 @@ def token_losses(
         total = -logprob
     else:
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
-        difference = logprob - columns["divisor"]
+        difference, side = (values - columns["divisor"] for values in (logprob, columns.get("side", logprob.detach())))
         if name == "gspo":
-            means = [part.mean().expand(len(part)) for part in difference.detach().split(list(counts))]
-            difference = torch.cat(means) + logprob - logprob.detach()
-        ratio = torch.exp(torch.clamp(difference, -LIMIT, LIMIT))
-        if name in ("clipped", "gspo"):
+            means, side = (
+                torch.cat([part.mean().expand(len(part)) for part in values.detach().split(list(counts))])
+                for values in (difference, side)
+            )
+            difference = means + logprob - logprob.detach()
+        ratio, told = (torch.exp(torch.clamp(values, -LIMIT, LIMIT)) for values in (difference, side))
+        if name in ("clipped", "gspo") and "side" in columns:
+            at_edge = torch.clamp(told, low, high) * advantage
+            gain = torch.where(at_edge < told * advantage, at_edge, ratio * advantage)
+            if (most := objective["dual_clip"]) is not None:
+                beyond = (advantage < 0) & (torch.minimum(told * advantage, at_edge) < most * advantage)
+                gain = torch.where(beyond, most * advantage, gain)
+            total = -gain
+        elif name in ("clipped", "gspo"):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
             if objective["dual_clip"] is not None:
                 gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)

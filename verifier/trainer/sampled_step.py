@@ -42,6 +42,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.mismatch import sampled_noise
+from verifier.trainer.oracle_scores import load_scores
 from verifier.trainer.token_versions import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")
@@ -248,6 +249,8 @@ class SampledStep:
             "weight": np.concatenate([*update.weights]),
         }
         arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
+        if (scores := load_scores(self.folder, update.number, arrays["lengths"].tolist())) is not None:
+            arrays["score"] = scores
         if routes := self._routes(update.rollouts) or chosen_routes(
             self.folder / f"routes-{update.number}", len(update.rollouts)
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verifier.config.training import TrainConfig
@@ -21,6 +22,7 @@ from verifier.probes.router_losses_megatron import router_losses
 from verifier.train import optimizer_megatron
 from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.step_megatron import StepResult
+from verifier.trainer.oracle_scores import save_scores, tells_scores
 from verifier.trainer.step_trace import has_router_losses
 
 
@@ -71,10 +73,18 @@ class UpdateRecords:
         if sampled:
             self.probe.emit(StepReport(name=self.name, version=self.step, update=self.number, **told))
 
-    def record_rows(self, meter: LossMeter, coordinate: str) -> None:
-        """Record the loss's inputs and outputs of this rank's tokens, if it has any."""
+    def record_rows(self, meter: LossMeter, coordinate: str, oracle: str | None) -> None:
+        """Record the loss's inputs and outputs of this rank's tokens, if it has any.
+
+        Args:
+            meter: of the update.
+            coordinate: of the rank.
+            oracle: folder of a step that transformers computes too, which is told the log-probabilities.
+        """
         if rows := meter.rows():
             self.probe.emit(LossRows(name=self.name, version=self.step, coordinate=coordinate), rows)
+            if oracle is not None and tells_scores(self.config):
+                save_scores(Path(oracle), self.number, coordinate, rows)
 
     def record_ratios(self, facts: Mapping[str, float], *, first: bool) -> None:
         """Record the ratios of a policy-gradient update, whose weights are those of `old` if it is the first."""

@@ -268,7 +268,7 @@ class TrainerWorker:
             if audit is not None:
                 audit.record(probe, step, result.grad_norm, str(at))
             if at.tp == 0:
-                records.record_rows(meter, str(at))
+                records.record_rows(meter, str(at), oracle)
             if config.algorithm == "grpo":
                 self._record_reference(probe, step)
                 records.record_ratios(facts, first=first)

@@ -94,6 +94,27 @@ def test_log_ratios_beyond_the_limit_have_its_value_and_no_gradient(name, far):
     assert (gradient - other).abs().max() <= 1e-12 * other.abs().max()
 
 
+@pytest.mark.parametrize("name", ["clipped", "clipped with dual clip", "gspo"])
+def test_a_told_log_probability_says_which_tokens_are_clipped_and_no_more(name):
+    generator = torch.Generator().manual_seed(6)
+    logprob, divisor, advantage = torch.randn(3, 64, generator=generator, dtype=torch.float64) * 0.5
+    objective = {**OPTIONS, **CASES[name], "loss": name.split()[0], "kl_weight": 0.0, "entropy_weight": 0.0}
+    found = {}
+    for side in (None, 0.0, 1e-3, 5.0):
+        told = {} if side is None else {"side": logprob + side}
+        columns = {"divisor": divisor, "advantage": advantage, "reference": divisor, **told}
+        scores = logprob.clone().requires_grad_(True)
+        loss = token_losses(scores, torch.zeros(64), columns, objective, [32, 32])
+        loss.sum().backward()
+        found[side] = (loss.detach(), scores.grad)
+    for mine, other in zip(found[None], found[0.0], strict=True):
+        assert (mine - other).abs().max() < 1e-12  # its own log-probability tells nothing new
+    assert (found[None][0] - found[1e-3][0]).abs().max() < 1e-2  # near an edge both sides have nearly one loss
+    acts = {side: gradient != 0 for side, (_, gradient) in found.items()}
+    assert not acts[5.0][advantage > 0].any()
+    assert acts[None][advantage > 0].any()
+
+
 @pytest.mark.parametrize("changed", [{"clip_high": 0.1}, {"clip_low": 0.3}, {"kl_weight": 0.5}])
 def test_another_option_gives_another_gradient(changed):
     (_, gradient), (_, other) = both("clipped", **changed)

@@ -1,0 +1,62 @@
+"""The trainer's log-probabilities in updates of a sampled step: the oracle takes their side of a clip's edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from verifier.config.training import TrainConfig
+from verifier.core.outputs import full_disk_refused
+
+WITH_EDGES = ("clipped", "gspo")
+"""Losses whose gradient ends at an edge of the ratio."""
+_POSITION_BITS = 32
+"""See `core.records_tokens.TokenLedger`."""
+
+
+def tells_scores(config: TrainConfig) -> bool:
+    """True if rounding may put a token on another side of an edge than the oracle has it on."""
+    return config.algorithm == "grpo" and config.dtype != "float32" and config.grpo.loss in WITH_EDGES
+
+
+def save_scores(folder: Path, number: int, coordinate: str, rows: Mapping[str, np.ndarray]) -> None:
+    """Write a rank's log-probabilities of one update.
+
+    Args:
+        folder: of the sampled step.
+        number: of the update.
+        coordinate: of the rank.
+        rows: arrays of `core.records_policy.LossRows`.
+    """
+    file = _folder(folder, number) / f"{coordinate.replace(' ', '-')}.npz"
+    with full_disk_refused(file):
+        file.parent.mkdir(exist_ok=True)
+        np.savez(file, sentinel=rows["sentinel"], mask=rows["mask"], current=rows["current"])
+
+
+def load_scores(folder: Path, number: int, lengths: Sequence[int]) -> np.ndarray | None:
+    """Log-probabilities that ranks wrote of one update.
+
+    Args:
+        folder: of the sampled step.
+        number: of the update.
+        lengths: of the update's rollouts, tokens.
+
+    Returns:
+        [T] float32 over all tokens of the rollouts, nats, NaN where no rank wrote one; None if no rank wrote any.
+    """
+    files = sorted(_folder(folder, number).glob("*.npz"))
+    found, starts = np.full(sum(lengths), np.nan, np.float32), np.cumsum([0, *lengths])
+    for file in files:
+        rows = np.load(file)
+        kept = rows["mask"].astype(bool)
+        sentinel = rows["sentinel"][kept].astype(np.int64)
+        place = starts[(sentinel >> _POSITION_BITS) - 1] + (sentinel & ((1 << _POSITION_BITS) - 1))
+        found[place] = rows["current"][kept]
+    return found if files else None
+
+
+def _folder(folder: Path, number: int) -> Path:
+    return folder / f"scores-{number}"
