@@ -63,13 +63,15 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), of an entropy at a
     temperature below 1 as much as 1e-5 of every second logit do, and on sampled steps as much as float32 rounds of each
     token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, of all
-    tensors the greatest; gradients are summed in float32 there too. A length may be off by twice the tensor's own
-    noise, which is how far transformers' gradient in bf16 is from that in fp32, or the median of its layer's tensors',
-    or of the same tensor's in all layers and updates of the version, if that is more: a few elements say little of how
-    noisy they are. Routers flip in bf16, and the gradient of other experts tells nothing: transformers takes the
-    experts that rollouts say, or else those that the trainer's own routers chose in that update; in fp32 on sampled
-    steps alone, and there where rounding decides. No length is judged of an update in which fewer than ten tokens have
-    a gradient: the noise of one token is no measure of another's.
+    tensors the greatest; gradients are summed in float32 there too. A token that is nearer to a clip's edge than three
+    times the noise of log-probabilities is clipped where the trainer's own log-probability is beyond it, by which
+    LSS004 judges. A length may be off by twice the tensor's own noise, which is how far transformers' gradient in bf16
+    is from that in fp32, or the median of its layer's tensors', or of the same tensor's in all layers and updates of
+    the version, if that is more: a few elements say little of how noisy they are. Routers flip in bf16, and the
+    gradient of other experts tells nothing: transformers takes the experts that rollouts say, or else those that the
+    trainer's own routers chose in that update; in fp32 on sampled steps alone, and there where rounding decides. No
+    length is judged of an update in which fewer than ten tokens have a gradient: the noise of one token is no measure
+    of another's.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16
     routers that choose wrongly by themselves: LGP001 sees those that do so when they score, RPL001 those that do not
     replay, and none sees those that do so in such an update alone.
