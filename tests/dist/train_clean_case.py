@@ -109,6 +109,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo recompute": (*RECORDED, "megatron.recompute=full", "grpo.epochs=2", *SAMPLED),
     "grpo lora": (*RECORDED, "lora.rank=8", "grpo.kl_weight=0.1", *SAMPLED),
     "grpo bf16": (*RECORDED, "dtype=bf16", "grpo.kl_weight=0.1", *SAMPLED),
+    "gspo bf16 pp2 cp2": (
+        *RECORDED, "dtype=bf16", "grpo.loss=gspo", "grpo.epochs=3", "grpo.clip_low=0.01", "grpo.clip_high=0.01",
+        "mesh.pp=2", "mesh.cp=2", "optimizer.learning_rate=3e-3", *SAMPLED,
+    ),
     "grpo moe bf16 tp2": (*RECORDED, "model=tiny:add-moe", "dtype=bf16", "mesh.tp=2", "grpo.epochs=2", *SAMPLED),
     "grpo moe bf16 pp2 recomputed": (
         *RECORDED, "model=tiny:add-moe", "dtype=bf16", "mesh.pp=2", "megatron.recompute=selective",
@@ -137,6 +141,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "live vllm dp2": (*LIVE, "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
     "live hf score bias": (*HF, *BALANCED, "mesh.ep=2", "mesh.dp=2"),
     "live vllm moe bf16 ep2": (*LIVE, "model=tiny:add-moe", "dtype=bf16", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
+    "live vllm routed bf16 ep2, async": (
+        *LIVE, "model=tiny:add-moe", "grpo.replay_routes=true", "dtype=bf16", "mesh.ep=2", "mesh.dp=2",
+        "grpo.kl_weight=0.1", "grpo.kl_in=reward", "grpo.mode=async", *AHEAD, *SAMPLED,
+    ),
     "live async": (*LIVE, "grpo.mode=async", *AHEAD, *SAMPLED),
     "live in flight, recomputed": (*LIVE, "grpo.mode=inflight", "grpo.inflight_steps=3", *AHEAD, *SAMPLED),
     "live in flight, kept": (

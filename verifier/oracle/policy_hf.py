@@ -41,6 +41,8 @@ Source:
 """
 NOISES = 3
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
+FEW_TOKENS = 10
+"""Tokens with a gradient below which their own noise tells little of another right side's."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
@@ -62,6 +64,8 @@ class _Found:
     """Greatest change of the loss by rounding of log-probabilities to float32, nats."""
     acting: int
     """Tokens whose loss has a gradient, in float32."""
+    steepness: float
+    """Sum of the magnitudes of these gradients by log-probabilities, in float32."""
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
@@ -114,7 +118,8 @@ def judge_updates(
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
         noise = (rounded.nats - exact.nats).abs()
-        off = [noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
+        few = exact.steepness * margin / NOISES if exact.acting < FEW_TOKENS else 0.0  # others are at a clip's edge
+        off = [few, noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
@@ -239,7 +244,7 @@ def _loss(
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     kept_rows = [row for row in rows if row["mask"][1:].any()]
     nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in shifts]
-    rounding, acting = 0.0, 0
+    rounding, acting, steepness = 0.0, 0, 0.0
     for batch in _batches(model, kept_rows):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()
@@ -265,7 +270,7 @@ def _loss(
             add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
         if rounds:
             share = slope.abs() * rounding_of(torch.logsumexp(scaled.detach(), dim=-1))
-            rounding += float(share.sum())
+            rounding, steepness = rounding + float(share.sum()), steepness + float(slope.abs().sum())
             acting += len(slope) if objective["entropy_weight"] else int(slope.count_nonzero())
             share_BT = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, share)
             add(sums[-1], magnitudes(model, batch, share_BT, objective["temperature"]))
@@ -276,8 +281,8 @@ def _loss(
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, acting=acting, gradients=gradients[0],
-        of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
+        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, acting=acting, steepness=steepness,
+        gradients=gradients[0], of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
     )  # fmt: skip
 
 
