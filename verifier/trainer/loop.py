@@ -153,13 +153,14 @@ class StepLoop:
                     sampled = SampledStep(config, self.model, self.oracle, self.folder.oracle(step), step)
                     if plan.scored is not None:
                         record_scored(probe, config, step, plan.scored)
+                fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
-                    noise=self._record_noise(probe, step, sampled), evaluated=evaluated, written=step > 1,
+                    noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated, written=step > 1,
                     loaded=begins and bool(updates), given=bool(given), sent=sent,
                     examined="examined" in examined, measured="measured" in examined,
-                    fresh=has_fresh(config, [item for update in updates for item in update.rollouts], step - 1),
+                    fresh=fresh,
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started
@@ -242,11 +243,15 @@ class StepLoop:
         due = first or (every > 0 and step % every == 0)
         return probe is not None and self.data is not None and due and self.data.record_held_out(probe, step)
 
-    def _record_noise(self, probe: Recorder | None, step: int, sampled: SampledStep | None) -> bool:
-        """Record the last measured noise beside a step that measures none; True if there is one."""
+    def _record_noise(self, probe: Recorder | None, step: int, sampled: SampledStep | None, fresh: bool) -> bool:
+        """Record the last measured noise beside a step that measures none; True if there is one.
+
+        A sampled step measures it on fresh tokens; without any it repeats the last one by itself.
+        """
         if sampled is None and self._noise is not None and probe is not None:
             probe.emit(msgspec.structs.replace(self._noise, version=step))
-        return sampled is not None or self._noise is not None
+        measures = sampled is not None and (fresh or self.rollouts is None or self.model.dtype == "float32")
+        return measures or self._noise is not None
 
     def examine(self, probe: Probe | None, version: int) -> Sequence[Scope]:
         """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""
