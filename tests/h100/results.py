@@ -71,8 +71,9 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
         yield "shipped bugs, injected", f"{shown}; {_passed(faults)} in their own stage, and healed"
     for row in (row for row in rows if "placement" in row):
         rewards = row["held_out_reward"]
+        limits = "limit 0.8" if "on_four" in row["test"] else "limits 0.8 and 300 s"
         shown = f"`held_out_reward` from {next(iter(rewards.values())):.2f} to {max(rewards.values()):.2f}"
-        shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s (limits 0.8 and 300 s)"
+        shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s ({limits})"
         yield f"GRPO in bf16, {row['placement']}, all steps judged", shown
     floors = [row for row in rows if "longest" in row]
     if floors:

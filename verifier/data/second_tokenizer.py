@@ -98,12 +98,14 @@ class SecondTokenizer:
         """Texts that the template puts between the end of a turn and what a tool says, and after it to the next turn.
 
         Raises:
-            UsageError: the template refuses messages of tools.
+            UsageError: the template refuses messages of tools, or does not end a turn with the end token.
         """
         talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
         turn = self._render(talk, to_answer=False)
         whole = self._render((*talk, Message(role="tool", content="0")), to_answer=True)
-        end = self._special["eos_token"]
+        end = self._special.get("eos_token", "")
+        if not end or end not in turn:
+            raise self._refusal(ValueError("the chat template does not end a turn with the end token"))
         before, _, after = whole[turn.rindex(end) + len(end) :].rpartition("0")
         return before, after
 

@@ -27,7 +27,8 @@ IGNORE_LABEL = -100
 """Label of a row that predicts nothing: a padding row, or the last row of a sub-sequence."""
 PADDING = -1
 """Segment of padding rows."""
-_POSITION_BITS = 32
+POSITION_BITS = 32
+"""Bits of a position in a sentinel, see `PackedBatch.ledger_T`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +155,7 @@ def pack(
     segment = np.arange(len(rollouts), dtype=np.int32)
 
     def ledger(numbers: Sequence[int]) -> torch.Tensor:
-        firsts = [(number + 1) << _POSITION_BITS for number in numbers]
+        firsts = [(number + 1) << POSITION_BITS for number in numbers]
         return by_label([first + position[:size] for first, size in zip(firsts, lengths, strict=True)], np.int64(0))
 
     return PackedBatch(

@@ -9,11 +9,10 @@ import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
+from verifier.train.pack import POSITION_BITS
 
 WITH_EDGES = ("clipped", "gspo")
 """Losses whose gradient ends at an edge of the ratio."""
-_POSITION_BITS = 32
-"""See `core.records_tokens.TokenLedger`."""
 
 
 def tells_scores(config: TrainConfig) -> bool:
@@ -53,7 +52,7 @@ def load_scores(folder: Path, number: int, lengths: Sequence[int]) -> np.ndarray
         rows = np.load(file)
         kept = rows["mask"].astype(bool)
         sentinel = rows["sentinel"][kept].astype(np.int64)
-        place = starts[(sentinel >> _POSITION_BITS) - 1] + (sentinel & ((1 << _POSITION_BITS) - 1))
+        place = starts[(sentinel >> POSITION_BITS) - 1] + (sentinel & ((1 << POSITION_BITS) - 1))
         found[place] = rows["current"][kept]
     return found if files else None
 

@@ -122,6 +122,9 @@ def test_what_cannot_be_read_is_refused(folder):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
     with pytest.raises(UsageError, match=r"cannot be read a second time: TemplateError, no system"):
         SecondTokenizer(folder).prompt(TALK)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(UsageError, match="does not end a turn with the end token"):
+        SecondTokenizer(folder).around_reply()
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read a second time"):
         SecondTokenizer(folder)
