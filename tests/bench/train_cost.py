@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from verifier.model.families import FAMILIES, Content, sizes_of, tensors_of
 LEAST_SPEED = 0.95
 """Of the bare loop's, as the median over turns."""
 GREATEST_COST = 0.02
-"""Of a step: recording it and judging what was recorded, as the median over turns."""
+"""Of a step: what it takes longer for being recorded while the step before it is judged."""
 SAME_WORK = 2e-3
 """Greatest relative gap of loss and gradient norm: the same sums in another order, in bf16 rounded elsewhere."""
 
@@ -30,11 +31,16 @@ class Cost:
     speed: float
     """Of our step, as a share of the bare loop's."""
     recording: float
-    """Of a step's time: what steps with a recorder take longer."""
+    """Share of a step: how much longer one takes that is recorded while another process judges the one before it.
+
+    The shortest of all recorded steps against the shortest of the plain ones: what else a host does only adds.
+    """
     own: float
-    """Of a step's time: what recording itself takes, the sharper of the two where steps vary by more than that."""
+    """Share of a step in which the rank waits for what records it; median."""
     judging: float
-    """Of a step's time."""
+    """Share of a step that the judge takes, in a process of its own; median."""
+    spread: float
+    """Median gap of a turn's two plain steps, as a share of a step: what a step varies by."""
     step_s: float
     bare_s: float
     num_tokens: int
@@ -55,8 +61,9 @@ class Cost:
         """One line for the log."""
         return (
             f"step {self.step_s:.3f} s, {self.tokens_per_s:,.0f} tokens/s; bare {self.bare_s:.3f} s, speed "
-            f"{self.speed:.3f} of it (at least {LEAST_SPEED}); recording {self.recording:.2%} (itself "
-            f"{self.own:.2%}) and judging {self.judging:.2%} of a step (together at most {GREATEST_COST:.0%}), "
+            f"{self.speed:.3f} of it (at least {LEAST_SPEED}); recorded, while the step before is judged, it takes "
+            f"{self.recording:.2%} longer (at most {GREATEST_COST:.0%}; plain steps vary by {self.spread:.2%}); "
+            f"records take the rank {self.own:.2%} of a step, the judge's process {self.judging:.2%}, "
             f"{self.num_compared:,} comparisons; loss and norm within {self.gap:.1e} of the bare loop's"
         )
 
@@ -96,23 +103,24 @@ def measure(launcher: ForkLauncher, folder: Path, args: Mapping[str, Any]) -> Co
     )[0]  # fmt: skip
     seconds = found["seconds"]
     judged = []
-    for turn in range(args["rounds"] + 1):
-        traces = sorted(folder.glob(f"trace-{turn}-*"))
+    for trace in sorted(folder.glob("trace-*")):
         began = time.perf_counter()
-        reports = [judge(trace) for trace in traces]
-        judged.append((time.perf_counter() - began) / len(traces))
-    turns = list(zip(seconds["bare"], seconds["plain"], seconds["recorded"], judged[1:], strict=True))
+        report = judge(trace)
+        judged.append(time.perf_counter() - began)
+    twice = [abs(one - other) for one, other in batched(seconds["plain"], 2)]
+    bare, plain = ([sum(pair) / 2 for pair in batched(seconds[name], 2)] for name in ("bare", "plain"))
     config, lengths = config_of(args["sizes"], args["dtype"]), lengths_of(args["rows"], args["micro_batches"])
     cost = Cost(
-        speed=statistics.median(bare / plain for bare, plain, _, _ in turns),
-        recording=statistics.median((recorded - plain) / plain for _, plain, recorded, _ in turns),
-        own=statistics.median(own / plain for own, plain in zip(seconds["own"], seconds["plain"], strict=True)),
-        judging=statistics.median(judging / plain for _, plain, _, judging in turns),
-        step_s=statistics.median(seconds["plain"]),
-        bare_s=statistics.median(seconds["bare"]),
+        speed=statistics.median(theirs / ours for theirs, ours in zip(bare, plain, strict=True)),
+        recording=min(seconds["recorded"]) / min(seconds["plain"]) - 1,
+        own=statistics.median(seconds["own"]) / statistics.median(plain),
+        judging=statistics.median(judged) / statistics.median(plain),
+        spread=statistics.median(twice) / statistics.median(plain),
+        step_s=statistics.median(plain),
+        bare_s=statistics.median(bare),
         num_tokens=sum(lengths),
         flops=flops_of(config, lengths),
-        num_compared=sum(compared(reports[-1], code) for code in ("PCK001", "PCK002", "PCK003", "WGT007")),
+        num_compared=sum(compared(report, code) for code in ("PCK001", "PCK002", "PCK003", "WGT007")),
         gap=max(found["loss_gap"], found["norm_gap"]),
         peak_gib=found["peak_gib"],
     )

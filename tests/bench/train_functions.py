@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from verifier.cli.train import started_judge
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
@@ -36,6 +37,8 @@ from verifier.train.token_layout import Alignment
 
 MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1, scopes=("tokens", "step"))
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""
+THERE = ("bare", "plain", "recorded")
+"""Kinds of steps, as the first half of a turn takes them; the second takes them back."""
 
 
 def config_of(sizes: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -142,8 +145,8 @@ class Recorded:
     ) -> None:
         self._trainer, self._live, self._rollouts = trainer, live, rollouts
         self._manifest = replace(MANIFEST, dtype=dtype, tier=trainer.tier)
-        self._path = store.create(folder, self._manifest)
-        self._probe = store.Recorder(self._path, "trainer", 0)
+        self.path = store.create(folder, self._manifest)
+        self._probe = store.Recorder(self.path, "trainer", 0)
         self._live.record(self._probe, 0, LoadedShard)
         record_provider(self._probe, self._trainer.provider, self._trainer.chunks)
         self.own_s = 0.0
@@ -179,14 +182,15 @@ class Recorded:
     def close(self) -> None:
         """The trace is whole."""
         self._probe.close()
-        store.complete(self._path, self._manifest)
+        store.complete(self.path, self._manifest)
 
 
 def measure(context: RankContext) -> dict[str, Any]:
     """Seconds of two steps of each kind, in turns; the first turn warms up, with one of each, and is left out.
 
     A turn takes the kinds there and back, so that a device that gets slower as it gets warm slows all of them alike.
-    All of learning rate 0, so that every step is the same work and ends in the same weights.
+    All of learning rate 0, so that every step is the same work and ends in the same weights. While a recorded step
+    trains, the judge's process judges the recorded one before it, as in `verifier train`.
     """
     args = context.args
     device = torch.device("cpu") if args["tier"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -205,23 +209,28 @@ def measure(context: RankContext) -> dict[str, Any]:
     bare = BareLoop(trainer, optimizer, packs, device)
     live = LiveWeights(trainer.chunks, layout_of(config), Mesh(), 0)
     train = partial(step_megatron.train_step, trainer, optimizer, rollouts, micro_batch_size=16, learning_rate=0.0)
-    seconds: dict[str, list[float]] = {"bare": [], "plain": [], "recorded": []}
+    steps: dict[str, Callable[[], Any]] = {"bare": bare.step, "plain": train}
+    seconds: dict[str, list[float]] = {name: [] for name in THERE}
     own: list[float] = []
     said = {}
-    for turn in range(args["rounds"] + 1):
-        paths = [folder / f"trace-{turn}-{way}" for way in range(2 if turn else 1)]
-        recorded = [Recorded(trainer, live, config["dtype"], path, rollouts) for path in paths]
-        ways = [[("bare", bare.step), ("plain", train), ("recorded", partial(item.step, train))] for item in recorded]
-        there_and_back = [*ways[0], *reversed(ways[-1])] if turn else ways[0]
-        took = dict.fromkeys(seconds, 0.0)
-        for name, step in there_and_back:
-            said[name], step_s = _timed(step, device)
-            took[name] += step_s
-        for item in recorded:
-            item.close()
-        for name, total in took.items():
-            seconds[name].append(total / len(recorded))
-        own.append(sum(item.own_s for item in recorded) / len(recorded))
+    before: Recorded | None = None
+    with started_judge() as judge:
+        for turn in range(args["rounds"] + 1):
+            for way, name in enumerate([*THERE, *reversed(THERE)] if turn else THERE):
+                if name != "recorded":
+                    said[name], step_s = _timed(steps[name], device)
+                    seconds[name].append(step_s)
+                    continue
+                item = Recorded(trainer, live, config["dtype"], folder / f"trace-{turn}-{way}", rollouts)
+                verdict = None if before is None else judge.submit(before.path)
+                _, step_s = _timed(partial(item.step, train), device)
+                item.close()
+                if verdict is not None:
+                    judged = verdict.result(60.0)
+                    assert not judged.exit_code, judged.text
+                before = item
+                seconds[name].append(step_s)
+                own.append(item.own_s)
     bare_loss, bare_norm = said["bare"]
     return {
         "seconds": {name: values[1:] for name, values in {**seconds, "own": own}.items()},

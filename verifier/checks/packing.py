@@ -99,15 +99,15 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
             continue
         before = np.maximum(flat - 1, 0)
         expected = {
-            "input": tokens["tokens"][before],
-            "role": tokens["roles"][before],
-            "label": tokens["tokens"][flat],
-            "mask": tokens["mask"][flat],
-            "sampled": tokens["sampled"][flat],
-            "engine_logprob": tokens["logprobs"][flat],
-            "version": tokens["versions"][flat],
+            "input": tokens["tokens"].take(before),
+            "role": tokens["roles"].take(before),
+            "label": tokens["tokens"].take(flat),
+            "mask": tokens["mask"].take(flat),
+            "sampled": tokens["sampled"].take(flat),
+            "engine_logprob": tokens["logprobs"].take(flat),
+            "version": tokens["versions"].take(flat),
             "position": position - 1,
-            **{name: values[which] for name, values in by_rollout.items()},
+            **{name: values.take(which) for name, values in by_rollout.items()},
         }
         for field, want in expected.items():
             got = block[field]
@@ -126,7 +126,8 @@ def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
     sentinel = sentinel.astype(np.int64, copy=False)  # without one real sentinel the trace keeps 32 bits
     which, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
     known = (which >= 0) & (which < len(lengths))
-    known[known] = position[known] < lengths[which[known]]
+    if len(lengths):
+        known &= position < lengths.take(which, mode="clip")
     return known, which * known, position * known
 
 
@@ -211,16 +212,17 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     coordinates = {ledger.rank: ledger.coordinate for ledger in ledgers}
     sizes = {**dict(zip(item.ids, item.lengths, strict=True)), "": int((rows["sentinel"] == 0).sum())}
     for name, tokens in sizes.items():
-        misplaced = found[name]
+        misplaced, what = found[name], f"{item.name} {name or 'padding'}"
+        if not misplaced:
+            yield Comparison(what=what, same=True, stage=item.stage, version=item.version)
+            continue
         text = "; ".join(
             f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
             for each in misplaced[:SHOWN]
         )
-        rank = misplaced[0].rank if misplaced else None
-        what = f"{item.name} {name or 'padding'}"
+        rank = misplaced[0].rank
         yield Comparison(
-            what=what, same=not misplaced, stage=item.stage, version=item.version,
-            badness=len(misplaced) / max(tokens, 1),
+            what=what, same=False, stage=item.stage, version=item.version, badness=len(misplaced) / max(tokens, 1),
             sentence=f"in `{what}` {text}"
             + (f"; {len(misplaced):,} fields are misplaced" if len(misplaced) > 1 else ""),
             owner="" if rank is None else f"trainer rank {rank} ({coordinates[rank]})",
