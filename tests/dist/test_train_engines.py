@@ -156,7 +156,8 @@ class Stopped(Exception):
     """The end of a run after its second step."""
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("inflight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "inflight"])
 def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, resources, tmp_path):
     knobs = [
         "engine.kind=hf", f"grpo.mode={mode}", "grpo.max_staleness=1", "grpo.ratio_over=engine", "checkpoint.every=1",
