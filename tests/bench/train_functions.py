@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from verifier.runs.workload import rollouts_of
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
+from verifier.trainer.verdicts import Judged
 
 MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1, scopes=("tokens", "step"))
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""
@@ -190,7 +192,8 @@ def measure(context: RankContext) -> dict[str, Any]:
 
     A turn takes the kinds there and back, so that a device that gets slower as it gets warm slows all of them alike.
     All of learning rate 0, so that every step is the same work and ends in the same weights. While a recorded step
-    trains, the judge's process judges the recorded one before it, as in `verifier train`.
+    trains, the judge's process judges the recorded one before it, as in `verifier train`, and the step lasts until both
+    have ended.
     """
     args = context.args
     device = torch.device("cpu") if args["tier"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -223,11 +226,8 @@ def measure(context: RankContext) -> dict[str, Any]:
                     continue
                 item = Recorded(trainer, live, config["dtype"], folder / f"trace-{turn}-{way}", rollouts)
                 verdict = None if before is None else judge.submit(before.path)
-                _, step_s = _timed(partial(item.step, train), device)
+                _, step_s = _timed(partial(_step_and_verdict, partial(item.step, train), verdict), device)
                 item.close()
-                if verdict is not None:
-                    judged = verdict.result(60.0)
-                    assert not judged.exit_code, judged.text
                 before = item
                 seconds[name].append(step_s)
                 own.append(item.own_s)
@@ -238,6 +238,14 @@ def measure(context: RankContext) -> dict[str, Any]:
         "norm_gap": abs(said["plain"].grad_norm / bare_norm - 1),
         "peak_gib": 0.0 if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**30,
     }
+
+
+def _step_and_verdict(step: Callable[[], Any], verdict: Future[Judged] | None) -> None:
+    """Take a step, then wait for the verdict on the one before it, on which the next is built."""
+    step()
+    if verdict is not None:
+        judged = verdict.result(60.0)
+        assert not judged.exit_code, judged.text
 
 
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -99,15 +99,15 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
             continue
         before = np.maximum(flat - 1, 0)
         expected = {
-            "input": tokens["tokens"].take(before),
-            "role": tokens["roles"].take(before),
-            "label": tokens["tokens"].take(flat),
-            "mask": tokens["mask"].take(flat),
-            "sampled": tokens["sampled"].take(flat),
-            "engine_logprob": tokens["logprobs"].take(flat),
-            "version": tokens["versions"].take(flat),
+            "input": tokens["tokens"][before],
+            "role": tokens["roles"][before],
+            "label": tokens["tokens"][flat],
+            "mask": tokens["mask"][flat],
+            "sampled": tokens["sampled"][flat],
+            "engine_logprob": tokens["logprobs"][flat],
+            "version": tokens["versions"][flat],
             "position": position - 1,
-            **{name: values.take(which) for name, values in by_rollout.items()},
+            **{name: values[which] for name, values in by_rollout.items()},
         }
         for field, want in expected.items():
             got = block[field]
