@@ -1,8 +1,8 @@
 """Run the GPU tests side by side, a process for each file: `python -m tests.h100.lanes RESULTS [PYTEST ARGUMENT...]`.
 
 A test that takes longer than the rest of its file (`@pytest.mark.own_process`) gets a process of its own. So does one
-with a limit of minutes (`@pytest.mark.quiet`); these run before all others. So does one that fills its GPUs' memory
-(`@pytest.mark.own_gpus`), with GPUs that no other uses, beside the quiet ones if there are some. The others share a GPU
+with a limit of minutes (`@pytest.mark.quiet`); these run before all others, on GPUs that no other uses. So does one
+that fills its GPUs' memory (`@pytest.mark.own_gpus`), beside the quiet ones if a GPU is left. The others share a GPU
 as far as its memory goes (`@pytest.mark.h100(gpus=1, gib=50)`). What is timed (`@pytest.mark.timed`) is measured at the
 end, one process at a time: such a process starts, and imports, while the last others run, and then waits for its turn
 (`tests/h100/turn.py`). Every process writes its log and its results into the folder; nothing is skipped.
@@ -71,6 +71,11 @@ class Task:
     """Memory that it takes at most on each of its GPUs, unless they are its own."""
 
     @property
+    def alone(self) -> bool:
+        """True if its GPUs are its own: by memory, or because two processes on one GPU wait for each other's slice."""
+        return self.quiet or self.own_gpus
+
+    @property
     def name(self) -> str:
         """Of its log and its results."""
         only = self.test.partition("[")[2].rstrip("]") or self.test.removeprefix("test_")
@@ -133,8 +138,8 @@ class Host:
         if task.timed:
             return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
         load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
-        taken = {gpu for run in self.untimed if run.task.own_gpus for gpu in run.gpus}
-        most = 1 if task.own_gpus else SHARERS
+        taken = {gpu for run in self.untimed if run.task.alone for gpu in run.gpus}
+        most = 1 if task.alone else SHARERS
         free = [
             gpu for gpu in range(self.num_gpus)
             if gpu not in taken and load[gpu] < most and (not load[gpu] or self._used(gpu) + task.gib <= self.gib)
@@ -207,7 +212,7 @@ class Census:
 
 def stage(task: Task) -> int:
     """0 for what needs a quiet host or GPUs of its own, 2 for what is timed, 1 for all others."""
-    return 0 if task.quiet or task.own_gpus else 1 + task.timed
+    return 0 if task.alone else 1 + task.timed
 
 
 def urgency(task: Task) -> tuple[Any, ...]:

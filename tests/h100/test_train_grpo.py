@@ -26,7 +26,7 @@ from tests.meta.sources import ROOT
 from verifier.plan.digest import digest_tensor
 
 LEARNS = {
-    "first": "null", "dtype": "bf16", "steps": "100", "data.batch_size": "256", "grpo.group_size": "4",
+    "first": "null", "dtype": "bf16", "steps": "90", "data.batch_size": "256", "grpo.group_size": "4",
     "batch.max_tokens": "16384", "grpo.mini_batches": "4", "optimizer.learning_rate": "4e-4",
     "optimizer.warmup_steps": "10", "evaluation.every": "10", "checkpoint.every": "0", "engine.cuda_graphs": "true",
     "verify.every": "0",
