@@ -100,6 +100,17 @@ def _speeds(rows: list[Row]) -> Iterator[tuple[str, str]]:
                 f"{row['verified_gb_s']:.0f} GB/s; {row['verified_speed_share']:.2f} of vLLM's unverified, "
                 f"{row['verified_of_own_undigested']:.2f} of ours without digests (limit 0.97 of vLLM's)",
             )
+        if "bare_unseeded" in row:
+            yield (
+                f"rollouts, {row['model']}, {row['requests']} requests of {row['tokens']} tokens with seeds",
+                f"{row['tokens_per_s']:,} tokens/s, {row['share']:.2f} of a bare `vllm.LLM` (limit 0.9)",
+            )
+        if "largest" in row and "trials" in row:
+            yield (
+                f"`verifier sweep --model {row['model']}`",
+                f"{row['largest']:,} tokens at {row['peak_gib']} GiB, {row['fastest']:,} tokens/s; {row['trials']} "
+                f"trials, {row['seconds']:.0f} s (limit 300 s)",
+            )
         if "mfu" in row:
             # Rows without a spread were recorded and judged one after the other.
             cost = row["recording_share"] + (0.0 if "spread" in row else row["judging_share"])
