@@ -1,4 +1,4 @@
-"""Search for the largest budget that runs: doubling, then bisection. A function of what was tried, so it resumes."""
+"""Search for the largest budget that runs: fourfold steps, then bisection. A function of what was tried: it resumes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 TOLERANCE = 0.1
 """Distance, as a share of the largest budget that ran, from which on the next larger one is not looked for."""
+GROWTH = 4
+"""Factor between budgets until one does not run. With 2, a search took two or three trials more on 80 or 141 GB."""
 
 
 def next_budget(tried: Mapping[int, bool], *, least: int, most: int, multiple: int) -> int | None:
@@ -23,7 +25,7 @@ def next_budget(tried: Mapping[int, bool], *, least: int, most: int, multiple: i
         return None if fails else least
     greatest = max(most // multiple * multiple, least)
     if not fails:
-        return min(2 * runs, greatest) if runs < greatest else None
+        return min(GROWTH * runs, greatest) if runs < greatest else None
     if fails - runs <= max(TOLERANCE * runs, multiple):
         return None
     return (runs + fails) // 2 // multiple * multiple

@@ -44,5 +44,6 @@ def test_the_greatest_budget_is_tried_and_nothing_above_it(most, found):
     assert largest(searched(10**6, least=64, most=most, multiple=8)) == found
 
 
-def test_steps_are_few():
-    assert len(searched(44_000, least=1024, most=2**20, multiple=1)) <= 12
+@pytest.mark.parametrize(("room", "most_trials"), [(44_000, 8), (54_000, 8), (150_000, 10)])
+def test_trials_are_few(room, most_trials):
+    assert len(searched(room, least=1024, most=2**20, multiple=1)) <= most_trials
