@@ -122,6 +122,7 @@ def test_an_engine_that_dies_during_a_sync(request_, number, whole, train, tmp_p
     assert store.read(tmp_path / "run" / "steps" / "000001").versions(SyncedTensor) == [0, 1]
 
 
+@pytest.mark.slow
 def test_one_death_too_many_ends_the_run(train, tmp_path):
     with killed("generate", 1, RESTARTS + 1), pytest.raises(InternalError, match=f"after {RESTARTS} restarts"):
         train(tmp_path / "run", "engine.kind=hf", "evaluation.num_problems=0")

@@ -84,6 +84,7 @@ def test_every_answer_of_grpo_has_the_greatest_length_and_is_in_the_loss(trainer
     assert metrics["transfer_s"] <= metrics["sync_s"]
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_are_the_longest_file(trainer_launcher, tmp_path):
     folder = Path(GRPO_KNOBS[0].partition("=")[2])
     found = tried(trainer_launcher, tmp_path / "run", "algorithm=grpo", *GRPO_KNOBS, "steps=3")

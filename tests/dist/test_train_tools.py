@@ -30,6 +30,8 @@ SHAPES = {"one": (), "step-wise": ("grpo.step_wise=true",), "async": (
     "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine"
 )}  # fmt: skip
 
+EACH = [pytest.param(name, marks=[pytest.mark.slow] if name == "async" else []) for name in SHAPES]
+
 
 @pytest.fixture(scope="module")
 def run(resources, tmp_path_factory):
@@ -56,13 +58,13 @@ def turns(trace: Trace) -> dict[str, list[tuple[tuple[int, ...], ...]]]:
     return found
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", EACH)
 def test_every_step_holds(name, run):
     fresh = () if name == "async" else ("LGP009",)  # later batches of that mode are a version behind
     require_held(run(name), "DAT006", "LGP003", "ADV002", "PCK001", *fresh)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", EACH)
 def test_prompts_of_later_turns_begin_with_all_earlier_ids(name, run):
     later = 0
     for trace in traces(run(name)):

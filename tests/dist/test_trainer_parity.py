@@ -34,16 +34,16 @@ CASES = [
     ("qwen3-tied", {"pp": 2}, {}),
     ("qwen3-tied", {"tp": 2, "dp": 2}, OVERLAPPED),
     ("llama", {"tp": 2, "pp": 2}, {}),
-    ("qwen3-moe", {"ep": 2, "dp": 2}, {}),
+    pytest.param("qwen3-moe", {"ep": 2, "dp": 2}, {}, marks=pytest.mark.slow),
     ("qwen3-moe", {"tp": 2, "ep": 2}, {}),
     ("qwen3-moe", {"tp": 2, "etp": 2}, {}),
     ("qwen3-moe", {"tp": 2, "pp": 2, "ep": 2}, OVERLAPPED),
-    ("deepseek-v3", {"ep": 2, "cp": 2}, {}),
+    pytest.param("deepseek-v3", {"ep": 2, "cp": 2}, {}, marks=pytest.mark.slow),
     ("deepseek-v3", {"pp": 2, "ep": 2, "dp": 2}, OVERLAPPED),
     ("deepseek-v3", {"tp": 2, "cp": 2, "ep": 2}, {}),
     ("nemotron-h", {"tp": 2, "ep": 2}, {}),
     ("nemotron-h", {"pp": 2, "ep": 2, "dp": 2}, OVERLAPPED),
-    ("nemotron-h", {"cp": 2, "tp": 2}, {}),
+    pytest.param("nemotron-h", {"cp": 2, "tp": 2}, {}, marks=pytest.mark.slow),
 ]
 
 
