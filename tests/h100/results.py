@@ -75,6 +75,12 @@ def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
         shown = f"`held_out_reward` from {next(iter(rewards.values())):.2f} to {max(rewards.values()):.2f}"
         shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s ({limits})"
         yield f"GRPO in bf16, {row['placement']}, all steps judged", shown
+    ratios = [step["mean"] for row in rows for step in row.get("mismatch_of_noise", ())]
+    if ratios:
+        yield (
+            "trainer against engine after GRPO",
+            f"mean mismatch of {len(ratios)} steps at most {max(ratios):.2f} of the noise",
+        )
     floors = [row for row in rows if "longest" in row]
     if floors:
         yield "noise floors by length", f"{len(floors)} checkpoints"

@@ -1,6 +1,7 @@
 """GRPO in bf16 on GPUs to its end: from a fine-tuned model to held-out reward above 0.8, every step judged.
 
-Fine-tuning and GRPO are timed apart. Colocated: trainer and vLLM on the same GPUs, weights by CUDA IPC. Disaggregated:
+Fine-tuning and GRPO are timed apart. Three more steps are computed by transformers too, whose noise in bf16 bounds what
+trainer and engine differ by. Colocated: trainer and vLLM on the same GPUs, weights by CUDA IPC. Disaggregated:
 GPUs of their own, weights by NCCL. CUDA graphs in both. Two Ray nodes of one host train to the bits of one node.
 """
 
@@ -16,14 +17,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist.ray_functions import cluster_of_two_nodes
 from tests.h100.conftest import RESULTS
 from tests.h100.lanes import FINE_TUNED
 from tests.meta.sources import ROOT
+from verifier.core import store
+from verifier.core.records_policy import PolicyColumns
+from verifier.core.records_tokens import SampledNoise
 from verifier.plan.digest import digest_tensor
+from verifier.report.report import report_of
 
 LEARNS = {
     "first": "null", "dtype": "bf16", "steps": "90", "data.batch_size": "256", "grpo.group_size": "4",
@@ -37,6 +44,9 @@ BEFORE, AFTER = 0.4, 0.8
 LONGEST_S = 300.0
 """Seconds of fine-tuning and GRPO together, starts included, at most on one and two GPUs."""
 SHORT = {"steps": "3", "data.batch_size": "32", "evaluation.num_problems": "32", "optimizer.learning_rate": "1e-4"}
+
+SAMPLED = {"verify.every": "1", "grpo.drop_zero_variance": "false", "grpo.entropy_weight": "0.01"}
+"""Knobs over `SHORT`: transformers computes each step, and every token is in the loss."""
 
 
 def words_of(knobs: dict[str, str]) -> list[str]:
@@ -94,6 +104,21 @@ def learns(folder: Path, first: tuple[Path, float], measured: Any, placement: st
     return first[1] + seconds
 
 
+def engine_agrees(folder: Path, measured: Any, knobs: dict[str, str]) -> None:
+    """Go on from the trained weights for three small steps that transformers computes too: its noise is the bound."""
+    words = words_of(LEARNS | SHORT | knobs | SAMPLED)
+    trained(folder / "sampled", "configs/add-grpo.yaml", f"model={folder / 'run' / 'hf_model'}", *words)
+    ratios = []
+    for step in range(1, int(SHORT["steps"]) + 1):
+        trace = store.read(folder / "sampled" / "steps" / f"{step:06d}")
+        assert "LGP009" in {outcome.code for outcome in report_of(trace, "").outcomes}
+        (policy,), (noise,) = trace.of(PolicyColumns), trace.of(SampledNoise)
+        old, engine, mask = (trace.array(policy, name) for name in ("old", "engine", "mask"))
+        gaps = np.abs(old - engine)[mask.astype(bool)]
+        ratios.append({"tokens": len(gaps), "mean": float(gaps.mean() / noise.mean), "noise": float(noise.mean)})
+    measured(mismatch_of_noise=ratios)
+
+
 @pytest.mark.quiet
 @pytest.mark.parametrize(
     ("placement", "knobs"),
@@ -105,6 +130,7 @@ def learns(folder: Path, first: tuple[Path, float], measured: Any, placement: st
 )
 def test_rewards_rise(placement, knobs, fine_tuned, measured, tmp_path):
     assert learns(tmp_path / "run", fine_tuned, measured, placement, knobs) < LONGEST_S
+    engine_agrees(tmp_path, measured, knobs)
 
 
 @pytest.mark.h100(gpus=4)
