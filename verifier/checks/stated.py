@@ -236,8 +236,9 @@ def rope_magnitude(config: Config) -> Any:
     if numbers.get("attention_factor") is not None:
         return numbers["attention_factor"]
     growth = 0.1 * math.log(numbers["factor"])
-    both = [numbers.get(key) for key in ("mscale", "mscale_all_dim")]
-    upper, lower = both if all(both) else (1.0, 0.0)
+    upper, lower = (numbers.get(key) or 0.0 for key in ("mscale", "mscale_all_dim"))
+    if not upper or not lower:
+        upper, lower = 1.0, 0.0
     return (growth * upper + 1) / (growth * lower + 1)
 
 

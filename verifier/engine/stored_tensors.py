@@ -53,9 +53,7 @@ def _contents(tensor: torch.Tensor) -> dict[str, Any]:
 def adapter_places(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return vLLM's adapter memory: name -> [slots, 1, rank, in] for A, [slots, 1, out, rank] for B."""
     return {
-        f"{name}[{index}]": tensor
-        for name in _ADAPTERS
-        for index, tensor in enumerate(module.__dict__.get(name, ()))
+        f"{name}[{index}]": tensor for name in _ADAPTERS for index, tensor in enumerate(module.__dict__.get(name, ()))
     }
 
 
