@@ -314,7 +314,7 @@ class _Moment:
 
     value: torch.Tensor
     rounding: torch.Tensor
-    """What float32 may change it by, that of the decay included, which moves what is left of 1 by as much."""
+    """Greatest change by float32, that of the decay included, which moves what is left of 1 by as much."""
 
     def apart(self, actual: torch.Tensor) -> torch.Tensor:
         """Distance of what the optimizer holds, in what float32 may round it by."""
