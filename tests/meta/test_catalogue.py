@@ -43,7 +43,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     files = {
         "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"},
-        "engine": {"engine", "replica", "live_engine"},
+        "engine": {"engine", "engine_constant", "replica", "live_engine"},
         "rollout": {"answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout"},
         "loss": {"loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},

@@ -23,21 +23,23 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
     What it checks: per rank and update, on up to 1,024 elements of up to 32 tensors, others in each update: masters
-    after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and decay of
-    the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the weights'
-    dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update before are
-    what it left; that passes use these weights on every rank, on up to 256 elements of up to 16 tensors, others in each
-    update, against those of the rank whose optimizer holds them. And that every parameter is trained; with adapters,
-    every one of theirs.
+    and moments after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and
+    decay of the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the
+    weights' dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update
+    before are what it left; that passes use these weights on every rank, on up to 256 elements of up to 16 tensors,
+    others in each update, against those of the rank whose optimizer holds them. And that every parameter is trained;
+    with adapters, every one of theirs.
     Why it matters: a clip that is computed and not applied, masters that no weight gets, a tensor that no step moves
-    and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone.
+    and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone,
+    and takes the trainer's own moments there: moments that each step leaves rounded it does not see.
     Evidence: train/audit; train/sums for the weights that passes use.
-    Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. All else is
-    bitwise: these are copies.
+    Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. Of a moment 16
+    roundings to float32 of its two terms, and that of its decay, which moves what is left of 1 by as much (Higham 2002,
+    section 2.2). All else is bitwise: these are copies.
     What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
     not come; weights that passes use of an adapter, or of a model without a layout, and on sampled steps, before which
     they are gathered for the oracle; runs with Megatron-FSDP or an optimizer on the host, which the report says.
-    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950.
+    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2.
     """
     for audit in trace.of(AdamAudit):
         for item in audit.tensors:
@@ -50,6 +52,16 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
                 expected="the masters before, moved by Adam (float64, with the trainer's own clipped gradient)",
                 actual=f"{found} it (of {item.elements:,} elements from {item.begin:,} on)", allowed=str(STEP),
                 hint="look at the clip factor, at moments, and at what the optimizer was given",
+            )  # fmt: skip
+            rounding = float(item.moments)
+            yield _compared(
+                audit, f"{item.name} (moments)", same=rounding <= 1, badness=times(rounding, 1),
+                sentence=f"{audit.name} leaves moments of `{item.name}` that are {rounding:.3g} times what float32 may "
+                "round them by off what Adam makes of its gradient",
+                expected="the moments before, and the clipped gradient (float64)",
+                actual=f"off by {rounding:.3g} times that (of {item.elements:,} elements from {item.begin:,} on)",
+                allowed="1, the roundings of float32",
+                hint="look at the dtype that moments pass through, and at what resets or writes them after the step",
             )  # fmt: skip
             yield _compared(
                 audit, f"{item.name} (weight)", same=item.copied,

@@ -152,6 +152,8 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
     ("topk_group", "topk_group", partial(_stated, key="topk_group")),
     ("soft_cap", "final_logit_softcapping", partial(_stated, key="final_logit_softcapping")),
     ("impl.logits_soft_cap", "attn_logit_softcapping", partial(_stated, key="attn_logit_softcapping")),
+    ("mscale", "rope_scaling.factor", stated.rope_magnitude),
+    ("attention_scaling", "rope_scaling.factor", stated.rope_magnitude),
     ("limit", "swiglu_limit", lambda config: stated.glu_limit(config) or ...),
 )
 """Attribute of an engine's module, the key that it comes from, and its value."""
@@ -237,17 +239,21 @@ def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     What it checks: per engine rank and version, the engine's own configuration of its model, where vLLM keeps it or
     transformers does, and attributes of its modules, the window of each layer among them, against config.json by an
     explicit table (`MODULES` in `verifier/checks/configs.py`); the rows of its tables of angles against the greatest
-    position.
+    position; and in vLLM the factor of routed experts, which it applies in one of two places.
     Why it matters: an engine that starts with another value starts cold with it too, and what no sample reaches, such
     as a position beyond 300, changes no log-probability.
     Evidence: load/stated-config, engine/settings, engine/state (tables of angles).
     Tolerance and its source: exact, numbers as float64; these values are copied, or products of two of them.
     What it does not catch: attributes that are not in the table (ENG005 compares them with a cold engine), and contents
     of a table of angles (ENG002, LGP002).
-    References: vllm#48312, vllm#4845, lmdeploy#3614.
+    References: vllm#48312, vllm#4845, lmdeploy#3614, vllm#45037, vllm#48621.
     """
     config = _values(next(trace.of(StatedConfig)))
-    for item in trace.of(SyncedSettings):
+    modules = {(item.version, item.rank, item.name): item for item in trace.of(SyncedSettings)}
+    for item in modules.values():
+        runner = modules.get((item.version, item.rank, f"{item.name}.runner"))
+        if runner is not None:
+            yield from _scale_of_experts(item, runner, config)
         for attribute, key, wanted in _compared(config, item.name):
             if wanted is ... or (attribute not in item.values and not _lacks(item, attribute, wanted)):
                 continue
@@ -280,6 +286,14 @@ def _lacks(item: SyncedSettings, attribute: str, wanted: Any) -> bool:
     of_logits = attribute == "soft_cap" and item.name.rpartition(".")[2] == "logits_processor"
     of_scores = attribute == "impl.logits_soft_cap" and "impl.sliding_window" in item.values
     return wanted is not None and (of_logits or of_scores)
+
+
+def _scale_of_experts(item: SyncedSettings, runner: SyncedSettings, config: Config) -> Iterator[Comparison]:
+    """Compare the factor of vLLM's experts: what weighs each one, times what their sum is multiplied by."""
+    name, wanted = "routed_scaling_factor", config.get("routed_scaling_factor")
+    if wanted is not None and name in item.values and name in runner.values:
+        got = _text(float(item.values[name]) * float(runner.values[name]))
+        yield _engine(item, f"{item.name}.{name}", name, got, _text(wanted), same=got == _text(wanted))
 
 
 def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison]:

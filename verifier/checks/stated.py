@@ -224,6 +224,24 @@ def trainer_rope_factor(fields: Config) -> Any:
     return fields.get(names.get(kind, latent), ...)
 
 
+def rope_magnitude(config: Config) -> Any:
+    """Factor of all sines and cosines of plain attention that YaRN has, unless config.json states another.
+
+    Source:
+        transformers/modeling_rope_utils.py `_compute_yarn_parameters`.
+    """
+    numbers = rope(config)
+    if is_latent(config) or numbers.get("rope_type") != "yarn":
+        return ...
+    if numbers.get("attention_factor") is not None:
+        return numbers["attention_factor"]
+    growth = 0.1 * math.log(numbers["factor"])
+    upper, lower = (numbers.get(key) or 0.0 for key in ("mscale", "mscale_all_dim"))
+    if not upper or not lower:
+        upper, lower = 1.0, 0.0
+    return (growth * upper + 1) / (growth * lower + 1)
+
+
 def original_length(config: Config) -> Any:
     """Length that the rope was made for, before its scaling."""
     return rope(config).get("original_max_position_embeddings", ...)

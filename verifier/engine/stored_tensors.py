@@ -13,8 +13,9 @@ from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
 from verifier.plan.digest import digest_tensor
 from verifier.transport.buffer import dtype_name
 
-_CACHES = ("kv_cache",)
-"""Attributes with the state of past requests, not weights."""
+_ADAPTERS = ("lora_a_stacked", "lora_b_stacked")
+_NOT_WEIGHTS = frozenset(vars(nn.Module())) | {"kv_cache", *_ADAPTERS}
+"""Attributes with what torch keeps of a module, with the state of past requests, and with what `adapter_places` has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +53,15 @@ def _contents(tensor: torch.Tensor) -> dict[str, Any]:
 def adapter_places(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return vLLM's adapter memory: name -> [slots, 1, rank, in] for A, [slots, 1, out, rank] for B."""
     return {
-        f"{name}[{index}]": tensor
-        for name in ("lora_a_stacked", "lora_b_stacked")
-        for index, tensor in enumerate(module.__dict__.get(name, ()))
+        f"{name}[{index}]": tensor for name in _ADAPTERS for index, tensor in enumerate(module.__dict__.get(name, ()))
     }
 
 
 def stored_in_model(model: nn.Module) -> Iterator[StoredTensor]:
-    """Yield the parameters, buffers and plain tensor attributes of all modules, and of backends in their `impl`."""
+    """Yield the parameters, buffers and plain tensor attributes of all modules, and of backends in their `impl`.
+
+    Attributes of parameters count too, and lists, tuples and dicts of tensors: caches of what was made of a weight.
+    """
     parameters = {item.untyped_storage().data_ptr() for item in model.parameters() if item.numel()}
     for prefix, module in prefixed_modules(model):
         seen: set[int] = set()
@@ -69,12 +71,32 @@ def stored_in_model(model: nn.Module) -> Iterator[StoredTensor]:
                     seen.add(tensor.data_ptr())
                     is_view = kind == "buffer" and tensor.untyped_storage().data_ptr() in parameters
                     yield StoredTensor(name=prefix + name, kind="view" if is_view else kind, tensor=tensor)
-        for owner, members in (("", module.__dict__), ("impl.", vars(module.__dict__.get("impl", object)))):
-            for name, value in members.items():
-                if isinstance(value, torch.Tensor) and name not in _CACHES and value.data_ptr() not in seen:
-                    yield StoredTensor(name=f"{prefix}{owner}{name}", kind="derived", tensor=value)
+        for path, value in _attributes(module):
+            if isinstance(value, torch.Tensor):
+                if value.data_ptr() not in seen:
+                    yield StoredTensor(name=prefix + path, kind="derived", tensor=value)
+                continue
+            for at, tensor in _held(value):
+                if tensor.data_ptr() not in seen and tensor.untyped_storage().data_ptr() not in parameters:
+                    yield StoredTensor(name=f"{prefix}{path}[{at}]", kind="derived", tensor=tensor)
         for name, tensor in adapter_places(module).items():
             yield StoredTensor(name=prefix + name, kind="derived", tensor=tensor)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every attribute of a module, of its backend and of its parameters that may hold tensors."""
+    owners = {"": module, "impl.": module.__dict__.get("impl", object)}
+    owners |= {f"{name}.": item for name, item in module._parameters.items() if item is not None}
+    for owner, holder in owners.items():
+        for name, value in vars(holder).items():
+            if name not in _NOT_WEIGHTS:
+                yield owner + name, value
+
+
+def _held(value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(key or index, tensor) of each tensor that a list, a tuple or a dict holds itself."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return ((at, item) for at, item in pairs if isinstance(item, torch.Tensor))
 
 
 def prefixed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -50,6 +50,16 @@ def moments_zeroed(call: Call) -> Any:
     return call.original()
 
 
+@in_update("databricks/flashoptim#2", STEP, mesh=Mesh(dp=2), training=("verify.every=1", "dtype=bf16"))
+def moments_stored_through_bf16(call: Call) -> Any:
+    """The step writes its moments through bf16, the weights' type, into the float32 memory that holds them."""
+    done = call.faulty()
+    for state in call.self.optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].bfloat16())
+    return done
+
+
 @in_update("verl-project/verl#2377", STEP)
 def one_tensor_never_stepped(call: Call) -> Any:
     """The step leaves one tensor of the model as it was."""

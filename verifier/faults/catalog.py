@@ -9,6 +9,7 @@ from verifier.faults import (  # noqa: F401
     conversion_faults,
     data_faults,
     draw_faults,
+    engine_constant_faults,
     engine_faults,
     evaluation_faults,
     export_faults,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault, held, kind
+from verifier.faults.fault import Call, Side, fault, held, kind
 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
@@ -24,7 +24,6 @@ ALL = ("ENG001", "ENG002", "LGP002")
 in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL)
 in_vllm = functools.partial(in_hf, engine="vllm")
 in_adapter = functools.partial(in_vllm, model="tiny:qwen3", lora_rank=8, caught_by=("ENG001", "LGP002"))
-in_windowed = functools.partial(in_vllm, model="tiny:gemma2", fixes=("bridge-5712",))
 on_gpu = functools.partial(in_vllm, model="tiny:qwen3", dtype="bfloat16", gpus=1)
 VLLM: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE, "caught_by": ALL, "engine": "vllm"}
 
@@ -147,6 +146,24 @@ def tied_head_cloned(call: Call) -> Any:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone(), requires_grad=False)
         call.undo(lambda: setattr(model.lm_head, "weight", model.model.embed_tokens.weight))
     return call.faulty()
+
+
+@in_hf(
+    "sgl-project/sglang#30247 (found in review)", "torch.nn.modules.sparse:Embedding.forward(self, input)",
+    model="tiny:qwen3", caught_by=("ENG002", "LGP002"),
+)  # fmt: skip
+def weight_cached_by_its_place(call: Call) -> Any:
+    """A layer keeps a copy of its weight beside the place of its memory, which an update in place leaves as it is."""
+    import torch
+
+    layer = call.self
+    if "kept" not in vars(layer):
+        layer.kept = (layer.weight.data_ptr(), layer.weight.detach().clone())
+        call.undo(delattr, layer, "kept")
+    place, copy = layer.kept
+    if place != layer.weight.data_ptr() or torch.equal(copy, layer.weight):
+        return call.original()
+    return call.wrong(torch.nn.functional.embedding(call.input, copy))
 
 
 @in_vllm(
@@ -278,42 +295,6 @@ def loaded_as_rank_0(call: Call) -> None:
             call.fire()
 
 
-@in_vllm("vllm-project/vllm#48312", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG005",))
-def epsilon_default_after_reload(call: Call) -> None:
-    """A reload rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
-    call.faulty()
-    norm = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.q_norm")
-    call.undo(setattr, norm, "variance_epsilon", norm.variance_epsilon)
-    norm.variance_epsilon = 1e-5
-
-
-@in_vllm("InternLM/lmdeploy#3614", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007",))
-def engine_windows_without_their_switch(call: Call) -> None:
-    """The engine gives a layer a sliding window that config.json switches off; no sample is as long as it."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
-
-
-@in_windowed("vllm-project/vllm#21863", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007",))
-def window_on_a_layer_without(call: Call) -> None:
-    """A layer that sees all gets the window of the others; no sample is as long as it."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
-
-
-@in_windowed("vllm-project/vllm#52173", f"{WORKER}.finish_weight_update(self)", caught_by=("ENG007", "LGP002"))
-def logits_of_an_engine_without_bound(call: Call) -> None:
-    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
-    call.faulty()
-    processor = call.self.model_runner.get_model().logits_processor
-    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
-    processor.soft_cap = None
-
-
 @on_gpu("vllm-project/vllm#16564", f"{WORKER}.sleep(self, level)", caught_by=("ENG002", "LGP002"))
 def sleep_level_2_buffers(call: Call) -> None:
     """A sleep that drops the weights drops buffers too, and no update restores them; the rotary table."""
@@ -360,18 +341,3 @@ def _remember_storage(call: Call) -> None:
 def _restore_storage(layer: Any, weight: Any) -> None:
     weight.data.copy_(layer.weight.data)
     layer.weight = weight
-
-
-@fault(
-    "verl-project/verl#7495", "verifier.engine.client:EngineClient.load_adapter(self, path)", stage=Stage.ENGINE,
-    caught_by=("ENG001", "LGP009"), engine=TRAINING, model="tiny:add",
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
-        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
-    ),
-)  # fmt: skip
-def adapter_loaded_once(call: Call) -> Any:
-    """The engine gets the first adapter and no later one, and samples from an old policy."""
-    if call.state.setdefault("first", call.path) == call.path:
-        return call.original()
-    return call.wrong(None)

@@ -60,6 +60,15 @@ def rope_base_default() -> dict[str, Any]:
     return {"rotary_base": 10_000}
 
 
+@on_provider(
+    "megatron-bridge 0.6.2, hf_config_to_provider_kwargs, which passes `truncate` on where config.json has it alone",
+    model="tiny:qwen3-yarn", engine=NO_ENGINE,
+)  # fmt: skip
+def range_of_yarn_not_rounded() -> dict[str, Any]:
+    """The pairs between which YaRN begins and ends to stretch a rope are no whole numbers, as they should be."""
+    return {"yarn_correction_range_round_to_int": None}
+
+
 @on_provider("huggingface/transformers#38002", model="tiny:qwen2", engine=NO_ENGINE, caught_by=("LGP007",))
 def window_without_its_switch() -> dict[str, Any]:
     """Layers get a sliding window although config.json switches it off; no sequence is as long as it."""

@@ -22,6 +22,9 @@ _POSITIONS = 1024
 _WINDOW = 64
 """Tokens; sequences of a round trip are longer."""
 
+_SCALE = 1.75
+"""Factor of routed experts, where an architecture's own is 1."""
+
 _AT_MOST: dict[str, int] = {
     "vocab_size": 512, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 24,
     "intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -128,8 +131,9 @@ def _experts(default: Mapping[str, Any]) -> dict[str, JSON]:
 
 def _multipliers(default: Mapping[str, Any]) -> dict[str, JSON]:
     """Replace each multiplier of 1, which nobody would miss, by one of its own."""
+    found: dict[str, JSON] = {"routed_scaling_factor": _SCALE} if default.get("routed_scaling_factor") == 1.0 else {}
     names = sorted(key for key in default if key.endswith("_multiplier") and default[key] == 1.0)
-    found: dict[str, JSON] = {name: 0.75 + place / 16 for place, name in enumerate(names)}
+    found |= {name: 0.75 + place / 16 for place, name in enumerate(names)}
     for name in (key for key in default if key.endswith("_multipliers")):
         ones = default[name]
         found[name] = [0.8 + place / 16 if one == 1.0 else one for place, one in enumerate(ones)]

@@ -48,6 +48,10 @@ _YARN: dict[str, JSON] = {
     "type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+_PLAIN_YARN: dict[str, JSON] = {
+    "rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 # A Qwen2 has no key for its heads' size, which is hidden_size / num_attention_heads: q_proj and o_proj are square.
 _QWEN2: dict[str, JSON] = {
     **_SIZES,
@@ -102,7 +106,11 @@ They are no family of their own, so the round trip's table, noise floors and man
 """
 PADDED: dict[str, tuple[str, dict[str, JSON]]] = {"qwen3-504": ("qwen3", {**DECODER, **_GQA, "vocab_size": 504})}
 """Like `TINY`, a vocabulary that engines pad to a multiple of 64; no family of its own either."""
-KNOWN = TINY | TO_TRAIN | PADDED
+STRETCHED: dict[str, tuple[str, dict[str, JSON]]] = {
+    "qwen3-yarn": ("qwen3", {**DECODER, **_GQA, "rope_scaling": _PLAIN_YARN})
+}
+"""Like `TINY`, plain attention with a rope that YaRN stretches; no family of its own either."""
+KNOWN = TINY | TO_TRAIN | PADDED | STRETCHED
 """All of them."""
 KNOWN_TINY = {PREFIX + item: row for item, row in KNOWN.items()}
 """Full model id -> (family, keys of config.json)."""

@@ -26,6 +26,10 @@ ELEMENTS = 1024
 """Elements of each, at most."""
 ROUNDINGS = 3
 """Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
+MOMENT_ROUNDINGS = 16
+"""Roundings of a moment in float32: of the clip factor, the product with it, its square, both terms and their sum."""
+LEAST = 2.0**-126
+"""Least normal number of float32: what is below it may be lost."""
 CLIP_EPSILON = 1e-6
 """Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
 
@@ -268,24 +272,33 @@ class Audit:
             return
         after = _states(self._slices)
         self._audits.left = (self._slices, after)
-        clip = self._audits.settings.clip_grad
+        settings = self._audits.settings
+        clip = settings.clip_grad
         factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
         sizes = torch.tensor([item.size for item in self._slices])
         rate, decay = (torch.tensor(each).double().repeat_interleave(sizes) for each in zip(*self._rates, strict=True))
         before = [each.cpu().double() for each in self._before]
         gradient = self._gradient.cpu().double() * factor
-        masters, _, _, weights = (each.cpu().double() for each in after)
-        stepped = _stepped(before, gradient, self._number, rate, decay, self._audits.settings)
+        masters, *moments, weights = (each.cpu().double() for each in after)
+        formula = [
+            _moment(before[1], gradient, settings.beta_1), _moment(before[2], gradient.square(), settings.beta_2)
+        ]  # fmt: skip
+        stepped = _stepped(before, formula, self._number, rate, decay, settings)
         rounding = ROUNDINGS * _half_step(torch.maximum(masters.abs(), stepped.abs()))
         excess = ((masters - stepped).abs() - rounding).clamp(min=0)
         gaps = torch.where(excess == 0, 0.0, excess / rate).split(sizes.tolist())
+        apart = [item.apart(actual) for item, actual in zip(formula, moments, strict=True)]
+        far = torch.maximum(*apart).split(sizes.tolist())
         kept = zip(masters.split(sizes.tolist()), weights.split(sizes.tolist()), strict=True)
         tensors = [
             AuditedTensor(
                 name=item.of.name, begin=item.of.offset + item.begin, elements=item.size, gap=real(float(gap.max())),
                 copied=torch.equal(master.to(item.of.model.dtype).double(), weight), left=real(there),
+                moments=real(float(moment.max())),
             )
-            for item, gap, (master, weight), there in zip(self._slices, gaps, kept, self._left, strict=True)
+            for item, gap, moment, (master, weight), there in zip(
+                self._slices, gaps, far, kept, self._left, strict=True
+            )
         ]  # fmt: skip
         probe.emit(
             AdamAudit(
@@ -295,16 +308,33 @@ class Audit:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A moment after an update by Adam's formula, float64."""
+
+    value: torch.Tensor
+    rounding: torch.Tensor
+    """Greatest change by float32, that of the decay included, which moves what is left of 1 by as much."""
+
+    def apart(self, actual: torch.Tensor) -> torch.Tensor:
+        """Distance of what the optimizer holds, in what float32 may round it by."""
+        return (actual - self.value).abs() / self.rounding
+
+
+def _moment(before: torch.Tensor, given: torch.Tensor, beta: float) -> _Moment:
+    kept, new = beta * before, (1 - beta) * given
+    rounding = MOMENT_ROUNDINGS * (kept.abs() + new.abs()) + given.abs()
+    return _Moment(kept + new, torch.finfo(torch.float32).eps / 2 * rounding + LEAST)
+
+
 def _stepped(
-    before: list[torch.Tensor], gradient: torch.Tensor, step: int, rate: torch.Tensor, decay: torch.Tensor,
+    before: list[torch.Tensor], moments: list[_Moment], step: int, rate: torch.Tensor, decay: torch.Tensor,
     settings: OptimizerSettings,
 ) -> torch.Tensor:  # fmt: skip
     """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
-    master, first, second, _ = before
-    first = settings.beta_1 * first + (1 - settings.beta_1) * gradient
-    second = settings.beta_2 * second + (1 - settings.beta_2) * gradient.square()
+    first, second = (item.value for item in moments)
     denominator = (second / (1 - settings.beta_2**step)).sqrt() + settings.epsilon
-    return (1 - rate * decay) * master - rate * (first / (1 - settings.beta_1**step)) / denominator
+    return (1 - rate * decay) * before[0] - rate * (first / (1 - settings.beta_1**step)) / denominator
 
 
 def _half_step(magnitude: torch.Tensor) -> torch.Tensor:

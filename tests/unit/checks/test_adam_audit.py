@@ -32,6 +32,11 @@ def test_an_update_by_the_formula_holds():
     [
         ({"gap": "nan"}, "update 2 leaves masters of `decoder.weight` that are not finite, unlike what Adam makes"),
         ({"gap": 1.1e-3}, "update 2 leaves masters of `decoder.weight` that are 0.0011 learning rates off what Adam"),
+        (
+            {"moments": 1.5},
+            "update 2 leaves moments of `decoder.weight` that are 1.5 times what float32 may round them by off what",
+        ),
+        ({"moments": "nan"}, "update 2 leaves moments of `decoder.weight` that are nan times"),
         ({"copied": False}, "after update 2 weights of `decoder.weight` are not its masters"),
         ({"left": 0.5}, "update 2 begins with a gradient of `decoder.weight` of up to 0.5"),
     ],

@@ -99,3 +99,20 @@ def test_an_engines_setting_is_that_of_config_json(name, values, what):
     assert outcome.error is None
     assert (outcome.finding and outcome.finding.first.what) == what
     assert (outcome.verdict is Verdict.VIOLATED) == (what is not None)
+
+
+@pytest.mark.parametrize(
+    ("own", "of_sum", "right"),
+    [("1.0", "2.5", True), ("2.5", "1.0", True), ("2.5", "2.5", False), ("1.0", "1.0", False)],
+)
+def test_a_factor_of_experts_is_applied_once(own, of_sum, right):
+    records = [
+        StatedConfig(name="config.json", values=texts(MIXED | EXPERTS | {"routed_scaling_factor": 2.5})),
+        SyncedSettings(name="mlp.experts", version=1, values={"routed_scaling_factor": own}),
+        SyncedSettings(name="mlp.experts.runner", version=1, values={"routed_scaling_factor": of_sum}),
+    ]
+    outcome = run_check(REGISTRY["ENG007"], make_trace(records))
+    assert outcome.error is None
+    assert (outcome.finding and outcome.finding.first.what) == (
+        None if right else "mlp.experts.routed_scaling_factor"
+    )  # fmt: skip

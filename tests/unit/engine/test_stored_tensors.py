@@ -78,3 +78,30 @@ def test_places_of_adapters_are_held():
     ]
     adapter_places(model)["lora_b_stacked[1]"].fill_(1)
     assert model.lora_b_stacked[1].all()
+
+
+class Caching(nn.Module):
+    """A layer with copies of its weight: in a tuple, in a dict, and on the parameter; and a list of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+        self.kept = (self.weight.data_ptr(), self.weight.detach().clone())
+        self.by_dtype = {torch.float64: self.weight.double()}
+        self.weight.wide = self.weight.double()  # type: ignore[attr-defined]
+        self.all = [self.weight]
+        self.kv_cache = [torch.zeros(2)]
+
+
+def test_copies_of_a_weight_that_a_layer_caches_are_held():
+    model, saved = Caching(), {}
+    held = list(stored_in_model(model))
+    assert {item.name: item.kind for item in held} == {
+        "weight": "parameter", "kept[1]": "derived", "by_dtype[torch.float64]": "derived", "weight.wide": "derived",
+    }  # fmt: skip
+    assert [poison_stored(item, ("weight",), saved).how for item in held] == ["nan"] + 3 * [
+        "nan, restored before the update"
+    ]
+    restore(model, saved)
+    assert model.weight.isnan().all()
+    assert not model.kept[1].isnan().any()

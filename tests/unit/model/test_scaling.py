@@ -80,3 +80,8 @@ def test_multipliers_of_one_differ_from_one_and_from_each_other() -> None:
     assert "lm_head_multiplier" not in found
     first, second = found["mlp_multipliers"]  # type: ignore[misc]
     assert len({1.0, first, second}) == 3
+
+
+def test_a_factor_of_experts_is_not_one() -> None:
+    assert scaled({**PLAIN, "routed_scaling_factor": 1.0})["routed_scaling_factor"] not in (1.0, None)
+    assert "routed_scaling_factor" not in scaled({**PLAIN, "routed_scaling_factor": 2.5})

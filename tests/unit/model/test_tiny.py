@@ -163,8 +163,8 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
             "unknown model `Qwen/Qwen3-0.6B`: it is neither a local checkpoint directory nor one of `tiny:qwen3`, "
             "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:qwen3-moe-320`, "
             "`tiny:deepseek-v3`, `tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `tiny:add-moe`, "
-            "`tiny:add-moe-16`, `tiny:add-deepseek`, `tiny:qwen3-504`, `wide:qwen3-30b-a3b`, `wide:deepseek-v3`, "
-            "`wide:nemotron-3-nano`, nor `tiny:` and a model type of docs/families.md",
+            "`tiny:add-moe-16`, `tiny:add-deepseek`, `tiny:qwen3-504`, `tiny:qwen3-yarn`, `wide:qwen3-30b-a3b`, "
+            "`wide:deepseek-v3`, `wide:nemotron-3-nano`, nor `tiny:` and a model type of docs/families.md",
         ),
         (
             lambda path: write_tiny("llama", path, "float16"),

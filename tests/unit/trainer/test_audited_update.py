@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from verifier.core.records_trainer import OptimizerSettings
@@ -26,7 +27,7 @@ class Case:
         )
         self.audits = Audits(SimpleNamespace(chunks=[self.model]), self.optimizer, SETTINGS)
 
-    def update(self, number, *, clips=True, left=0.0):
+    def update(self, number, *, clips=True, left=0.0, spoil=lambda moment: None):
         for parameter in self.model.parameters():
             parameter.main_grad = torch.full_like(parameter, left)
         audit = self.audits.of(number, f"update {number}")
@@ -38,6 +39,9 @@ class Case:
         for parameter in self.model.parameters():
             parameter.grad = parameter.main_grad / (norm + 1e-6) if clips else parameter.main_grad
         self.adam.step()
+        for state in self.adam.state.values():
+            spoil(state["exp_avg"])
+            spoil(state["exp_avg_sq"])
         found = []
         audit.record(SimpleNamespace(emit=found.append), number, norm, "tp=0")
         return found[0]
@@ -48,6 +52,7 @@ def test_right_updates_hold_and_slices_take_turns():
     found = [case.update(number) for number in (1, 2, 3)]
     assert max(float(tensor.gap) for item in found for tensor in item.tensors) < 1e-5
     assert all(tensor.copied and float(tensor.left) == 0 for item in found for tensor in item.tensors)
+    assert max(float(tensor.moments) for item in found for tensor in item.tensors) < 0.3
     assert [item.moved for item in found] == [(), (), ()]
     assert [item.remembered for item in found] == [0, 2, 2]
     begins = {tensor.begin for item in found for tensor in item.tensors if tensor.name == "weight"}
@@ -58,6 +63,15 @@ def test_a_step_without_its_clip_is_off():
     case = Case()
     case.update(1)
     assert max(float(tensor.gap) for tensor in case.update(2, clips=False).tensors) > 0.1
+
+
+@pytest.mark.parametrize("spoil", [torch.Tensor.zero_, lambda moment: moment.copy_(moment.bfloat16())])
+def test_moments_that_a_step_leaves_otherwise_are_off(spoil):
+    case = Case()
+    case.update(1)
+    found = case.update(2, spoil=spoil).tensors
+    assert min(float(tensor.moments) for tensor in found) > 100
+    assert max(float(tensor.gap) for tensor in found) < 1e-5
 
 
 def test_a_gradient_that_was_left_is_told():
