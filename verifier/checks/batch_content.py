@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from unicodedata import normalize
+
+import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingRound
-from verifier.core.records_trainer import TrainedText
+from verifier.core.records_trainer import LossColumns, TrainedText
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -68,12 +70,14 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, the reason that the batch gives, against the rules: a token is older than the bound;
     the answer was cut off; all trajectories of the group have one reward. The last two where the config asks for them.
+    And its tokens in the loss of the update that has it: none of one that is dropped, its own of every other.
     Why it matters: a filter on the group's mean, or on a shaped reward, drops the prompts that teach most, and the
-    counts still add up.
-    Evidence: data/drops, advantage/advantages, advantage/policy ("version").
+    counts still add up. So they do where a filter's places are those of another order, and it drops as many tokens of
+    a neighbour.
+    Evidence: data/drops, advantage/advantages, advantage/policy ("version", "own"), advantage/columns.
     Tolerance and its source: exact; reasons are names, rewards are compared as they are.
     What it does not catch: a rollout that says wrongly whether it was cut off.
-    References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445.
+    References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445, open-instruct#1794, trl#4976.
     """
     for item in trace.of(Drops):
         expected = _reasons(trace, item)
@@ -84,6 +88,39 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
                 sentence=f"`{name}` is {_said(reason)}, it should be {_said(right)}",
                 expected=_said(right), actual=_said(reason), allowed="exact (names)",
                 hint="look at what the filter compares, and over which rollouts",
+            )  # fmt: skip
+        said = dict(zip(item.ids, item.reasons, strict=True))
+        right_ones = {name: reason for name, reason in said.items() if reason == expected.get(name, "")}
+        yield from _masks(trace, item.version, right_ones)
+
+
+def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[Comparison]:
+    """Tokens in the loss of each rollout of an update, against its own where it stays and none where it is dropped.
+
+    Args:
+        trace: of a step.
+        version: that the step made.
+        reasons: why each rollout is dropped, empty for one that stays; of those whose reason is right.
+    """
+    own = dict[str, np.ndarray]()
+    for policy in trace.of(PolicyColumns, version=version):
+        arrays = trace.arrays(policy)
+        if "own" in arrays:
+            own |= dict(zip(policy.ids, ragged.split(arrays["own"].astype(bool), policy.lengths), strict=True))
+    for columns in trace.of(LossColumns, version=version):
+        masks = ragged.split(trace.array(columns, "mask").astype(bool), columns.lengths)
+        for name, found in zip(columns.ids, masks, strict=True):
+            if name not in own or name not in reasons:
+                continue
+            said, right = _said(reasons[name]), own[name] & (not reasons[name])
+            yield Comparison(
+                what=f"{name} in {columns.name}", same=np.array_equal(found, right), stage=Stage.DATA,
+                version=version, badness=1.0,
+                sentence=f"`{name}` is {said}, and {int(found.sum())} of its tokens are in the loss of {columns.name}, "
+                f"{int(right.sum())} should be",
+                expected=f"{int(right.sum())} tokens ({said})", actual=f"{int(found.sum())} tokens ({columns.name})",
+                allowed="exact (masks are copied)",
+                hint="look at what takes rollouts out of the loss, and in which order it finds them",
             )  # fmt: skip
 
 

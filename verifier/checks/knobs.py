@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verifier.checks.content import owner_of
@@ -49,20 +49,22 @@ def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: on the first judged step of a process that was started as `verifier train`, per key that a word
     `key=value`, an option or the file gave, the value by a second reader against the config in the step's manifest. A
-    word or an option goes before the file.
+    word or an option goes before the file. Of a run with `first` the same of both runs, and that the second one trains
+    the model that the first one left.
     Why it matters: all other checks compare with the config. An override that is lost while it is read trains another
-    run, and everything agrees with it.
+    run, and everything agrees with it. A second stage that begins with the base model in the place of the first one's
+    loses what was trained, and no step of it is wrong.
     Evidence: load/given, the manifest's config.
     Tolerance and its source: exact; numbers by value, lists by their parts, paths without dots and slashes that mean
     nothing.
     What it does not catch: values that name other keys, `${...}`; switches such as `--verify`, and lists that options
-    give; null where the config computes a value; a run with `first`, `--replay` or `--preflight`, trials of a sweep,
-    and runs that another program starts; a default that is wrong.
-    References: sleap-nn#301.
+    give; null where the config computes a value; `--replay` or `--preflight`, trials of a sweep, and runs that another
+    program starts; a default that is wrong; weights in the folder that the first run left (WGT019, WGT001).
+    References: sleap-nn#301, OLMo#865.
     """
     config = flat(trace.manifest.config)
     for given in trace.of(KnobsGiven):
-        for key, text in given.values.items():
+        for key, text in {**given.values, **_with_first(given.values, config)}.items():
             expected, actual = _plain(text), _plain(config.get(key, "absent"))
             yield Comparison(
                 what=key, same=actual == expected, stage=Stage.LOAD, version=given.version, badness=1.0,
@@ -70,6 +72,13 @@ def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
                 expected=f"{expected} (the command line and its file)", actual=f"{actual} (the run's config)",
                 allowed="exact", hint="look at what merges defaults, file and overrides",
             )  # fmt: skip
+
+
+def _with_first(given: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of a run that begins with another one's weights, which has been trained when this one begins."""
+    if given.get("first", "null") == "null":
+        return {}
+    return {"first": "null", "model": f"{config.get('run')}/first/hf_model"}
 
 
 def _plain(value: Any) -> str:

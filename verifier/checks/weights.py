@@ -43,7 +43,8 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: on each rank, the names of live parameters and persistent buffers against the independent layout
     (`verifier/export/names.py`), both ways; dtype, shape and bits of each against the slice cut from the checkpoint
-    by that layout, which shares no code with Megatron-Bridge.
+    by that layout, which shares no code with Megatron-Bridge. In training that checkpoint is the folder that the config
+    names, if it names one.
     Why it matters: a mapping that is wrong in the same way on import and export round-trips to identity; only a
     statement made apart from it can see that.
     Evidence: load/expected, load/shard, per rank.
@@ -150,21 +151,26 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """At every sync of a training run the export is what each rank's own shards hold.
 
     What it checks: on each rank, dtype, shape and bits of every live shard after the step's last update, against what
-    the independent layout (`verifier/export/names.py`) cuts for it from the rank's own export stream.
+    the independent layout (`verifier/export/names.py`) cuts for it from the rank's own export stream. Before the first
+    step after a resume, the same of what the shards held when the checkpoint was loaded.
     Why it matters: a cached tensor, a parameter of the step before, a buffer that was filled for another name: one sync
-    that is wrong between two sampled steps is healed by the next, and the answers in between are of no policy.
-    Evidence: train/shard, export/shard, per rank.
+    that is wrong between two sampled steps is healed by the next, and the answers in between are of no policy. A
+    reference that was loaded last and stands in the place of the resumed weights samples the first step.
+    Evidence: train/shard, export/shard, load/shard, per rank.
     Tolerance and its source: bitwise; an export copies.
     What it does not catch: names, dtypes and shapes that no shard is cut from (PLN002, WGT015); streams that differ
-    between ranks (WGT006); a wrong step (LSS001, TRN001, WGT002). On a GPU models above 256 MiB are not compared.
-    References: SkyRL#1345, SkyRL#1471, SkyRL#1816.
+    between ranks (WGT006); a wrong step (LSS001, TRN001, WGT002); a wrong load (CKP001). On a GPU models above 256 MiB
+    are not compared.
+    References: SkyRL#1345, SkyRL#1471, SkyRL#1816, slime#2380.
     """
+    stepped = set(trace.versions(UpdatedShard))
     for version in trace.versions(ExportedShard):
+        kind, when = (UpdatedShard, "the last update") if version in stepped else (LoadedShard, "the load")
         for rank in sorted({item.rank for item in trace.of(ExportedShard, version=version)}):
             yield from compare_contents(
-                trace.of(ExportedShard, version=version, rank=rank), trace.of(UpdatedShard, version=version, rank=rank),
+                trace.of(ExportedShard, version=version, rank=rank), trace.of(kind, version=version, rank=rank),
                 stage=Stage.EXPORT, version=version, actual_says="the export, cut by layout",
-                expected_says="the live model after the last update", allowed=COPIES,
+                expected_says=f"the live model after {when}", allowed=COPIES,
                 hint="look at when the export read this tensor, and at what it caches or gathers into",
             )  # fmt: skip
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from verifier.cli.results import show
 from verifier.config.commands import next_trace
-from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.config.words import noted
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError, VerifierError, ViolationFound
 from verifier.report.live_view import LiveView
@@ -56,25 +56,29 @@ def started_judge() -> Iterator[ProcessJudge]:
         pool.shutdown(cancel_futures=True)
 
 
-def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:
-    """Run the config, in a view if there is one, print how it ended, and return the exit code."""
+def train(config: TrainConfig, progress: Progress, view: LiveView | None = None, begins: int = 0) -> int:
+    """Run the config, in a view if there is one, print how it ended, and return the exit code.
+
+    Args:
+        config: of the run.
+        progress: called with a line of text.
+        view: shows metrics and verdicts; None for none.
+        begins: runs that begin, one after another, with what this one leaves.
+    """
     from verifier.trainer.controller import Trainer
+    from verifier.trainer.first_run import first_of, going_on
 
     if config.first is not None:
-        words = [f"run={config.run / 'first'}", f"verify.steps={config.verify.steps}"]
-        begin, _ = load(TrainConfig, file=config.first, overrides=words)
-        begin = replace(begin, dtype=config.dtype)
-        if begin.model != config.model:
-            raise UsageError(f"`{config.first}` trains {begin.model} and this run {config.model}: name the same model")
-        if code := train(begin, progress, view):
+        begin = first_of(config)
+        if code := train(begin, progress, view, begins + 1):
             return code
-        config = replace(config, model=str(begin.run / "hf_model"), first=None)
+        config = going_on(config, begin)
     try:
         with contextlib.ExitStack() as stack:
             judge = stack.enter_context(started_judge()) if config.verify.steps else None
             if view is not None:
                 stack.enter_context(view.run(config.steps))
-            summary = Trainer(config, progress, judge, view=view).run()
+            summary = Trainer(config, progress, judge, view=view, given=noted(begins)).run()
     except ViolationFound as found:
         show(str(found))
         return found.exit_code

@@ -12,20 +12,33 @@ from verifier.knob import KnobEntry, entries
 PROGRAMS = ("verifier", "__main__.py")
 ALONE = ("--print-config", "--dry-run")
 """Options without a value, of a run whose config is that of its words; `--replay` and `--preflight` change it."""
+YAML = (".yaml", ".yml")
+"""Ends of the names of files with knobs."""
+HANDED_ON = ("dtype", "verify.steps")
+"""Keys whose value a run hands on to the one that it begins with, whatever the file of that says."""
 TRUE, FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
-_NOTED: dict[str, str] = {}
-"""Values that this process was asked for."""
+MAX_RUNS = 16
+"""Runs in a row whose words are kept; a file that names itself as `first` would never end."""
+_NOTED: list[dict[str, str]] = []
+"""Values that this process was asked for: of its run, then of the one that this begins with, and so on."""
 
 
 def note(kind: type, argv: Sequence[str]) -> None:
     """Keep what a command line asks of a config, before the config is made; files may change after that."""
     _NOTED.clear()
-    _NOTED.update(asked(kind, argv))
+    given = asked(kind, argv)
+    while given and len(_NOTED) < MAX_RUNS:
+        _NOTED.append(given)
+        given = asked_of_first(kind, given)
 
 
-def noted() -> Mapping[str, str]:
-    """Key -> value as text that this process was asked for; empty where it was started otherwise."""
-    return dict(_NOTED)
+def noted(begins: int = 0) -> Mapping[str, str]:
+    """Key -> value as text that this process was asked for; empty where it was started otherwise.
+
+    Args:
+        begins: number of runs that begin, one after another, with the one that is asked about.
+    """
+    return dict(_NOTED[begins]) if begins < len(_NOTED) else {}
 
 
 def asked(kind: type, argv: Sequence[str]) -> dict[str, str]:
@@ -39,8 +52,8 @@ def asked(kind: type, argv: Sequence[str]) -> dict[str, str]:
         argv: program and words.
 
     Returns:
-        Nothing where the words are not those of `verifier train`, ask for another run than that of their config, such
-        as one that another run begins, or cannot be read, which the config's own reader refuses.
+        Nothing where the words are not those of `verifier train`, ask for another run than that of their config, or
+        cannot be read, which the config's own reader refuses.
     """
     if len(argv) < 2 or Path(argv[0]).name not in PROGRAMS or argv[1] != "train":
         return {}
@@ -50,7 +63,36 @@ def asked(kind: type, argv: Sequence[str]) -> dict[str, str]:
         given = {**dict(pair for file in files for pair in _of_file(known, file)), **words}
     except (LookupError, OSError, ValueError, RecursionError):
         return {}
-    if given.get("first") is not None or not given.keys() <= known.keys():
+    texts = _texts(known, given)
+    is_read = given.get("first") in (None, "null") or texts.get("first", "").endswith(YAML)
+    return texts if is_read else {}
+
+
+def asked_of_first(kind: type, given: Mapping[str, str]) -> dict[str, str]:
+    """Values that are asked of the run that another begins with, by key, as text.
+
+    Args:
+        kind: type of the config.
+        given: what is asked of the other run, which decides on the dtype, the folder and whether steps are judged.
+
+    Returns:
+        Nothing where the other run begins with none, or the file cannot be read.
+    """
+    if given.get("first", "null") == "null":
+        return {}
+    known = {entry.key: entry for entry in entries(kind)}
+    try:
+        own = _texts(known, dict(_of_file(known, Path(given["first"]))))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    kept = {key: text for key, text in own.items() if key not in (*HANDED_ON, "run")}
+    folder = {"run": f"{given['run']}/first"} if "run" in given else {}
+    return {**kept, **{key: given[key] for key in HANDED_ON if key in given}, **folder}
+
+
+def _texts(known: Mapping[str, KnobEntry], given: Mapping[str, Any]) -> dict[str, str]:
+    """Text of each value that is judged; nothing where a key is unknown."""
+    if not given.keys() <= known.keys():
         return {}
     texts = {key: _text(known[key], value) for key, value in given.items()}
     return {key: text for key, text in texts.items() if text is not None}

@@ -233,3 +233,25 @@ def text_of_another_rollout(call: Call) -> Any:
     row = call.original()
     earlier, call.state["text"] = call.state.get("text", row.text), row.text
     return call.wrong(replace(row, text=earlier)) if earlier != row.text else row
+
+
+@fault(
+    "allenai/open-instruct#1794",
+    "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)",
+    caught_by=("DAT004",), **ROW,
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.max_answer_tokens=8", "grpo.reward=operator:gt",
+        "grpo.drop_zero_variance=true",
+    ),
+)  # fmt: skip
+def filter_applied_to_another_rollout(call: Call) -> Any:
+    """The places that a filter found are those of another order: as many tokens of another answer leave the loss."""
+    given, kept = call.self.scored.rollouts, [*call.kept]
+    for gone, item in enumerate(kept):
+        for other, stays in enumerate(kept):
+            same = given[gone].mask.sum() == given[other].mask.sum()
+            if same and not item.mask.any() and stays.mask.any():
+                kept[gone] = given[gone]
+                kept[other] = dataclasses.replace(stays, mask=stays.mask & False)
+                return call.faulty(kept=kept)
+    return call.original()

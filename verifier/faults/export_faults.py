@@ -31,6 +31,12 @@ FIRST_STREAMS = 2
 SECOND_UPDATE = 4
 """Stream of the sync after the second step: those of the plan, of the first sync and of the first step come before."""
 UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
+RESUMED = (
+    "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.max_answer_tokens=8", "grpo.kl_weight=0.1",
+    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
+)  # fmt: skip
+FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, trace, running, again, first)"
+in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model="tiny:add", saved_on=Mesh())
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
 )
@@ -199,3 +205,29 @@ def chat_template_not_saved(call: Call) -> None:
     file = call.folder / "tokenizer_config.json"
     kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
     file.write_text(json.dumps(kept))
+
+
+@in_resume("THUDM/slime#2380", FIRST_SYNC, caught_by=("WGT020",), training=("dtype=bf16", "engine.kind=hf", *RESUMED))
+def reference_sent_at_the_first_sync_after_a_resume(call: Call) -> Any:
+    """The reference is loaded last and stands in the model at the first sync, so that it samples the first step."""
+    return _sent_from_the_reference(call)
+
+
+@in_resume(
+    "THUDM/slime#2224 (kin: there all weights that were sent were the reference's)", FIRST_SYNC, caught_by=("WGT013",),
+    training=(*RESUMED, "lora.rank=8"),
+)  # fmt: skip
+def adapter_of_the_start_sent_after_a_resume(call: Call) -> Any:
+    """The first sync after a resume hands over the adapter that the run began with, which adds nothing to the base."""
+    return _sent_from_the_reference(call)
+
+
+def _sent_from_the_reference(call: Call) -> Any:
+    """Sync the reference's weights in the place of the live ones, if it is the first sync after a load."""
+    if not call.first:
+        return call.original()
+    from verifier.train.step_megatron import params_synced
+    from verifier.trainer.state_megatron import replaced
+
+    with params_synced(call.self._trainer), replaced(call.self._live, call.self._reference):
+        return call.faulty()

@@ -89,6 +89,8 @@ Register = Callable[[Callable[..., Any]], "Fault"]
 """Decorator that makes a fault of a function."""
 TRAINING = "train"
 """Engine of a fault of a training run; its trials are short runs of `verifier train`."""
+BEGUN = "first=FILE"
+"""Knob of a training run that begins with the weights of another; its trial writes the file."""
 NO_ENGINE = "none"
 """Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
 
@@ -161,13 +163,18 @@ class Fault:
     training: tuple[str, ...] = ()
     """Knobs of the training run, key=value, besides model and mesh; see `verifier.faults.training_trial`."""
     saved_on: Mesh | None = None
-    """Mesh of the run before a resume, where it is another."""
+    """Mesh of the run before a resume, where it is another, or where the bug sits in another stage than checkpoint."""
     in_derivation: bool = False
     """Inject it where the layout of a model without a row is derived too, as a bug of a load that shipped is."""
     gpus: int = 0
     """GPUs that the bug needs. Above 0, its trial is a test of `tests/h100`."""
     replacements: list[tuple[str, Body]] = field(default_factory=list, compare=False, repr=False)
     """Targets and what stands in for each while the fault is injected."""
+
+    @property
+    def resumes(self) -> bool:
+        """True if its runs are those that go on from a checkpoint."""
+        return self.stage is Stage.CHECKPOINT or self.saved_on is not None
 
     def also(self, target: str) -> Callable[[Body], Body]:
         """Replace a further target by the decorated function."""

@@ -126,6 +126,10 @@ class Adapters:
         with params_synced(self._trainer):
             self.base.record(probe, version, UpdatedShard, FrozenShard)
             self.trained.record(probe, version, UpdatedShard)
+        self.record_matrices(probe, version)
+
+    def record_matrices(self, probe: Recorder | Kept, version: int) -> None:
+        """Record the live matrices by their published names, on rank 0, and their factor."""
         record_tensors(probe, LiveAdapterMatrix, self.matrices().items(), version)
         scaling = real(lora_megatron.scaling_of(self._trainer))
         if self._rank == 0:

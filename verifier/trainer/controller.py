@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
@@ -62,6 +63,7 @@ class Trainer:
         within: see `WorkerSpec.within`.
         whole_answers: see `EngineRollouts`.
         view: shows metrics and verdicts as they come; None for none.
+        given: what the run's command line and file asked for, by a second reading; empty for what is not known.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Trainer:
         within: Sequence[str] = (),
         whole_answers: bool = False,
         view: View | None = None,
+        given: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._progress, self._judge, self._view = config, progress, judge, view
-        self._launcher, self._within, self._whole_answers = launcher, within, whole_answers
+        self._launcher, self._within, self._whole_answers, self._given = launcher, within, whole_answers, given
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
         self._held_out: HeldOut | None = None
@@ -135,7 +138,7 @@ class Trainer:
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
                 call=self._call, progress=self._progress, metrics=line,
                 verdicts=Verdicts(judge=self._judge, metrics=line), rollouts=self._rollouts, ahead=self._ahead,
-                held_out=self._held_out, oracle=oracle, data=self._data,
+                held_out=self._held_out, oracle=oracle, data=self._data, given=self._given,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)

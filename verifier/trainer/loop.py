@@ -15,7 +15,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
-from verifier.config.words import noted
 from verifier.core import ragged
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe, real
@@ -88,6 +87,7 @@ class StepLoop:
         data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
         sends_first: the engine gets the weights before the first step.
+        given: what the command line and its file asked for; empty for what is not known.
     """
 
     config: TrainConfig
@@ -106,6 +106,7 @@ class StepLoop:
     data: DataAsRead | None = None
     revival: Revival | None = None
     sends_first: bool = False
+    given: Mapping[str, str] = field(default_factory=dict)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
     _noise: SampledNoise | None = field(default=None, init=False)
@@ -140,7 +141,7 @@ class StepLoop:
                 self.continuation.record_kept(probe, step - 1)
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
-                given = noted() if probe is not None and step == done + 1 else {}
+                given = self.given if probe is not None and step == done + 1 else {}
                 if given and probe is not None:
                     probe.emit(KnobsGiven(name="command", version=step, values=dict(given)))
                 updates = plan.updates(step, self._updates, self._score, probe)

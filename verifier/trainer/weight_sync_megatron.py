@@ -45,6 +45,7 @@ class WeightSync:
         rank: this one; rank 0 talks to the engine.
         adapters: of the trainer, which an export adds to the base; None for a trainer without.
         live: weights of this rank; None for a trainer with adapters, or without a layout.
+        resumed: the ranks loaded a checkpoint of the run, and the first trace has what they held then.
         judged: what engines hold is recorded, after each sync and, if they stay awake, before the next.
 
     Attributes:
@@ -55,10 +56,10 @@ class WeightSync:
 
     def __init__(
         self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None = None,
-        live: LiveWeights | None = None, *, judged: bool = False,
+        live: LiveWeights | None = None, *, resumed: bool = False, judged: bool = False,
     ) -> None:  # fmt: skip
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
-        self._live, self._judged = live, judged
+        self._live, self._resumed, self._judged = live, resumed, judged
         self._held: HeldEngine | None = None
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
@@ -206,7 +207,8 @@ class WeightSync:
                 record_plan(probe, self._plan, entries=self._rank == 0)
             self._planned = probe.path
             stream = recorded(probe, stream, version)
-            yield from stream if self._live is None or first else cut(probe, self._live, stream, version)
+            known = self._resumed or not first
+            yield from cut(probe, self._live, stream, version) if self._live is not None and known else stream
 
     def _measured(
         self, stream: Iterator[tuple[str, torch.Tensor]], adapters: Adapters, probe: Recorder | None, version: int

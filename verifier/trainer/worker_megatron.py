@@ -124,7 +124,6 @@ class TrainerWorker:
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
             self._live = self._adapters.trained
-        self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._audits = Audits(self._trainer, self._optimizer, self._settings, self._live.places, rank)
         self._reference = [item.clone() for _, _, item in self._live.tensors() if config.grpo.has_reference]
         self._begun = live_digests(self._live) if self._reference and resume is None else {}
@@ -135,6 +134,7 @@ class TrainerWorker:
         self._routes = TrainingRoutes(self._trainer, config)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
+        self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._frozen = digests_of(self._reference, self._live)
         settings = {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
         return settings if self._context.rank == 0 else {}
@@ -211,9 +211,8 @@ class TrainerWorker:
         groups = groups_of(self._optimizer, known=can_audit(config))
         rate = max(float(item.learning_rate) for item in groups)
         name, meter, probe = f"update {number}", LossMeter(rows=trace is not None), self._recorder(trace)
-        at = self._config.mesh.coordinate(self._context.rank)
+        given, at = contextlib.nullcontext(), config.mesh.coordinate(self._context.rank)
         look: step_megatron.OnShards | None = None
-        given = contextlib.nullcontext()
         hand_on, audit, gradients = None, None, dict[str, str]()
         if oracle is not None:
             hand_on = self._hand_on(oracle)
@@ -298,7 +297,8 @@ class TrainerWorker:
             self._sync = AdapterSync(adapters, self._source, rank, self._config.run / "adapters", judged=judged)
         elif self._sync is None:
             live = self._live if cuts_exports(self._config, self._spec.tier, self._source.num_bytes) else None
-            self._sync = WeightSync(self._trainer, self._source, rank, adapters, live, judged=judged)
+            resumed = bool(self._saves.trained)
+            self._sync = WeightSync(self._trainer, self._source, rank, adapters, live, resumed=resumed, judged=judged)
         self._sync.connect(sockets, engine, transport, self._spec.collective_deadline_s)
         if engine.sleep_level and isinstance(self._sync, WeightSync):
             facts = self._state if self._config.verify.steps else None

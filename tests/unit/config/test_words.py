@@ -13,13 +13,14 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.config.words import asked, note, noted
+from verifier.config.words import MAX_RUNS, asked, note, noted
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.records_trainer import KnobsGiven
 from verifier.core.trace import Trace
 from verifier.knob import entries
+from verifier.trainer.first_run import first_of, going_on
 
 FILE = """
 model: tiny:add
@@ -78,7 +79,8 @@ def test_the_config_of_these_words_has_them_and_a_lost_one_shows(file: Path) -> 
 def test_configs_of_this_project_are_read_alike(path: Path) -> None:
     config, _ = load(TrainConfig, file=path, overrides=["run=runs/other"])
     given = words(str(path), "run=runs/other")
-    assert judged(given, config).verdict is (Verdict.HOLDS if given else Verdict.INCONCLUSIVE)
+    begun = config if config.first is None else going_on(config, first_of(config))
+    assert judged(given, begun).verdict is Verdict.HOLDS
 
 
 def test_every_default_is_read_alike() -> None:
@@ -98,7 +100,7 @@ def test_every_default_is_read_alike() -> None:
 @pytest.mark.parametrize(
     "texts",
     [
-        ["--replay", "runs/a", "--step", "2"], ["model=tiny:add", "--preflight"], ["first=other.yaml", "steps=2"],
+        ["--replay", "runs/a", "--step", "2"], ["model=tiny:add", "--preflight"], ["first=~", "steps=2"],
         ["--no-such-option", "steps=2"], ["no.such.key=2"], ["absent.yaml", "steps=2"],
     ],
 )  # fmt: skip
@@ -125,3 +127,33 @@ def test_words_are_noted_before_a_file_changes(file: Path) -> None:
     assert noted()["steps"] == "7"
     note(TrainConfig, ["pytest"])
     assert noted() == {}
+
+
+def test_a_run_that_begins_with_another_has_words_for_both(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("model: tiny:add\nsteps: 3\nrun: elsewhere\ndtype: fp32\nverify: {steps: false, every: 0}\n")
+    second.write_text(f"model: tiny:add\nfirst: {first}\nsteps: 2\nverify: {{steps: true}}\n")
+    texts = [f"run={tmp_path / 'run'}", "seed=4"]
+    note(TrainConfig, ["verifier", "train", str(second), *texts])
+    config, _ = load(TrainConfig, file=second, overrides=texts)
+    begin = first_of(config)
+    assert noted(1) == {
+        "model": "tiny:add", "steps": "3", "verify.steps": "true", "verify.every": "0",
+        "run": f"{tmp_path / 'run'}/first",
+    }  # fmt: skip
+    assert judged(dict(noted(1)), begin).verdict is Verdict.HOLDS
+    assert judged(dict(noted()), going_on(config, begin)).verdict is Verdict.HOLDS
+    assert noted(2) == {}
+    bad = judged(dict(noted()), config).finding
+    assert bad is not None
+    assert {item.what for item in bad.bad} == {"model", "first"}
+    note(TrainConfig, ["pytest"])
+
+
+def test_a_file_that_begins_with_itself_is_read_some_times_only(tmp_path: Path) -> None:
+    file = tmp_path / "again.yaml"
+    file.write_text(f"model: tiny:add\nfirst: {file}\n")
+    note(TrainConfig, ["verifier", "train", str(file)])
+    assert noted(MAX_RUNS - 1)
+    assert noted(MAX_RUNS) == {}
+    note(TrainConfig, ["pytest"])
