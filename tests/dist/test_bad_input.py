@@ -37,6 +37,7 @@ KNOWN = (
     "tiny:add-moe-16",
     "tiny:add-deepseek",
     "tiny:qwen3-504",
+    "tiny:qwen3-yarn",
 )
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 GOLDEN_MOE = ("golden", "--model", "tiny:qwen3-moe")
