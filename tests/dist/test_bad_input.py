@@ -61,6 +61,7 @@ class Shell:
         self.temporary.mkdir()
         self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(self.temporary)}
         self._environment["CUDA_VISIBLE_DEVICES"] = ""
+        self._environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")  # torch's own, kept on purpose
 
     def refused(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """The one sentence with which a command ends; the trace and everything temporary are gone."""

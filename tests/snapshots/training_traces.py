@@ -158,7 +158,7 @@ GROUPS = (
     ParameterGroup(learning_rate=5e-4, weight_decay=0.1, vectors=0, others=6),
     ParameterGroup(learning_rate=5e-4, weight_decay=0.0, vectors=3, others=0),
 )
-AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, copied=True, left=0.0),)
+AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, copied=True, left=0.0, moments=0.1),)
 SUMMED = tuple(
     SummedTensor(
         name="decoder.weight", group="decoder.weight of 1", copies=2, begin=4, elements=3, owned_begin=begin,

@@ -176,7 +176,7 @@ class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The weight after the update is the master, rounded to the weight's dtype."""
     left: Real
     """Greatest magnitude of the gradient before the first pass of the step."""
-    moments: Real = 0.0
+    moments: Real
     """Greatest distance of a moment after the update from Adam's formula, in what float32 may round it by."""
 
 

@@ -29,10 +29,7 @@ def epsilon_default_after_reload(call: Call) -> None:
 @in_constants("InternLM/lmdeploy#3614", caught_by=("ENG007",))
 def engine_windows_without_their_switch(call: Call) -> None:
     """The engine gives a layer a sliding window that config.json switches off; no sample is as long as it."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
+    _give_window(call)
 
 
 @in_constants("vllm-project/vllm#45037", caught_by=("ENG007", "LGP002"), model="tiny:glm4_moe")
@@ -47,10 +44,7 @@ def routed_scale_in_both_places(call: Call) -> None:
 @in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
 def window_on_a_layer_without(call: Call) -> None:
     """A layer that sees all gets the window of the others; no sample is as long as it."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
+    _give_window(call)
 
 
 @in_windowed("vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"))
@@ -72,3 +66,11 @@ def rope_stretched_without_its_magnitude(call: Call) -> None:
     call.undo(table.copy_, table.clone())
     table.div_(rope.mscale)
     rope.mscale = 1.0
+
+
+def _give_window(call: Call) -> None:
+    """End the update, then give one layer a sliding window."""
+    call.faulty()
+    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
+    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
+    attention.sliding_window = (1022, 0)
