@@ -88,7 +88,6 @@ REFUSED = {
     "z-loss-below-zero": f"{MOE} megatron.moe_z_loss=-1",
     "bias-update-without-bias": f"{MOE} megatron.moe_bias_update_rate=0.001",
     "router-type-of-a-dense-model": f"{ADD} megatron.moe_router_dtype=fp32",
-    "warm-up-beyond-the-end": f"{ADD} steps=10 optimizer.schedule=cosine optimizer.warmup_steps=11",
     "least-above-rate": f"{ADD} optimizer.schedule=linear optimizer.least_learning_rate=0.1",
     "least-of-a-constant": f"{ADD} optimizer.least_learning_rate=1e-5",
     "more-problems-than-held-out": f"{ADD} evaluation.num_problems=5000",

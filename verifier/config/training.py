@@ -350,13 +350,7 @@ class TrainConfig(RunConfig):
             )
 
     def _refuse_course(self) -> None:
-        """Refuse a schedule, an evaluation or a judgement that would never come."""
-        optimizer = self.optimizer
-        if optimizer.schedule != "constant" and optimizer.warmup_steps > self.num_updates:
-            raise UsageError(
-                f"optimizer.warmup_steps is {optimizer.warmup_steps} and steps is {self.steps}, {self.num_updates} "
-                f"optimizer steps: the {optimizer.schedule} schedule would never begin"
-            )
+        """Refuse an evaluation, a judgement or a profile that would never come."""
         if self.data.held_out is not None and not self.evaluation.num_problems:
             raise UsageError(
                 "data.held_out is given and evaluation.num_problems is 0: nothing would be evaluated, leave one out"

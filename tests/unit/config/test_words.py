@@ -83,6 +83,12 @@ def test_configs_of_this_project_are_read_alike(path: Path) -> None:
     assert judged(given, begun).verdict is Verdict.HOLDS
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_of_this_project_may_end_within_their_warm_up(path: Path) -> None:
+    config, _ = load(TrainConfig, file=path, overrides=["steps=1", "run=runs/other"])
+    assert config.optimizer.warmup_steps > config.num_updates
+
+
 def test_every_default_is_read_alike() -> None:
     begun, _ = load(TrainConfig, overrides=["model=tiny:add"])
     texts = {"model": "tiny:add"}
