@@ -9,7 +9,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.draws import ERRORS
-from verifier.checks.logprobs import GREATEST_NOISES
+from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import OracleEnds, SamplingAsked

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature
+from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, slope_of
 from verifier.core.records_policy import LossTerms, PolicyColumns

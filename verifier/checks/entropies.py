@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.logprobs import FEW_TOKENS, FP32, GREATEST_NOISES, at_temperature
+from verifier.checks.logprob_bounds import FEW_TOKENS, FP32, GREATEST_NOISES, at_temperature
 from verifier.checks.loss_rows import UpdateRows, updates_of, worst_rows
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance

@@ -10,7 +10,7 @@ import numpy as np
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
-from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from verifier.checks.content import owner_of, times
+from verifier.checks.logprob_bounds import STATISTICS, bounds_of
 from verifier.checks.repeated_tokens import counted_once, repeated_tokens
 from verifier.core import ragged
 from verifier.core.check import check
@@ -16,12 +17,8 @@ from verifier.core.comparison import Comparison, Tolerance, describe_difference
 from verifier.core.record import Record
 from verifier.core.records_tokens import (
     DrawnTokens,
-    DtypeNoise,
     EngineLogprobs,
-    EngineNoise,
-    GivenRoutes,
     LogprobRecord,
-    NoiseRecord,
     OracleLogprobs,
     OracleOfNext,
     OracleOfSampled,
@@ -31,114 +28,17 @@ from verifier.core.records_tokens import (
     SampledTokens,
     SampleRecord,
     ShapedTokens,
-    StoredFloor,
     TrainerLogprobs,
 )
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-FP32 = Tolerance(
-    absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 6.2e-6 on tiny models"
-)
-FP32_NOISES = 2
-"""Times the greatest noise of fp32 that a token may differ by: each of two sides may be off by it."""
-FEW_TOKENS = 100
-"""Below this many tokens a mean says less than the greatest difference does, and is not judged."""
-NOISES = 2
-"""Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
-GREATEST_NOISES = 3
-"""Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
 LEAST_NATS = 0.5
 """Below this a log-probability is a small difference of great numbers, and has few bits by itself."""
 FEW_VALUES = 4
 """Fewer values than these may all have few bits by chance."""
-FLIPS = Tolerance(
-    absolute=math.inf, unit="nats", source="a token whose router flips in less than float32 is off by a size of its own"
-)
-STATISTICS: dict[str, Callable[[np.ndarray], np.floating]] = {"mean": np.mean, "median": np.median}
-"""Statistics of the differences of all tokens."""
 ORACLE = "the fp32 oracle"
 SAMPLER = "the engine's sampler"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Allowed absolute differences, nats."""
-
-    greatest: tuple[Tolerance, ...]
-    """Bound on any token, per sequence."""
-    body: Mapping[str, Tolerance] = field(default_factory=dict)
-    """Bound on a statistic over all tokens, "mean" or "median"."""
-    once: np.ndarray | None = None
-    """Numbers of all tokens, if those with one number count once in them."""
-
-
-def bounds_of(
-    trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = (),
-    temperatures: Sequence[float] = (), numbers: np.ndarray | None = None,
-) -> Bounds:  # fmt: skip
-    """Return what one scoring may differ from the oracle by; the stage is that of the actual side.
-
-    `lengths` are the log-probabilities of each sequence, `whole` its tokens, with those before the first scored one;
-    unknown where empty. `temperatures` are those of each sequence, 1 where empty. `numbers` say which tokens are
-    repeated: against a floor, whose tokens all differ, they count once.
-
-    In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
-    measured the others: transformers in fp32 against itself in float64, at version 0, and on sampled steps of training,
-    whose weights sharpen, on the step's own tokens. A temperature below 1 magnifies what float32 rounds of logits.
-
-    In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
-    otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
-    The greatest of few tokens misses most flips of a router: twice the greatest of the whole run is allowed, if more.
-    Of a training run's mixture single tokens are not judged: a step has few, and each that flips has its own size.
-    Of an engine that quantizes its weights they come from that engine at version 0, where it is a cold one, by its
-    start or by ENG002; at version 0 itself they say nothing.
-
-    Raises:
-        LookupError: a bf16 run without a floor has not measured its noise.
-    """
-    if trace.manifest.dtype == "float32":
-        coarse = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
-        bound, factor = FP32_NOISES * max(coarse, default=0.0), FP32_NOISES
-        if trace.manifest.command == "train":
-            of_step = [float(item.greatest) for item in trace.of(DtypeNoise, version=version) if item.name == name]
-            if (more := GREATEST_NOISES * max(of_step, default=0.0)) > bound:
-                bound, factor = more, GREATEST_NOISES
-        source = f"this run's noise: transformers in fp32 against itself in float64, times {factor}"
-        own = Tolerance(absolute=bound, unit=FP32.unit, source=source)
-        fixed = [at_temperature(FP32, value) for value in temperatures or [1.0] * len(lengths)]
-        return Bounds(greatest=tuple(max(item, own, key=lambda item: item.absolute) for item in fixed))
-    measured: list[NoiseRecord] = []
-    floors: list[StoredFloor] = []
-    if stage is Stage.ROLLOUT:
-        measured += trace.of(EngineNoise, version=version, name=name)
-    if not measured and stage is not Stage.REPLAY:  # a floor is of routers that flip; those that are told do not
-        floors = _floors(trace, whole)
-    measured += trace.of(DtypeNoise, version=version, name=name)
-    if not floors and not measured:
-        raise LookupError(f"no measured noise of `{name}` for version {version}")
-    noises: Sequence[NoiseRecord] = floors or measured[:1] * len(lengths)
-    greatest = [FLIPS if noise.routed else _bound(noise, "greatest") for noise in noises]
-    if not floors and stage is not Stage.REPLAY:
-        forced = {item.name for item in trace.of(GivenRoutes)}
-        free = (noise for noise in trace.of(type(measured[0])) if noise.name not in forced)
-        noisiest = max(free, key=lambda noise: float(noise.greatest), default=measured[0])
-        of_run = _bound(noisiest, "greatest", of_run=True)
-        greatest = [max(own, of_run, key=lambda bound: bound.absolute) for own in greatest]
-    body, once = {}, numbers if floors else None
-    if sum(lengths) >= FEW_TOKENS:
-        for statistic in ("mean", "median") if floors else ("mean",):
-            noisiest = max(noises, key=lambda noise: float(getattr(noise, statistic)))
-            body[statistic] = _bound(noisiest, statistic, sum(lengths) if once is None else len(np.unique(once)))
-    return Bounds(greatest=tuple(greatest), body=body, once=once)
-
-
-def at_temperature(bound: Tolerance, temperature: float) -> Tolerance:
-    """Bound of log-probabilities at a temperature, whose logits differ by as much at 1 and are divided by it after."""
-    if not 0 < temperature < 1:  # 0 stands for the likeliest token of undivided logits
-        return bound
-    source = f"{bound.source}; divided by a temperature of {temperature:g}, as logits are"
-    return replace(bound, absolute=bound.absolute / temperature, source=source)
 
 
 def _temperatures(item: LogprobRecord) -> Sequence[float]:
@@ -146,39 +46,6 @@ def _temperatures(item: LogprobRecord) -> Sequence[float]:
     if isinstance(item, TrainerLogprobs):
         return [item.temperature] * len(item.lengths)
     return item.temperatures if isinstance(item, SampleRecord) else ()
-
-
-def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
-    """Per sequence, the floor of its length; none at all if a sequence is longer than every bucket."""
-    buckets = sorted(trace.of(StoredFloor), key=lambda floor: floor.longest)
-    if not buckets or max(whole, default=0) > buckets[-1].longest:
-        return []
-    return [next(floor for floor in buckets if length <= floor.longest) for length in whole]
-
-
-def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: bool = False) -> Tolerance:
-    """Bound on the greatest of a sequence or `of_run`, of thousands of tokens, or on the mean or median of all tokens.
-
-    A mean of few scatters, so it gets three standard errors more, and so does a median: that of an exponential
-    distribution scatters as its mean does, that of one with heavier tails less. Measured on a DeepSeek-V3 with 16
-    experts, whose router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the
-    same weights; so a mean of few is not judged at all.
-
-    There is none on upper quantiles, where a mixture's router begins to flip: on clean runs of 262 tokens
-    the 0.9 quantile was 0.3 to 2.2 times the floor's, the median 0.6 to 1.3 times.
-    """
-    allowed = NOISES if of_run or statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
-    bound, more = allowed * float(getattr(noise, statistic)), ""
-    if statistic != "greatest":
-        bound, more = bound + 3 * float(noise.deviation) / math.sqrt(num_tokens), " and three standard errors"
-    if isinstance(noise, StoredFloor):
-        floor = f"the {statistic} of the noise floor for up to {noise.longest:,} tokens"
-        source = f"{allowed} x {floor}{more}, {noise.stored}"
-    else:
-        by = "the quantized engine, cold," if isinstance(noise, EngineNoise) else "transformers in the run's dtype"
-        over = "greatest of all tokens, " if of_run else ""
-        source = f"this run's noise: {over}{by} against transformers in fp32, times {allowed}{more}"
-    return Tolerance(absolute=bound, unit="nats", source=source)
 
 
 def compare_with_oracle(
@@ -226,7 +93,7 @@ def compare_with_oracle(
         if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
             yield _rounded(actual, got, actual_says)
         for name, bound in bounds.body.items():
-            gaps = np.abs(got.astype(np.float64) - want.astype(np.float64))
+            gaps = np.minimum(np.abs(got.astype(np.float64) - want.astype(np.float64)), bounds.most)
             value = float(STATISTICS[name](gaps if bounds.once is None else counted_once(gaps, bounds.once)))
             yield Comparison(
                 what=f"{actual.name} {name}", same=value <= bound.absolute, stage=actual.stage, version=actual.version,

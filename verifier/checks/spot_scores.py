@@ -10,7 +10,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import greatest_nats, noise_source
-from verifier.checks.logprobs import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance

@@ -221,13 +221,13 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
+    In less than fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within
+    three times the greatest noise of one; so what is left is the noise of entropies, and of tokens beyond.
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
-    less than fp32 within twice the mean noise of a token's loss, with three standard errors of it: a step may have few
-    tokens, most of which have little noise. A loss with ratios may be off by twice what 1e-5 nats of each
-    log-probability change it by. In less than fp32, where clips leave fewer than ten tokens a gradient, as much as the
-    greatest noise of any log-probability in the update makes of them, if that is more than their own.
-    What it does not catch: gradients of another loss than the reported one (LSS001); in less than fp32 a wrong loss of
-    fewer than ten tokens, whose noise nobody knows.
+    less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more. In
+    fp32 a loss with ratios may be off by twice what 1e-5 nats of each log-probability change it by.
+    What it does not catch: gradients of another loss than the reported one (LSS001); in less than fp32
+    log-probabilities that are off by less than their noise, and a wrong loss of fewer than ten tokens.
     References: SkyRL#1420, verl#3294, slime#987.
     """
     for report, item in _reports(trace):

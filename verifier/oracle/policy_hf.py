@@ -41,8 +41,6 @@ Source:
 """
 NOISES = 3
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
-FEW_TOKENS = 10
-"""Tokens with a gradient below which their own noise tells little of another right side's."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
@@ -57,15 +55,15 @@ class _Found:
     """Loss of a batch by one model."""
 
     nats: torch.Tensor
-    """[N] float64: weight times loss of each token in the loss."""
+    """[N] float64: weight times loss of each token in the loss; by the trainer's own log-probability where `told`."""
+    told: torch.Tensor
+    """[N] bool: the trainer's own log-probability is known, and within the noise."""
     shifted: tuple[torch.Tensor, ...]
     """[N] each, with shifted log-probabilities."""
     rounding: float
     """Greatest change of the loss by rounding of log-probabilities to float32, nats."""
     acting: int
     """Tokens whose loss has a gradient, in float32."""
-    steepness: float
-    """Sum of the magnitudes of these gradients by log-probabilities, in float32."""
     gradients: Gradients
     of_shifted: tuple[Gradients, ...]
     of_rounding: Gradients
@@ -87,8 +85,8 @@ def judge_updates(
             it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
             ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
             ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
-            float32 maybe ``score``, by which tokens nearer to a clip's edge than the noise are clipped. Without
-            moments Adam's step is not judged, and needs no ``weights-n``.
+            float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the loss, and say
+            which tokens are clipped. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -117,9 +115,8 @@ def judge_updates(
         rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf)
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
-        noise = (rounded.nats - exact.nats).abs()
-        few = exact.steepness * margin / NOISES if exact.acting < FEW_TOKENS else 0.0  # others are at a clip's edge
-        off = [few, noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
+        noise = torch.where(rounded.told & ~exact.told, 0.0, rounded.nats - exact.nats).abs()
+        off = [noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": noise_of(rounded.gradients, exact.gradients),
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
@@ -231,8 +228,9 @@ def _loss(
     changes magnitudes of single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once
     a batch, as a trainer rounds it once a micro-batch.
 
-    A token that is nearer to an edge of a clip than the dtype's noise may be clipped by one right side and not by
-    another. Where the trainer's own log-probability, `score`, is at most `margin` nats away, it is clipped by that.
+    Where the trainer's own log-probability, `score`, is at most `margin` nats away, the loss is that of it: the noise
+    of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
+    is. And it says on which side of a clip's edge the token is. The gradient is taken at the model's own.
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
@@ -244,7 +242,8 @@ def _loss(
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
     kept_rows = [row for row in rows if row["mask"][1:].any()]
     nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in shifts]
-    rounding, acting, steepness = 0.0, 0, 0.0
+    told = [torch.zeros(0, dtype=torch.bool)] * len(kept_rows)
+    rounding, acting = 0.0, 0
     for batch in _batches(model, kept_rows):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()
@@ -254,23 +253,30 @@ def _loss(
         every = torch.log_softmax(scaled, dim=-1)
         labels = batch.tokens[:, 1:][kept]
         entropy = _entropy(scaled)
+        own, near = every.detach().gather(1, labels[:, None])[:, 0], torch.zeros(len(labels), dtype=torch.bool)
         if "score" in columns:
-            score, own = columns.pop("score"), every.detach().gather(1, labels[:, None])[:, 0]
-            columns["side"] = torch.where((score - own).abs() <= margin, score, own)  # no NaN is near
+            score = columns.pop("score")
+            near = (score - own).abs() <= margin  # no NaN is near
+            columns["side"] = torch.where(near, score, own)
         at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
         for place, shift in enumerate(shifts):
             logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
             of_logits = _entropy(scaled, nats_off) if place == _OF_LOGITS else entropy
             loss = columns["weight"] * token_losses(logprob, of_logits, columns, objective, counts)
-            for index, part in zip(batch.places, loss.detach().split(counts), strict=True):
-                nats[place][index] = part
+            value = loss.detach()
+            if near.any():
+                value = columns["weight"] * token_losses(
+                    columns["side"], of_logits.detach(), columns, objective, counts
+                )
+            for index, part, known in zip(batch.places, value.split(counts), near.split(counts), strict=True):
+                nats[place][index], told[index] = part, known
             more = place + 1 < len(shifts)
             if rounds and not place:
                 (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
             add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
         if rounds:
             share = slope.abs() * rounding_of(torch.logsumexp(scaled.detach(), dim=-1))
-            rounding, steepness = rounding + float(share.sum()), steepness + float(slope.abs().sum())
+            rounding += float(share.sum())
             acting += len(slope) if objective["entropy_weight"] else int(slope.count_nonzero())
             share_BT = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, share)
             add(sums[-1], magnitudes(model, batch, share_BT, objective["temperature"]))
@@ -281,8 +287,9 @@ def _loss(
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
-        nats=joined[0], shifted=tuple(joined[1:]), rounding=rounding, acting=acting, steepness=steepness,
-        gradients=gradients[0], of_shifted=tuple(gradients[1:-1]), of_rounding=gradients[-1],
+        nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
+        rounding=rounding, acting=acting, gradients=gradients[0], of_shifted=tuple(gradients[1:-1]),
+        of_rounding=gradients[-1],
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier.checks.logprobs import bounds_of
+from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.step import gradient_differs_from_oracle
 from verifier.core import ragged
 from verifier.core.record import Record

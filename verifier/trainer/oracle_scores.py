@@ -1,4 +1,4 @@
-"""The trainer's log-probabilities in updates of a sampled step: the oracle takes their side of a clip's edge."""
+"""The trainer's log-probabilities in updates of a sampled step: the loss that it reports is that of these."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.train.pack import POSITION_BITS
 
-WITH_EDGES = ("clipped", "gspo")
-"""Losses whose gradient ends at an edge of the ratio."""
-
 
 def tells_scores(config: TrainConfig) -> bool:
-    """True if rounding may put a token on another side of an edge than the oracle has it on."""
-    return config.algorithm == "grpo" and config.dtype != "float32" and config.grpo.loss in WITH_EDGES
+    """True if rounding makes the loss another than the oracle's, and may put a token beyond a clip's edge."""
+    return config.dtype != "float32"
 
 
 def save_scores(folder: Path, number: int, coordinate: str, rows: Mapping[str, np.ndarray]) -> None:

@@ -222,7 +222,7 @@ def test_entropies_are_of_the_tempered_distribution_before_each_update(tmp_path)
             logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
             found_of = torch.distributions.Categorical(logits=logits.double() / 0.5).entropy()
             expected += found_of[mask[1:].bool()].tolist()
-        assert row["entropy"] == pytest.approx(expected, abs=1e-6)
+        assert row["entropy"] == pytest.approx(expected, abs=2e-5)  # the bound of LGP012 at a temperature of 0.5
         assert 0 < row["noise"] < 1e-5
 
 
@@ -245,35 +245,61 @@ def test_the_pad_token_has_a_gradient_where_it_is_an_input():
 
 
 def test_loss_and_gradients_of_sure_tokens_differ_by_what_float32_rounds_of_their_probability(tmp_path):
-    """The trainer's log-probability in float32, on a model whose every answer is its own, with shares near 1."""
+    """The trainer's log-probability in float32, on a model whose every answer is its own, with shares near 1.
+
+    How far the roundings of one answer add up differs between processors, so there are several.
+    """
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
     model = load_model(checkpoint.path, torch.float32).requires_grad_(True)
     with torch.no_grad():
         model.model.norm.weight.mul_(12.0)
     save(tmp_path / "sure", checkpoint, dict(model.named_parameters()))
-    tokens = torch.tensor([3, 5, 7])
-    for _ in range(12):
-        following = model(input_ids=tokens[None], use_cache=False).logits[0, -1].argmax()
-        tokens = torch.cat([tokens, following[None]])
-    mask = (torch.arange(len(tokens)) >= 3).to(torch.uint8)
-    row = {"tokens": tokens, "mask": mask, "weight": torch.full((len(tokens),), 1 / 12)}
     objective = {**OPTIONS, "loss": "cross_entropy", "temperature": 1.0}
-    found = _loss(tmp_path / "sure", [row], objective, torch.float32)
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-    logprob, _ = vocab_parallel_logprob(logits, tokens[1:], entropy=False)
-    loss = (-logprob[mask[1:].bool()] / 12).sum()
-    loss.backward()
-    off, scale = abs(float(loss.detach()) - float(found.nats.sum())), float(found.nats.sum())
-    assert 1e-6 * scale < off < 2 * found.rounding < 1e-5, (off, scale, found.rounding)  # the bounds of LSS002
-    shares = []
-    for name, parameter in model.named_parameters():
-        gap, scale = (
-            float((parameter.grad - found.gradients[name]).abs().max()),
-            float(found.gradients[name].abs().max()),
-        )
-        shares.append((gap / (3e-5 * scale), gap / (3e-5 * scale + float(found.of_rounding[name].abs().max()))))
-    assert max(alone for alone, _ in shares) > 2, shares
-    assert max(both for _, both in shares) < 1, shares
+    alone, both = [], []
+    for first in range(3, 9):
+        tokens = torch.tensor([first, 5, 7])
+        for _ in range(12):
+            following = model(input_ids=tokens[None], use_cache=False).logits[0, -1].argmax()
+            tokens = torch.cat([tokens, following[None]])
+        mask = (torch.arange(len(tokens)) >= 3).to(torch.uint8)
+        row = {"tokens": tokens, "mask": mask, "weight": torch.full((len(tokens),), 1 / 12)}
+        found = _loss(tmp_path / "sure", [row], objective, torch.float32)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        logprob, _ = vocab_parallel_logprob(logits, tokens[1:], entropy=False)
+        loss = (-logprob[mask[1:].bool()] / 12).sum()
+        model.zero_grad()
+        loss.backward()
+        off, scale = abs(float(loss.detach()) - float(found.nats.sum())), float(found.nats.sum())
+        assert max(off, 1e-6 * scale) < 2 * found.rounding < 1e-5, (off, scale, found.rounding)  # the bound of LSS002
+        for name, parameter in model.named_parameters():
+            exact = found.gradients[name]
+            gap, greatest = float((parameter.grad - exact).abs().max()), float(exact.abs().max())
+            alone.append(gap / (3e-5 * greatest))
+            both.append(gap / (3e-5 * greatest + float(found.of_rounding[name].abs().max())))
+    assert max(alone) > 2, alone
+    assert max(both) < 1, both
+
+
+@pytest.mark.parametrize("slips", [False, True], ids=["within-the-noise", "one-token-beyond-it"])
+def test_in_bfloat16_the_loss_is_that_of_the_trainers_own_logprobs_within_their_noise(tmp_path, slips):
+    """One token of a clean step on an H200 was off by far more than transformers' own: by 1.4 times the bound."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    model = load_model(checkpoint.path, torch.float32)
+    tokens = torch.randint(4, 32, (24,), generator=torch.Generator().manual_seed(5))
+    own = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+    exact = torch.cat([torch.zeros(1), own.gather(1, tokens[1:, None])[:, 0].detach()])
+    score = exact.clone()
+    score[9] += 0.5 if slips else 0.29
+    row = {
+        "tokens": tokens, "mask": (torch.arange(24) >= 3).to(torch.uint8),
+        "weight": torch.full((24,), 1 / 21, dtype=torch.float64), "advantage": torch.ones(24), "divisor": exact,
+        "reference": exact, "score": score,
+    }  # fmt: skip
+    objective = {**OPTIONS, "loss": "importance", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
+    found = _loss(checkpoint.path, [row], objective, torch.float32, 0.3)
+    assert found.told.tolist() == [position != 9 or not slips for position in range(3, 24)]
+    by_trainer = -float((score - exact)[3:].exp().sum()) / 21
+    assert (abs(float(found.nats.sum()) - by_trainer) < 1e-6) is not slips
 
 
 @pytest.mark.parametrize("bonus", [0.05, 0.0505])
