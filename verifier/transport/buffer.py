@@ -12,7 +12,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ALIGNMENT_BYTES, DTYPE_BYTES, Chunk
-from verifier.plan.digest import Digests, Pieces, digest_tensors
+from verifier.plan.digest import Digests, digest_tensors
 
 _NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -70,18 +70,14 @@ def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     """
     if buffer.numel() != chunk.num_bytes:
         raise ContractError(f"chunk {chunk.index} has {buffer.numel()} bytes, the plan says {chunk.num_bytes}")
-    wholes = [(dtype, buffer.view(getattr(torch, dtype))) for dtype in dict.fromkeys(chunk.dtypes)]
-    lies = {dtype: (whole.as_strided, whole.storage_offset()) for dtype, whole in wholes}
-    found = []
-    for name, dtype, shape, strides, first in chunk.places:
-        as_strided, begin = lies[dtype]
-        found.append((name, as_strided(shape, strides, begin + first)))
-    return found
-
-
-def pieces_of(chunk: Chunk) -> Pieces:
-    """Return the chunk's tensors as ranges of its buffer."""
-    return Pieces(chunk.begins, chunk.sizes)
+    wholes = {dtype: buffer.view(getattr(torch, dtype)) for dtype in dict.fromkeys(chunk.dtypes)}
+    found = [buffer] * len(chunk.names)
+    for places, dtype, shape, strides, first in chunk.runs:
+        whole = wholes[dtype]
+        view = whole.as_strided(shape, strides, whole.storage_offset() + first)
+        for place, tensor in zip(places, view.unbind() if len(places) > 1 else (view,), strict=True):
+            found[place] = tensor
+    return list(zip(chunk.names, found, strict=True))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,13 +87,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in plan order, after comparing them with the plan."""
-    if tuple(tensors) != chunk.names:
+    in_order = tuple(tensors) == chunk.names
+    if not in_order:
         if extra := sorted(tensors.keys() - set(chunk.names)):
             raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
         for name in chunk.names:
             if name not in tensors:
                 raise ContractError(f"`{name}` is planned for chunk {chunk.index} and was not handed over")
-    found = [tensors[name] for name in chunk.names]
+    found = list(tensors.values()) if in_order else [tensors[name] for name in chunk.names]
     dtypes, shapes = [_NAME_OF.get(tensor.dtype) for tensor in found], [tensor.shape for tensor in found]
     if dtypes != list(chunk.dtypes) or shapes != list(chunk.shapes):
         for meta, tensor in zip(chunk.tensors, found, strict=True):
@@ -111,26 +108,24 @@ def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Te
 
 def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
     """Return whether all tensors are on one GPU that can run the kernels."""
-    return into.is_cuda and {source.get_device() for source in sources} == {into.get_device()} and _has_triton()
+    return into.is_cuda and set(map(torch.Tensor.get_device, sources)) == {into.get_device()} and _has_triton()
 
 
 def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tensor) -> Digests:
     """Copy and digest all tensors of the chunk in one pass by one kernel."""
-    from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
-
-    data = [item if item.is_contiguous() and not item.is_neg() else _row_by_row(item) for item in sources]
-    begins = np.asarray([item.data_ptr() for item in data])
+    data = list(sources)
+    if not all(map(torch.Tensor.is_contiguous, data)) or any(map(torch.Tensor.is_neg, data)):
+        data = [_row_by_row(item) for item in data]
+    begins = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
     for place in np.flatnonzero(begins % ALIGNMENT_BYTES).tolist():
         data[place] = data[place].detach().clone()
         begins[place] = data[place].data_ptr()
     base = data[0].detach().view(-1).view(torch.uint8)
-    table = table_of(begins - base.data_ptr(), chunk.begins, chunk.sizes).pin_memory()
-    table = table.to(into.device, non_blocking=True)
-    return Digests(lane_sums_of_pieces(base, table, len(data), copy=into), chunk.sizes)
+    return chunk.pieces.copy(base, begins - base.data_ptr(), into)
 
 
 def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a row-major copy."""
+    """Return the tensor row by row; a copy only if it does not lie so."""
     return tensor.detach().resolve_neg().contiguous()
 
 
