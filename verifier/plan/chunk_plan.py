@@ -113,6 +113,11 @@ class Chunk:
 
         return Pieces(self.begins, self.sizes)
 
+    @functools.cached_property
+    def guards(self) -> dict[Any, Any]:
+        """By GPU, guards of the tensors that were last packed from there; see `verifier.transport.buffer.pack`."""
+        return {}
+
     def _run(self, places: Sequence[int]) -> Run:
         """Return the view of the tensors at these places, which are alike."""
         dtype, shape = self.dtypes[places[0]], self.shapes[places[0]]
