@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,7 +139,8 @@ def _row_by_row(sources: Sequence[torch.Tensor]) -> bool:
 
 def _guards_of(sources: Sequence[torch.Tensor]) -> TensorGuards:
     """Return guards of the tensors' types, dtypes, devices, shapes, strides and dispatch keys, negation among them."""
-    shapes, strides = [list(item.shape) for item in sources], [list(item.stride()) for item in sources]
+    shapes: list[Any] = [list(item.shape) for item in sources]
+    strides: list[Any] = [list(item.stride()) for item in sources]
     return TensorGuards(*sources, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
