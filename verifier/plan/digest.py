@@ -107,8 +107,8 @@ class Pieces:
     def __init__(self, begins: Sequence[int], sizes: Sequence[int]) -> None:
         self._begins, self._sizes = begins, np.asarray(sizes, dtype=np.uint64)
         self._table: torch.Tensor | None = None
-        self._sources: np.ndarray | None = None
         self._copied: torch.Tensor | None = None
+        self._sources = np.empty(0, dtype=np.int64)
 
     def start(self, buffer: torch.Tensor) -> Digests:
         """Start to digest every piece; on a GPU this is queued on its current stream, and nothing waits for it.

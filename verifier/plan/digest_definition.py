@@ -68,7 +68,8 @@ def finish(low: Any, high: Any, num_bytes: Any) -> tuple[Any, Any]:
 def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[str]:
     """Return the digests of many pieces from both lanes' sums, int64 [num_pieces, 2] on the host, and their bytes."""
     words = np.empty(sums.shape, dtype=">u8")
-    words[:, 0], words[:, 1] = finish(*sums.numpy().view(np.uint64).T, np.asarray(sizes, dtype=np.uint64))
+    low, high = sums.numpy().view(np.uint64).T
+    words[:, 0], words[:, 1] = finish(low, high, np.asarray(sizes, dtype=np.uint64))
     text = words.tobytes().hex(" ", 16)
     return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []
 
