@@ -89,6 +89,23 @@ def test_packing_digests_as_it_copies() -> None:
         assert torch.equal(tensor, tensors[name]), name
 
 
+def test_packing_again_reads_what_lies_there_now() -> None:
+    """The same memory with other values, other memory, and one tensor turned; a table and guards are kept between."""
+    tensors = {f"experts.{index}": torch.randn(96, 64, device="cuda") for index in range(20)}
+    metas = [TensorMeta(name=name, dtype="float32", shape=(96, 64)) for name in tensors]
+    (chunk,) = build_plan(metas, chunk_bytes=1 << 30).chunks
+    for now in (
+        tensors, tensors, {name: tensor.add_(1) for name, tensor in tensors.items()},
+        tensors | {"experts.3": torch.randn(96, 64, device="cuda")},
+        tensors | {"experts.5": torch.randn(64, 96, device="cuda").t()}, tensors,
+    ):  # fmt: skip
+        packed = pack(chunk, now, None)
+        torch.cuda.synchronize()
+        assert packed.digests() == digest_tensors(now.values())
+        assert all(torch.equal(tensor, now[name]) for name, tensor in unpack(chunk, packed.buffer))
+    assert len(chunk.guards) == 1
+
+
 @pytest.mark.timed
 def test_reads_at_the_speed_of_memory(its_turn, measured) -> None:
     words = torch.randint(-(2**62), 2**62, (1 << 30,), device="cuda")
