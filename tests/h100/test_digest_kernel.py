@@ -12,7 +12,7 @@ from verifier.plan.chunk_plan import TensorMeta, build_plan
 from verifier.plan.digest import Pieces, digest_tensor, digest_tensors
 from verifier.plan.digest_definition import BLOCK_BYTES, finish, lane_sums_numpy
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
-from verifier.transport.buffer import dtype_name, pack, pieces_of, unpack
+from verifier.transport.buffer import dtype_name, pack, unpack
 
 pytestmark = pytest.mark.h100(gpus=1)
 
@@ -78,7 +78,7 @@ def test_packing_digests_as_it_copies() -> None:
     on_host = pack(chunk, {name: tensor.cpu() for name, tensor in tensors.items()}, None)
     ring = torch.full((3 * chunk.num_bytes,), 255, dtype=torch.uint8, device="cuda")
     packed = pack(chunk, tensors, ring[chunk.num_bytes : 2 * chunk.num_bytes])
-    arrived = pieces_of(chunk).start(packed.buffer)
+    arrived = chunk.pieces.start(packed.buffer)
     torch.cuda.synchronize()
     assert packed.sums is not None
     assert torch.equal(packed.buffer.cpu(), on_host.buffer)
@@ -87,6 +87,23 @@ def test_packing_digests_as_it_copies() -> None:
     assert packed.digests() == arrived.result() == on_host.digests()
     for name, tensor in unpack(chunk, packed.buffer):
         assert torch.equal(tensor, tensors[name]), name
+
+
+def test_packing_again_reads_what_lies_there_now() -> None:
+    """The same memory with other values, other memory, and one tensor turned; a table and guards are kept between."""
+    tensors = {f"experts.{index}": torch.randn(96, 64, device="cuda") for index in range(20)}
+    metas = [TensorMeta(name=name, dtype="float32", shape=(96, 64)) for name in tensors]
+    (chunk,) = build_plan(metas, chunk_bytes=1 << 30).chunks
+    for now in (
+        tensors, tensors, {name: tensor.add_(1) for name, tensor in tensors.items()},
+        tensors | {"experts.3": torch.randn(96, 64, device="cuda")},
+        tensors | {"experts.5": torch.randn(64, 96, device="cuda").t()}, tensors,
+    ):  # fmt: skip
+        packed = pack(chunk, now, None)
+        torch.cuda.synchronize()
+        assert packed.digests() == digest_tensors(now.values())
+        assert all(torch.equal(tensor, now[name]) for name, tensor in unpack(chunk, packed.buffer))
+    assert len(chunk.guards) == 1
 
 
 @pytest.mark.timed
@@ -109,7 +126,7 @@ def test_a_chunk_of_experts_is_read_and_packed_at_the_speed_of_memory(its_turn, 
     with mock.patch.object(chunk_plan, "END_BYTES", 2 << 30):
         (chunk,) = build_plan(metas, chunk_bytes=2 << 30).chunks
     buffer, other = (torch.empty(chunk.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    pieces, words = pieces_of(chunk), buffer.view(torch.int64)
+    pieces, words = chunk.pieces, buffer.view(torch.int64)
     digest_s, sum_s, reading = paired(lambda: pieces.start(buffer), lambda: words.sum())
     pack_s, copy_s, copying = paired(lambda: pack(chunk, tensors, buffer), lambda: other.copy_(buffer))
     measured(

@@ -207,6 +207,19 @@ def norms_of_large_tensors_are_short_upstream() -> None:
     assert abs(float(clip_grads.get_grad_norm_fp32(gradients)) / exact - 1) < 2e-7
 
 
+def guards_tell_tensors_of_another_kind() -> None:
+    """Dynamo's guards, by which packing knows that the next tensors are of the kinds that it compared with the plan."""
+    import torch
+    from torch._C._dynamo.guards import TensorGuards
+
+    plain = torch.zeros(4, 6)
+    guards = TensorGuards(plain, dynamic_dims_sizes=[[4, 6]], dynamic_dims_strides=[[6, 1]])
+    assert guards.check(torch.ones(4, 6))
+    negated = torch.zeros(4, 6, dtype=torch.complex64).conj().imag
+    others = (torch.zeros(6, 4), torch.zeros(6, 4).T, plain.double(), plain.to("meta"), negated)
+    assert not any(guards.check(other) for other in others)
+
+
 def torch_itself_is_whole() -> None:
     """Only megatron-core's literal CUDA factories are turned to the host; a meta device still is one."""
     import torch

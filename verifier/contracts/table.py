@@ -73,6 +73,7 @@ CONTRACTS = (
         _keeps("packer_and_attention_agree_on_context_parallel_rows", "PCK001", "PCK002", tiers=CPU),
         _has("token_counts_on_the_host_are_not_made_numpy_upstream", "moe_utils.maybe_move_tensor_to_cpu", CPU),
         _has("norms_of_large_tensors_are_short_upstream", "local_multi_tensor_l2_norm without Transformer Engine", CPU),
+        _keeps("guards_tell_tensors_of_another_kind", "TPT001", package="torch"),
         _keeps("torch_itself_is_whole", *_TRAINED, tiers=CPU, package="torch"),
         _keeps("placeholder_gives_nothing_away", *_TRAINED, tiers=CPU),
         _keeps("attention_equals_torchs_own", *_TRAINED, tiers=CPU),

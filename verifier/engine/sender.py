@@ -226,10 +226,11 @@ class _Sending:
             return
         drawn = list(islice(self.stream, len(chunk.names)))
         try:
-            for name, planned in zip_longest([name for name, _ in drawn], chunk.names):
-                if name != planned:
-                    what = f"`{name}`" if name else "nothing more"
-                    raise ContractError(f"the stream brings {what} where the plan says `{planned}`")
+            if (names := tuple([name for name, _ in drawn])) != chunk.names:
+                pairs = zip_longest(names, chunk.names)
+                name, planned = next((name, planned) for name, planned in pairs if name != planned)
+                what = f"`{name}`" if name else "nothing more"
+                raise ContractError(f"the stream brings {what} where the plan says `{planned}`")
             self._ready.append(pack(chunk, dict(drawn), self._group.place(chunk.num_bytes)))
         except ContractError as problem:
             self._problem = problem

@@ -9,9 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verifier.errors import ContractError
+
+if TYPE_CHECKING:
+    from verifier.plan.digest import Pieces
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -52,6 +55,18 @@ class TensorMeta:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+class Run(NamedTuple):
+    """Tensors of one dtype and shape at equal distances in a buffer, as one view of it; a single one is the view."""
+
+    places: tuple[int, ...]
+    """Positions in the chunk."""
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements, as the next."""
+    first: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """Consecutive tensors that travel in one buffer of `num_bytes` bytes; every column has one value per tensor."""
@@ -76,12 +91,41 @@ class Chunk:
         return tuple(tensor.num_bytes for tensor in self.tensors)
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[str, str, tuple[int, ...], tuple[int, ...], int], ...]:
-        """(name, dtype, shape, row-major strides, offset in elements of its dtype) of each tensor."""
-        return tuple(
-            (name, dtype, shape, _row_by_row(shape), begin // DTYPE_BYTES[dtype])
-            for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self.begins, strict=True)
-        )
+    def runs(self) -> tuple[Run, ...]:
+        """Views that are all tensors together, fewer than these are: cutting one into many costs less than a view each.
+
+        Tensors between neighbours of the same dtypes and shapes repeat at equal distances: one kind of each expert.
+        """
+        kinds = [None, *zip(self.dtypes, self.shapes, strict=True), None]
+        alike: dict[Any, list[list[int]]] = {}
+        for place, begin in enumerate(self.begins):
+            found = alike.setdefault(tuple(kinds[place : place + 3]), [[]])
+            last = found[-1]
+            if len(last) > 1 and begin - self.begins[last[-1]] != self.begins[last[1]] - self.begins[last[0]]:
+                found.append(last := [])
+            last.append(place)
+        return tuple(self._run(places) for found in alike.values() for places in found)
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """The tensors as ranges of the buffer, with what a GPU keeps of them from one transfer to the next."""
+        from verifier.plan.digest import Pieces
+
+        return Pieces(self.begins, self.sizes)
+
+    @functools.cached_property
+    def guards(self) -> dict[Any, Any]:
+        """By GPU, guards of the tensors that were last packed from there; see `verifier.transport.buffer.pack`."""
+        return {}
+
+    def _run(self, places: Sequence[int]) -> Run:
+        """Return the view of the tensors at these places, which are alike."""
+        dtype, shape = self.dtypes[places[0]], self.shapes[places[0]]
+        first, *others = (self.begins[place] // DTYPE_BYTES[dtype] for place in places)
+        strides = _row_by_row(shape)
+        if others:
+            shape, strides = (len(places), *shape), (others[0] - first, *strides)
+        return Run(tuple(places), dtype, shape, strides, first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from verifier.errors import ContractError
@@ -83,7 +84,7 @@ class Digests:
         sizes: size of each piece, in bytes; needed for sums.
     """
 
-    def __init__(self, found: list[str] | torch.Tensor, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, found: list[str] | torch.Tensor, sizes: Sequence[int] | np.ndarray = ()) -> None:
         self._sizes = sizes
         self._found = found
         if isinstance(found, torch.Tensor):
@@ -104,8 +105,10 @@ class Pieces:
     """
 
     def __init__(self, begins: Sequence[int], sizes: Sequence[int]) -> None:
-        self._begins, self._sizes = begins, sizes
+        self._begins, self._sizes = begins, np.asarray(sizes, dtype=np.uint64)
         self._table: torch.Tensor | None = None
+        self._copied: torch.Tensor | None = None
+        self._sources = np.empty(0, dtype=np.int64)
 
     def start(self, buffer: torch.Tensor) -> Digests:
         """Start to digest every piece; on a GPU this is queued on its current stream, and nothing waits for it.
@@ -119,5 +122,22 @@ class Pieces:
             if self._table is None or self._table.device != buffer.device:
                 self._table = table_of(self._begins, self._begins, self._sizes).to(buffer.device)
             return Digests(lane_sums_of_pieces(buffer, self._table, len(self._sizes)), self._sizes)
-        pieces = [buffer[begin : begin + size] for begin, size in zip(self._begins, self._sizes, strict=True)]
+        pieces = [buffer[begin : begin + size] for begin, size in zip(self._begins, self._sizes.tolist(), strict=True)]
         return Digests(_digests_of(pieces))
+
+    def copy(self, base: torch.Tensor, sources: np.ndarray, into: torch.Tensor) -> Digests:
+        """Queue one pass of a GPU that copies every piece to its place in a buffer and digests it; see `start`.
+
+        The kernel's table is kept, and made anew for other sources.
+
+        Args:
+            base: uint8 vector on the GPU that the sources are relative to.
+            sources: where each piece lies now, in bytes from the base, int64 [num_pieces]; multiples of 16.
+            into: uint8 vector on the same GPU.
+        """
+        from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
+
+        if self._copied is None or self._copied.device != into.device or not np.array_equal(self._sources, sources):
+            table = table_of(sources, self._begins, self._sizes).pin_memory()
+            self._sources, self._copied = sources, table.to(into.device, non_blocking=True)
+        return Digests(lane_sums_of_pieces(base, self._copied, len(self._sizes), copy=into), self._sizes)

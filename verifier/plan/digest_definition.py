@@ -43,10 +43,15 @@ _REFERENCE_BLOCKS = 256
 def mix(value: Any) -> Any:
     """Apply the finaliser of splitmix64 to an int below 2^64 or to an array of uint64, whose products wrap."""
     value = value ^ value >> 30
-    value = value * MIX_1 & _MASK
+    value = _wrapped(value * MIX_1)
     value = value ^ value >> 27
-    value = value * MIX_2 & _MASK
+    value = _wrapped(value * MIX_2)
     return value ^ value >> 31
+
+
+def _wrapped(value: Any) -> Any:
+    """Return an int mod 2^64; an array of uint64 has wrapped by itself."""
+    return value & _MASK if isinstance(value, int) else value
 
 
 KEYS = (mix(np.arange(1, 2 * ROWS + 1, dtype=np.uint64) * GOLDEN) >> 32).astype(np.uint32).reshape(2, ROWS)
@@ -55,17 +60,18 @@ KEYS = (mix(np.arange(1, 2 * ROWS + 1, dtype=np.uint64) * GOLDEN) >> 32).astype(
 
 def finish(low: Any, high: Any, num_bytes: Any) -> tuple[Any, Any]:
     """Return the two words of the digest from both lanes' sums and the length, as ints or as arrays of uint64."""
-    first = mix(low + mix(num_bytes + GOLDEN & _MASK) & _MASK)
-    second = mix(high + first * MIX_1 & _MASK)
-    return mix(first + second * MIX_2 & _MASK), second
+    first = mix(_wrapped(low + mix(_wrapped(num_bytes + GOLDEN))))
+    second = mix(_wrapped(high + first * MIX_1))
+    return mix(_wrapped(first + second * MIX_2)), second
 
 
-def finish_all(sums: torch.Tensor, sizes: Sequence[int]) -> list[str]:
+def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[str]:
     """Return the digests of many pieces from both lanes' sums, int64 [num_pieces, 2] on the host, and their bytes."""
+    words = np.empty(sums.shape, dtype=">u8")
     low, high = sums.numpy().view(np.uint64).T
-    words = np.stack(finish(low, high, np.asarray(sizes, dtype=np.uint64)), axis=1)
-    text = words.astype(">u8").tobytes().hex()
-    return [PREFIX + text[at : at + 32] for at in range(0, len(text), 32)]
+    words[:, 0], words[:, 1] = finish(low, high, np.asarray(sizes, dtype=np.uint64))
+    text = words.tobytes().hex(" ", 16)
+    return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []
 
 
 def lane_sums_numpy(data: torch.Tensor) -> tuple[int, int]:

@@ -154,7 +154,9 @@ def _pieces_kernel(
     tl.atomic_add(sum_ptr + 1, tl.sum(tl.sum(high, 1), 0).to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def table_of(begins: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def table_of(
+    begins: Sequence[int] | np.ndarray, targets: Sequence[int], sizes: Sequence[int] | np.ndarray
+) -> torch.Tensor:
     """Return the kernel's table on the host, int64 [3 * pieces + 2 * units].
 
     Args:

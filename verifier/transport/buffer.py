@@ -6,13 +6,14 @@ import functools
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ALIGNMENT_BYTES, DTYPE_BYTES, Chunk
-from verifier.plan.digest import Digests, Pieces, digest_tensors
+from verifier.plan.digest import Digests, digest_tensors
 
 _NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -37,6 +38,9 @@ class Packed:
 def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor | None) -> Packed:
     """Copy the chunk's tensors to their places in one buffer; alignment gaps become zero.
 
+    Every tensor is compared with the plan. Where all were as planned and lay row by row on the buffer's GPU, guards are
+    made of them, by which torch tells in one call that the next ones are the same in all of this.
+
     Args:
         chunk: plan of the buffer.
         tensors: name -> tensor, exactly the chunk's names in plan order.
@@ -45,10 +49,18 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor |
     Raises:
         ContractError: a tensor is missing, not planned, or has another dtype or shape than planned.
     """
-    sources = _planned(chunk, tensors)
+    sources = _in_order(chunk, tensors)
     if into is None:
         into = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=sources[0].device)
+    guards = chunk.guards.get(into.device) if _runs_kernel(into) else None
+    if guards is not None and guards.check(*sources):
+        return Packed(chunk=chunk, buffer=into, sums=_pack_on_gpu(chunk, sources, into))
+    _compare(chunk, sources)
     if _by_kernel(into, sources):
+        if _row_by_row(sources):
+            chunk.guards[into.device] = _guards_of(sources)
+        else:
+            sources = [item.detach().resolve_neg().contiguous() for item in sources]
         return Packed(chunk=chunk, buffer=into, sums=_pack_on_gpu(chunk, sources, into))
     for begin, size, after in zip(chunk.begins, chunk.sizes, (*chunk.begins[1:], chunk.num_bytes), strict=True):
         if begin + size < after:
@@ -70,18 +82,14 @@ def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]
     """
     if buffer.numel() != chunk.num_bytes:
         raise ContractError(f"chunk {chunk.index} has {buffer.numel()} bytes, the plan says {chunk.num_bytes}")
-    wholes = [(dtype, buffer.view(getattr(torch, dtype))) for dtype in dict.fromkeys(chunk.dtypes)]
-    lies = {dtype: (whole.as_strided, whole.storage_offset()) for dtype, whole in wholes}
-    found = []
-    for name, dtype, shape, strides, first in chunk.places:
-        as_strided, begin = lies[dtype]
-        found.append((name, as_strided(shape, strides, begin + first)))
-    return found
-
-
-def pieces_of(chunk: Chunk) -> Pieces:
-    """Return the chunk's tensors as ranges of its buffer."""
-    return Pieces(chunk.begins, chunk.sizes)
+    wholes = {dtype: buffer.view(getattr(torch, dtype)) for dtype in dict.fromkeys(chunk.dtypes)}
+    found = [buffer] * len(chunk.names)
+    for places, dtype, shape, strides, first in chunk.runs:
+        whole = wholes[dtype]
+        view = whole.as_strided(shape, strides, whole.storage_offset() + first)
+        for place, tensor in zip(places, view.unbind() if len(places) > 1 else (view,), strict=True):
+            found[place] = tensor
+    return list(zip(chunk.names, found, strict=True))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -89,15 +97,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in plan order, after comparing them with the plan."""
-    if tuple(tensors) != chunk.names:
-        if extra := sorted(tensors.keys() - set(chunk.names)):
-            raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
-        for name in chunk.names:
-            if name not in tensors:
-                raise ContractError(f"`{name}` is planned for chunk {chunk.index} and was not handed over")
-    found = [tensors[name] for name in chunk.names]
+def _in_order(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors in plan order, after comparing their names with the plan's."""
+    if tuple(tensors) == chunk.names:
+        return list(tensors.values())
+    if extra := sorted(tensors.keys() - set(chunk.names)):
+        raise ContractError(f"`{extra[0]}` was handed over for chunk {chunk.index}, which does not plan it")
+    for name in chunk.names:
+        if name not in tensors:
+            raise ContractError(f"`{name}` is planned for chunk {chunk.index} and was not handed over")
+    return [tensors[name] for name in chunk.names]
+
+
+def _compare(chunk: Chunk, found: Sequence[torch.Tensor]) -> None:
+    """Compare the tensors with the plan, which names another dtype or shape."""
     dtypes, shapes = [_NAME_OF.get(tensor.dtype) for tensor in found], [tensor.shape for tensor in found]
     if dtypes != list(chunk.dtypes) or shapes != list(chunk.shapes):
         for meta, tensor in zip(chunk.tensors, found, strict=True):
@@ -106,32 +119,41 @@ def _planned(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Te
                     f"`{meta.name}` is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
                     f"the chunk plan says {meta.dtype} {list(meta.shape)}"
                 )
-    return found
+
+
+def _runs_kernel(into: torch.Tensor) -> bool:
+    """Return whether the buffer is on a GPU that can run the kernel."""
+    return into.is_cuda and _has_triton()
 
 
 def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are on one GPU that can run the kernels."""
-    return into.is_cuda and {source.get_device() for source in sources} == {into.get_device()} and _has_triton()
+    """Return whether all tensors are on one GPU that can run the kernel."""
+    return _runs_kernel(into) and set(map(torch.Tensor.get_device, sources)) == {into.get_device()}
+
+
+def _row_by_row(sources: Sequence[torch.Tensor]) -> bool:
+    """Return whether the bytes of every tensor are its values row by row."""
+    return all(map(torch.Tensor.is_contiguous, sources)) and not any(map(torch.Tensor.is_neg, sources))
+
+
+def _guards_of(sources: Sequence[torch.Tensor]) -> Any:
+    """Return guards of the tensors' types, dtypes, devices, shapes, strides and dispatch keys, negation among them."""
+    from torch._C._dynamo.guards import TensorGuards
+
+    shapes: list[Any] = [list(item.shape) for item in sources]
+    strides: list[Any] = [list(item.stride()) for item in sources]
+    return TensorGuards(*sources, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
 def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tensor) -> Digests:
     """Copy and digest all tensors of the chunk in one pass by one kernel."""
-    from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
-
-    data = [item if item.is_contiguous() and not item.is_neg() else _row_by_row(item) for item in sources]
-    begins = np.asarray([item.data_ptr() for item in data])
+    data = list(sources)
+    begins = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
     for place in np.flatnonzero(begins % ALIGNMENT_BYTES).tolist():
         data[place] = data[place].detach().clone()
         begins[place] = data[place].data_ptr()
     base = data[0].detach().view(-1).view(torch.uint8)
-    table = table_of(begins - base.data_ptr(), chunk.begins, chunk.sizes).pin_memory()
-    table = table.to(into.device, non_blocking=True)
-    return Digests(lane_sums_of_pieces(base, table, len(data), copy=into), chunk.sizes)
-
-
-def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a row-major copy."""
-    return tensor.detach().resolve_neg().contiguous()
+    return chunk.pieces.copy(base, begins - base.data_ptr(), into)
 
 
 @functools.cache

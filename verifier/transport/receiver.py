@@ -11,8 +11,8 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
-from verifier.plan.digest import Digests, Pieces, digest_tensors
-from verifier.transport.buffer import pieces_of, unpack
+from verifier.plan.digest import Digests, digest_tensors
+from verifier.transport.buffer import unpack
 from verifier.transport.gloo import join
 from verifier.transport.group import TransferGroup
 from verifier.transport.groups import bulk_group
@@ -68,7 +68,6 @@ class ChunkReceiver:
         self._posted: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
         self._proposed: Callable[[], Agreement] | None = None
         self._stopped = ""
-        self._pieces: dict[int, Pieces] = {}
         self._early: _Arrival | None = None
 
     def connect(self, address: Address) -> None:
@@ -88,9 +87,8 @@ class ChunkReceiver:
         self._proposed = None
         agreement = self._joined().begin(plan)
         if agreement.reached:
-            if known is None or known.digest != plan.digest:
-                self._pieces = {}
-            self.plan, self._next, self._stopped = plan, 0, ""
+            same = known is not None and known.digest == plan.digest
+            self.plan, self._next, self._stopped = known if same else plan, 0, ""
         return agreement
 
     def receive(self, chunk: int, load: Load) -> Receipt:
@@ -127,7 +125,7 @@ class ChunkReceiver:
         buffer, self._early = arrival.buffer, None
         users = _users(buffer)
         views = unpack(layout, buffer)
-        names = tuple(name for name, _ in views)
+        names = tuple([name for name, _ in views])
         digests = arrival.digests or Digests(digest_tensors(tensor for _, tensor in views))
         loaded, refused = self._load(buffer, views, load, users)
         done = _recorded_event(buffer)
@@ -199,9 +197,7 @@ class ChunkReceiver:
         """
         if not (buffer.is_cuda or self._joined().refills):
             return None
-        if layout.index not in self._pieces:
-            self._pieces[layout.index] = pieces_of(layout)
-        return self._pieces[layout.index].start(buffer)
+        return layout.pieces.start(buffer)
 
     def _load(
         self, buffer: torch.Tensor, views: list[tuple[str, torch.Tensor]], load: Load, users: int

@@ -75,12 +75,32 @@ def test_columns_are_the_tensors() -> None:
         zip(*((meta.name, meta.dtype, meta.shape) for meta in metas), strict=True)
     )
     assert (chunk.begins, chunk.sizes) == ((0, 16, 48, 64), (12, 20, 8, 0))
-    assert chunk.places == (
-        ("a", "float32", (3,), (1,), 0), ("b", "bfloat16", (2, 5), (5, 1), 8),
-        ("c", "int64", (), (), 6), ("d", "bool", (0, 4), (4, 1), 64),
+    assert chunk.runs == (
+        ((0,), "float32", (3,), (1,), 0), ((1,), "bfloat16", (2, 5), (5, 1), 8),
+        ((2,), "int64", (), (), 6), ((3,), "bool", (0, 4), (4, 1), 64),
     )  # fmt: skip
     assert chunk == plan.chunks[0]
     assert list(chunk.tensors) == metas
+
+
+def test_tensors_at_equal_distances_are_one_run() -> None:
+    """Kinds of experts, though gate and up have one shape; a norm between the experts parts a run."""
+    shapes = {"gate": (4, 2), "up": (4, 2), "down": (2, 4)}
+    metas = [
+        TensorMeta(name=f"{expert}.{kind}", dtype="float32", shape=shape)
+        for expert in range(4)
+        for kind, shape in shapes.items()
+    ]
+    (chunk,) = build_plan(metas[:9], chunk_bytes=END_BYTES).chunks
+    assert chunk.runs == (
+        ((0,), "float32", (4, 2), (2, 1), 0), ((1, 4, 7), "float32", (3, 4, 2), (24, 2, 1), 8),
+        ((2, 5), "float32", (2, 2, 4), (24, 4, 1), 16), ((3, 6), "float32", (2, 4, 2), (24, 2, 1), 24),
+        ((8,), "float32", (2, 4), (4, 1), 64),
+    )  # fmt: skip
+    norm = TensorMeta(name="norm", dtype="float32", shape=(1,))
+    (chunk,) = build_plan([*metas[:6], norm, *metas[6:]], chunk_bytes=END_BYTES).chunks
+    assert sorted(place for run in chunk.runs for place in run.places) == list(range(13))
+    assert {run.places for run in chunk.runs} >= {(1, 4), (8, 11)}
 
 
 def test_a_chunk_without_tensors_is_refused() -> None:

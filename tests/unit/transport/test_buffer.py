@@ -54,6 +54,28 @@ def test_views_outlive_the_name_of_the_buffer() -> None:
     assert torch.equal(bias[:2], TENSORS["bias"][:2])
 
 
+def test_views_of_equal_tensors_are_at_their_places_and_may_be_written_to() -> None:
+    """Experts' gate, up and down, whose places differ by one step; each view is one tensor's bytes and no other's."""
+    tensors = {
+        f"{expert}.{kind}": torch.full(shape, 10 * expert + number, dtype=torch.bfloat16)
+        for expert in range(5)
+        for number, (kind, shape) in enumerate({"gate": (4, 3), "up": (4, 3), "down": (3, 4)}.items())
+    } | {"norm": torch.ones(3), "last": torch.full((4, 3), 99.0, dtype=torch.bfloat16)}
+    metas = [TensorMeta(name=n, dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for n, t in tensors.items()]
+    (layout,) = build_plan(metas, chunk_bytes=1 << 20).chunks
+    ring = torch.zeros(layout.num_bytes + 32, dtype=torch.uint8)
+    packed = pack(layout, tensors, ring[32:])
+    views = unpack(layout, packed.buffer)
+    assert [name for name, _ in views] == list(tensors)
+    for name, view in views:
+        assert view.is_contiguous()
+        assert view.shape == tensors[name].shape
+        assert torch.equal(view, tensors[name])
+    for _, view in views:
+        view.add_(1)
+    assert all(torch.equal(view, tensors[name] + 1) for name, view in unpack(layout, packed.buffer))
+
+
 def test_packing_into_used_memory_leaves_nothing_of_it() -> None:
     layout = chunk()
     fresh = pack(layout, TENSORS, None)

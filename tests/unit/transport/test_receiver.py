@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
 from verifier.engine import sender as update
 from verifier.errors import ContractError
-from verifier.transport.wire import AHEAD, TransferFailed
+from verifier.plan.chunk_plan import ChunkPlan, build_plan
+from verifier.transport.receiver import ChunkReceiver
+from verifier.transport.wire import AHEAD, Agreement, TransferFailed
 
 
 @pytest.fixture(params=[1, 3], ids=["one-rank", "three-ranks"])
@@ -27,6 +30,23 @@ def test_every_update_is_whole(ranks: Ranks) -> None:
     for version in range(3):
         assert len(sender.send(version)) > 5
     sender.group.close()
+
+
+def test_an_equal_plan_keeps_what_was_made_of_the_last_one_and_another_does_not() -> None:
+    """With its own record, as an engine is told it, each time."""
+    receiver, plan = ChunkReceiver(0), plan_of(weights(1))
+    receiver._group = mock.Mock(begin=lambda plan: Agreement(messages=(plan.digest,) * 2))
+    other = build_plan(list(plan.tensors)[1:], chunk_bytes=1 << 10)
+    agreed = []
+    for told in (plan, plan, other, plan):
+        assert receiver.agree(ChunkPlan.from_json(told.to_json())).reached
+        assert receiver.plan == told
+        agreed.append(receiver.plan)
+    assert agreed[0] is agreed[1]
+    assert agreed[3] is not agreed[0]
+    receiver._group.begin = lambda plan: Agreement(messages=(other.digest, plan.digest))
+    assert not receiver.agree(plan).reached
+    assert receiver.plan is None
 
 
 def test_the_next_chunks_travel_while_one_is_loaded(ranks: Ranks) -> None:
