@@ -198,6 +198,8 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Token ids that the environment added; empty where the episode ends."""
     said: tuple[str, ...]
     """Text of the added tokens."""
+    seals: tuple[int, ...] = ()
+    """Seals of what the environment said, in any order, with the turns that it read; none in older traces."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
