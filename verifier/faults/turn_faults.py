@@ -12,13 +12,13 @@ from msgspec import structs
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
-KNOBS = (
+PLAYED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
-    "grpo.max_answer_tokens=48", "grpo.environment=verifier.faults.echo:Echo", "grpo.max_turns=3",
-    "grpo.entropy_weight=0.05",
+    "grpo.max_answer_tokens=48", "grpo.max_turns=3", "grpo.entropy_weight=0.05",
 )  # fmt: skip
+KNOBS = (*PLAYED, "grpo.environment=verifier.faults.echo:Echo")
 STEP_WISE = (*KNOBS, "grpo.step_wise=true")
-OWN = (*KNOBS, "grpo.environment=verifier.faults.echo:Lengths")
+OWN = (*PLAYED, "grpo.environment=verifier.faults.echo:Lengths")
 """An environment that no second reader knows."""
 SPECIAL = range(7)
 """Ids of the special tokens of `tiny:add`."""
