@@ -86,7 +86,7 @@ def reply_to_another_episode(call: Call) -> Any:
     "verifier.trainer.episodes:Episodes._reply_ids(self, said)", training=OWN,
 )  # fmt: skip
 def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
-    """What the tool says is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
+    """A tool's message is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
     return call.faulty(said=call.said[:1]) if len(call.said) > 1 else call.original()
 
 

@@ -18,8 +18,8 @@ from verifier.data.second_tokenizer import SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.environments.environment import open_environment
-from verifier.environments.sealed import SealedEnvironment
 from verifier.errors import UsageError
+from verifier.trainer.sealed_replies import SealedEnvironment
 
 
 class Sampler(Protocol):
