@@ -110,18 +110,19 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     """The line of metrics that a step leaves in the file is under its own number, and has the numbers of its trace.
 
     What it checks: the last line of `metrics.jsonl`, read back from the file before the next step begins and at the end
-    of the run: its step, and each number that the trace of that step has, against that trace. And that the line has
-    the numbers of an evaluation just if one was due: after its step, or before the first one. And that no step comes
-    after one whose accuracy is `evaluation.stop_above` or more.
+    of the run: its step, and each number that the trace of that step has, against that trace. The last event of
+    TensorBoard, read back too, against the line: step and all numbers. And that the line has the numbers of an
+    evaluation just if one was due: after its step, or before the first one. And that no step comes after one whose
+    accuracy is `evaluation.stop_above` or more.
     Why it matters: curves of two runs are compared step by step. Numbers under another step, or those of a step before,
     move a curve and no number in it is wrong. An evaluation that is passed over leaves a gap where nobody looks.
     Evidence: loss/written, and the manifest's config.
-    Tolerance and its source: bitwise; the file has every digit of a float64.
-    What it does not catch: numbers that are wrong in the trace too (MET001); TensorBoard and wandb; the other numbers
-    of a line; of a run that goes on from a checkpoint the numbers of the step before it, evaluations included. A line
-    of another step is the resume's there, and is named checkpoint; an evaluation at the end alone
-    (`evaluation.every=0`).
-    References: prime-rl#1516, prime-rl#1513, prime-rl#835.
+    Tolerance and its source: bitwise; the file has every digit of a float64, and an event those of a float32.
+    What it does not catch: numbers that are wrong in the trace too (MET001); wandb; the other numbers of a line (trend
+    of the mismatch, time, memory); of a run that goes on from a checkpoint the numbers of the step before it,
+    evaluations included. A line of another step is the resume's there, and is named checkpoint; an evaluation at the
+    end alone (`evaluation.every=0`).
+    References: prime-rl#1516, prime-rl#1513, prime-rl#835, NeMo-Speech#4541.
     """
     for item in trace.of(WrittenMetrics):
         stage = Stage.LOSS if item.recorded else Stage.CHECKPOINT
@@ -134,8 +135,31 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
                 expected=f"{right} (the trace of the step)", actual=f"{shown} (the file)",
                 allowed="bitwise (numbers are copied)", hint="look at which step the writer takes its numbers from",
             )  # fmt: skip
+        yield from _curves(item)
         yield from _evaluated(trace, item)
         yield from _stopped(trace, item)
+
+
+def _curves(item: WrittenMetrics) -> Iterator[Comparison]:
+    """The last event of TensorBoard against the line, of a step whose trace this process has written."""
+    if item.event is None or not item.recorded:
+        return
+    pairs: list[tuple[str, Real | str, float]] = [("step", item.event_step, float(item.version))]
+    with np.errstate(over="ignore"):
+        pairs += [
+            (name, item.event.get(name, "absent"), float(np.float32(right))) for name, right in item.values.items()
+        ]
+    for name, shown, right in pairs:
+        if math.isnan(right) and shown in ("absent", "nan"):  # a part without tokens has no point
+            continue
+        same = shown != "absent" and float(shown) == right
+        yield Comparison(
+            what=f"{name} of TensorBoard", same=same, stage=Stage.LOSS, version=item.version, badness=1.0,
+            sentence=f"TensorBoard shows {name} {shown} after step {item.version}, it should be {right:g}",
+            expected=f"{right:.9g} (metrics.jsonl)", actual=f"{shown} (the file of events)",
+            allowed="bitwise (numbers are copied, in float32)",
+            hint="look at which step the writer of events counts, and which numbers it is given",
+        )  # fmt: skip
 
 
 def _evaluated(trace: Trace, item: WrittenMetrics) -> Iterator[Comparison]:

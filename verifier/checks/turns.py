@@ -15,6 +15,7 @@ from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
 from verifier.core.records_tokens import Rollouts
+from verifier.core.seal import seal_of_reply
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -40,16 +41,18 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
     allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
     calculator finds. What the template puts around any reply is by a second reader of the tokenizer's files, if there
-    is one. Per rollout of the batch, that its tokens are those of the episode, and that those marked as
-    sampled are the turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch,
-    that each of its turns is there. Of up to 8 problems of an evaluation, others in each, the turns of both answers.
+    is one. Of any environment, that it said this reply, or none, when it had read the turns of this episode up to here,
+    by seals that are taken as it speaks. Per rollout of the batch, that its tokens are those of the episode, and that
+    those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was dropped. Per
+    episode of the batch, that each of its turns is there. Of up to 8 problems of an evaluation, others in each, the
+    turns of both answers.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
     Evidence: data/turns, pack/rollouts, advantage/advantages.
     Tolerance and its source: exact (ids and texts).
-    What it does not catch: replies of other environments, whose text has no second reader; a template that is wrong.
-    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168.
+    What it does not catch: an environment that is wrong itself, other than the calculator; a template that is wrong.
+    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168, AReaL#432.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
@@ -57,6 +60,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
         for name, turns in _episodes(item).items():
             yield from _given(item, name, turns)
             yield from _said(item, name, turns)
+            yield from _sealed(item, name, turns)
     for version, items in versions.items():
         expected = {name: row for item in items for name, row in _rollouts(item)}
         for rollouts in trace.of(Rollouts, version=version):
@@ -115,6 +119,24 @@ def _said(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Com
             else f"`{name}` has {'another turn without a' if goes_on else 'no turn after the'} reply to turn {at}",
             expected=f"`{expected[-60:]}` (a second reader of `{turn.text[-60:]}`)", actual=f"`{turn.said[-60:]}`",
             allowed="exact (texts)", hint="look at which turn the environment reads, and at what frames its reply",
+        )  # fmt: skip
+
+
+def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
+    """Each reply against what the environment said to the turns of its episode, of traces that have its seals."""
+    known = set(item.seals)
+    for at, turn in enumerate(turns if known else ()):
+        if turn.sampled[-1:] != (item.end,) or at + 1 >= item.max_turns:
+            continue  # the environment is not asked
+        read = [before.text for before in turns[: at + 1]]
+        shown = f"`{turn.said[-60:]}`" if turn.said else "no reply"
+        yield Comparison(
+            what=f"{name}, seal of reply {at}", same=seal_of_reply(read, turn.said) in known, stage=Stage.DATA,
+            version=item.version, badness=1.0,
+            sentence=f"{shown} follows turn {at} of `{name}`, which is not what `{item.environment}` said to it",
+            expected=f"what `{item.environment}` said when it had read `{turn.text[-60:]}`", actual=shown,
+            allowed="exact (replies are copied; checksums)",
+            hint="look at what orders or cuts replies, at which turns the environment reads, and at what ends episodes",
         )  # fmt: skip
 
 

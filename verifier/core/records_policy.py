@@ -198,6 +198,8 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Token ids that the environment added; empty where the episode ends."""
     said: tuple[str, ...]
     """Text of the added tokens."""
+    seals: tuple[int, ...] = ()
+    """Seals of what the environment said, in any order, with the turns that it read; none in older traces."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
@@ -232,6 +234,10 @@ class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
     """Name -> number of the line."""
     recorded: dict[str, Real]
     """Numbers of the step's own trace; empty where a run goes on from a checkpoint."""
+    event_step: int = -1
+    """Step of the last event in TensorBoard's file, read back too; -1 where there is none."""
+    event: dict[str, Real] | None = None
+    """Name -> number of that event, in float32; None without TensorBoard."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):

@@ -94,20 +94,19 @@ class SecondTokenizer:
                 done = after
         return parts[0], tuple(token for part in parts[1:] for token in part)
 
-    def around_reply(self) -> tuple[str, str]:
-        """Texts that the template puts between the end of a turn and what a tool says, and after it to the next turn.
+    def framed(self, said: str) -> str:
+        """Text that the template writes between the end of a turn and the next one, for what a tool says.
 
         Raises:
             UsageError: the template refuses messages of tools, or does not end a turn with the end token.
         """
         talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
         turn = self._render(talk, to_answer=False)
-        whole = self._render((*talk, Message(role="tool", content="0")), to_answer=True)
+        whole = self._render((*talk, Message(role="tool", content=said)), to_answer=True)
         end = self._special.get("eos_token", "")
         if not end or end not in turn:
             raise self._refusal(ValueError("the chat template does not end a turn with the end token"))
-        before, _, after = whole[turn.rindex(end) + len(end) :].rpartition("0")
-        return before, after
+        return whole[turn.rindex(end) + len(end) :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)

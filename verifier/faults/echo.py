@@ -13,3 +13,13 @@ class Echo:
     def reply(self, turns: Sequence[str]) -> str | None:
         """Number of the turn, from 1."""
         return str(len(turns))
+
+
+class Lengths:
+    """Replies to most turns with the number of their characters, so that episodes differ in what they are told."""
+
+    longest_reply = 3
+
+    def reply(self, turns: Sequence[str]) -> str | None:
+        """Length of the last turn; None where it is a multiple of three."""
+        return str(len(turns[-1])) if len(turns[-1]) % 3 else None

@@ -164,3 +164,26 @@ def position_within_the_longest_of_the_batch(call: Call) -> Any:
 def mismatch_never_shown(call: Call) -> Any:
     """The mismatch of trainer and engine is left out of what a step shows, and nobody misses it."""
     return call.wrong({})
+
+
+EVENT = "verifier.trainer.metrics:Metrics._add_event(self, step, numbers)"
+CURVES: dict[str, Any] = {**ROW, "stage": Stage.LOSS, "side": Side.CONTROLLER, "caught_by": ("MET002",)}
+
+
+@fault(
+    "NVIDIA-NeMo/Speech#4541 (kin: there the count began anew after a resume)", EVENT,
+    training=("algorithm=grpo", "verify.every=0"), **CURVES,
+)  # fmt: skip
+def events_counted_from_zero(call: Call) -> Any:
+    """TensorBoard's writer counts its events from 0, and the curves lie a step beside the file of metrics."""
+    return call.faulty(step=call.step - 1)
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1659 (kin: there by W&B, which drops what is of a step before its last)", EVENT,
+    training=("verify.every=0", "evaluation.every=1", "evaluation.num_problems=8"), **CURVES,
+)  # fmt: skip
+def evaluation_without_a_curve(call: Call) -> Any:
+    """The numbers of an evaluation come after those of its step, and are not shown: their curve stays empty."""
+    kept = {name: value for name, value in call.numbers.items() if name != "accuracy"}
+    return call.faulty(numbers=kept) if len(kept) < len(call.numbers) else call.original()

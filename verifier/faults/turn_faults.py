@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -11,12 +12,14 @@ from msgspec import structs
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
-KNOBS = (
+PLAYED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
-    "grpo.max_answer_tokens=48", "grpo.environment=verifier.faults.echo:Echo", "grpo.max_turns=3",
-    "grpo.entropy_weight=0.05",
+    "grpo.max_answer_tokens=48", "grpo.max_turns=3", "grpo.entropy_weight=0.05",
 )  # fmt: skip
+KNOBS = (*PLAYED, "grpo.environment=verifier.faults.echo:Echo")
 STEP_WISE = (*KNOBS, "grpo.step_wise=true")
+OWN = (*PLAYED, "grpo.environment=verifier.faults.echo:Lengths")
+"""An environment that no second reader knows."""
 SPECIAL = range(7)
 """Ids of the special tokens of `tiny:add`."""
 on_turns = functools.partial(
@@ -24,6 +27,7 @@ on_turns = functools.partial(
     training=KNOBS,
 )  # fmt: skip
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
+TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
 
 
 @on_turns("huggingface/trl#5224", NEXT, training=STEP_WISE)
@@ -63,3 +67,33 @@ def tool_output_trained(call: Call) -> Any:
 def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
     return call.faulty(role="user") if call.role == "tool" else call.original()
+
+
+@on_turns(
+    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", TURN, training=OWN
+)
+def reply_to_another_episode(call: Call) -> Any:
+    """Episodes share a list of messages, and a turn is followed by what the tool said to another episode."""
+    turn = call.original()
+    others, call.state["reply"] = call.state.get("reply", ()), turn.reply
+    if not turn.reply or others in ((), turn.reply):
+        return turn
+    return call.wrong(dataclasses.replace(turn, reply=others))
+
+
+@on_turns(
+    "verl-project/verl#4918 (kin: there the limit was of characters, where others are of tokens)",
+    "verifier.trainer.episodes:Episodes._reply_ids(self, said)", training=OWN,
+)  # fmt: skip
+def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
+    """A tool's message is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
+    return call.faulty(said=call.said[:1]) if len(call.said) > 1 else call.original()
+
+
+@on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", TURN, training=OWN)
+def last_reply_never_read(call: Call) -> Any:
+    """Turns with a tool and turns in all share one bound, and the turn that would read the last reply is not taken."""
+    turn = call.original()
+    if not turn.reply or len(call.before) + 2 < call.self._options.max_turns:
+        return turn
+    return call.wrong(dataclasses.replace(turn, reply=()))

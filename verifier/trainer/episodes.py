@@ -19,6 +19,7 @@ from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.environments.environment import open_environment
 from verifier.errors import UsageError
+from verifier.trainer.sealed_replies import SealedEnvironment
 
 
 class Sampler(Protocol):
@@ -54,7 +55,9 @@ class Episodes:
 
     def __init__(self, options: GrpoOptions, tokenizer: Tokenizer) -> None:
         self._options, self._tokenizer = options, tokenizer
-        self._environment = open_environment(options.environment) if options.has_turns else None
+        self._environment = None
+        if options.has_turns:
+            self._environment = SealedEnvironment(open_environment(options.environment), self._framed)
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
         if self._environment is not None:
@@ -115,16 +118,26 @@ class Episodes:
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
             said=tuple(self._tokenizer.decode(turn.reply) for _, _, turn in turns),
+            seals=self._environment.take_seals(),
         )  # fmt: skip
 
     @cached_property
     def _around_reply(self) -> tuple[str, str]:
-        """Texts around a tool's message, by a second reader of the tokenizer's files, if there is one."""
-        folder = self._tokenizer.folder
-        if not why_unread(folder):
-            return SecondTokenizer(folder).around_reply()
-        before, _, after = self._tokenizer.decode(self._reply_ids("0")).rpartition("0")
+        """Texts around a tool's message."""
+        before, _, after = self._framed("0").rpartition("0")
         return before, after
+
+    @cached_property
+    def _second(self) -> SecondTokenizer | None:
+        """Second reader of the tokenizer's files, if there is one."""
+        folder = self._tokenizer.folder
+        return None if why_unread(folder) else SecondTokenizer(folder)
+
+    def _framed(self, said: str) -> str:
+        """Text of a tool's message and of what comes before the next turn, by the second reader if there is one."""
+        if self._second is not None:
+            return self._second.framed(said)
+        return self._tokenizer.decode(self._reply_ids(said))
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id

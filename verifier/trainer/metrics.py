@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from verifier.config.training import TrainConfig
 from verifier.platform.provenance import gpu_names
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.event_file import EventFile
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.signs import WINDOW, mismatch_trend, signs_of
 from verifier.trainer.throughput import utilisation_of
@@ -24,6 +25,8 @@ SHOWN = (
     "clamped_share",
 )  # fmt: skip
 """Metrics of a step that its evidence can tell too, and the parts of `BY_POSITION`."""
+EVENTS = "tensorboard"
+"""Folder of TensorBoard's files in that of a run."""
 BY_POSITION = "mismatch_by_position"
 """Metric that is a list, with None for a part that has no tokens."""
 STAGES = {
@@ -59,6 +62,7 @@ class Metrics:
         self._folder, self._writer, self._log, self._view = folder, writer, log, view
         self._config, self._model = config, model
         self._last: deque[Mapping[str, Any]] | None = None
+        self._events: EventFile | None = None
 
     def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
         """Write the metrics of a step and what follows from them: rates, MFU, trend of the mismatch, signs.
@@ -90,6 +94,15 @@ class Metrics:
         """Show the verdict on a step where somebody looks; the judge's report has it."""
         if self._view is not None:
             self._view.judged(step, exit_code)
+
+    def shown(self) -> tuple[int, dict[str, float]] | None:
+        """Step and numbers of the last event, read back from its file; None without TensorBoard."""
+        if self._writer is None:
+            return None
+        self._writer.flush()
+        self._events = self._events or EventFile(self._folder.path / EVENTS)
+        step, numbers = self._events.last()
+        return step, {tag.rpartition("/")[2]: value for tag, value in numbers.items()}
 
     def _add_event(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -147,7 +160,7 @@ def metrics_of(
         if importlib.util.find_spec("tensorboard") is not None:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            writer = EventFileWriter(str(folder.path / "tensorboard"))
+            writer = EventFileWriter(str(folder.path / EVENTS))
             stack.callback(writer.close)
         log = stack.enter_context(wandb_log(config))
         yield Metrics(folder, writer, log, view, config, model)

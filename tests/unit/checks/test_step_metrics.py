@@ -160,6 +160,28 @@ def test_a_line_of_another_step_or_with_other_numbers_is_seen() -> None:
     assert written() == (Verdict.VIOLATED, ["kl"])
 
 
+@pytest.mark.parametrize(
+    ("step", "event", "wrong"),
+    [
+        (4, {"reward": 0.5, "time_s": 0.10000000149011612, "signs": 1.0}, []),
+        (3, {"reward": 0.5, "time_s": 0.10000000149011612}, ["step of TensorBoard"]),
+        (4, {"reward": 0.25, "time_s": 0.10000000149011612}, ["reward of TensorBoard"]),
+        (4, {"reward": 0.5}, ["time_s of TensorBoard"]),
+        (-1, {}, ["step of TensorBoard", "reward of TensorBoard", "time_s of TensorBoard"]),
+        (-1, None, []),  # TensorBoard is not installed
+    ],
+)  # fmt: skip
+def test_a_curve_has_the_numbers_of_the_line_in_float32(step: int, event: dict[str, Real] | None, wrong: list[str]):
+    line = WrittenMetrics(
+        name="metrics.jsonl", version=4, step=4, values={"reward": 0.5, "time_s": 0.1, "mismatch_by_position_8": "nan"},
+        recorded={"reward": 0.5}, event_step=step, event=event,
+    )  # fmt: skip
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
+    assert [item.what for item in outcome.finding.bad] == wrong if outcome.finding else not wrong
+    gone_on = msgspec.structs.replace(line, recorded={}, event_step=-1, event={})
+    assert run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [gone_on])).verdict is Verdict.HOLDS
+
+
 def test_a_line_that_a_resume_kept_is_the_checkpoints() -> None:
     line = WrittenMetrics(name="metrics.jsonl", version=4, step=5, values={"reward": 0.5}, recorded={})
     outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))

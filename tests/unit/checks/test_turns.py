@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from verifier.checks.turns import calculated, turn_differs_from_episode
 from verifier.core.manifest import Manifest
 from verifier.core.records_policy import EpisodeTurns
+from verifier.core.seal import seal_of_reply
 from verifier.core.trace import Trace
 from verifier.environments.calculator import Calculator
 
@@ -44,3 +45,40 @@ def test_a_reply_stands_in_the_frame_of_a_tools_message(said):
     found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
     wrong = [item.what for item in found if not item.same]
     assert wrong == ([] if said == "<tool>go on<assistant>" else ["x, reply 0"])
+
+
+FRAMED = "<tool>go on<assistant>"
+SEALED = (seal_of_reply(["1+1="], FRAMED), seal_of_reply(["1+1=", "2"], ""))
+
+
+@pytest.mark.parametrize(
+    ("said", "seals", "wrong"),
+    [
+        (FRAMED, SEALED, []),
+        (FRAMED, SEALED[::-1], []),
+        (FRAMED, (), []),  # of an older trace
+        ("<tool>go<assistant>", SEALED, ["x, seal of reply 0"]),
+        (FRAMED, (seal_of_reply(["1+2="], FRAMED), SEALED[1]), ["x, seal of reply 0"]),
+        (FRAMED, (SEALED[0], seal_of_reply(["1+1=", "2"], FRAMED)), ["x, seal of reply 1"]),
+        (FRAMED, SEALED[:1], ["x, seal of reply 1"]),
+    ],
+)  # fmt: skip
+def test_a_reply_is_what_the_environment_said_to_the_turns_of_its_episode(said, seals, wrong):
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="mine:Tool", max_turns=3, step_wise=False, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "x"), indices=(0, 1), prompts=((1,), (1, 2, 3, 6, 8, 4)),
+        sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(said, ""), seals=seals,
+    )  # fmt: skip
+    found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
+    assert [item.what for item in found if not item.same] == wrong
+
+
+def test_an_environment_is_not_asked_about_turns_that_were_cut_off_or_are_the_last():
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="mine:Tool", max_turns=1, step_wise=False, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "y"), indices=(0, 0), prompts=((1,), (1,)),
+        sampled=((2, 3), (9, 9)), texts=("1+1=", "2"), replies=((), ()), said=("", ""), seals=SEALED,
+    )  # fmt: skip
+    found = list(turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__)))
+    assert len(found) == 2
+    assert all(item.same for item in found)

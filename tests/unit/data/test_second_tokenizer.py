@@ -109,13 +109,13 @@ def test_where_the_settings_say_otherwise_than_the_file_the_class_is_right(folde
 
 
 def test_a_reply_has_the_frame_of_a_tools_message(folder):
-    before, after = SecondTokenizer(folder).around_reply()
+    framed = SecondTokenizer(folder).framed("12")
     tokenizer = open_tokenizer(folder)
     talk = (*TALK.messages[:2], Message(role="assistant", content="1"))
     ended = tokenizer.chat_text(talk)
     whole = tokenizer.chat_text((*talk, Message(role="tool", content="12")), to_answer=True)
-    assert whole == ended + before + "12" + after
-    assert "user" not in before
+    assert whole == ended + framed
+    assert "user" not in framed
 
 
 def test_what_cannot_be_read_is_refused(folder):
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_refused(folder):
         SecondTokenizer(folder).prompt(TALK)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(UsageError, match="does not end a turn with the end token"):
-        SecondTokenizer(folder).around_reply()
+        SecondTokenizer(folder).framed("12")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read a second time"):
         SecondTokenizer(folder)

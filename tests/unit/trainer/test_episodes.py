@@ -10,7 +10,10 @@ from itertools import pairwise
 
 import pytest
 
+from verifier.checks.turns import turn_differs_from_episode
 from verifier.config.grpo import GrpoOptions
+from verifier.core.manifest import Manifest
+from verifier.core.trace import Trace
 from verifier.data.arithmetic import calculator_examples
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.recorded import RolloutRow, rollout_of, steps_of
@@ -102,6 +105,17 @@ def test_a_turn_that_was_cut_off_gets_no_reply(tokenizer):
     cut = Sample(tokens=tokenizer.encode("37+85="), logprobs=(-1.0,) * 6)
     ((turn,),) = Episodes(OPTIONS, tokenizer).first([(1, 2)], [[cut]])[0]
     assert turn.reply == ()
+
+
+def test_replies_are_sealed_as_the_environment_speaks(tokenizer):
+    played = Episodes(OPTIONS, tokenizer)
+    own = (*tokenizer.encode("37+85="), tokenizer.eos_id)
+    ((turn,),) = played.first([(1, 2)], [[Sample(tokens=own, logprobs=(-1.0,) * len(own))]])[0]
+    last = Turn(prompt=next_prompt(turn), sample=Sample(tokens=own[:1], logprobs=(-1.0,)), text="3")
+    record = played.record(1, "round 0", [("x", [turn, last])])
+    assert len(record.seals) == 1
+    assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
+    assert played.record(1, "round 1", [("x", [turn, last])]).seals == ()
 
 
 @pytest.mark.parametrize("name", ["collections:Counter", "absent.module:Tool", "verifier.errors:Absent"])
