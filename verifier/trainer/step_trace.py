@@ -66,8 +66,7 @@ def can_audit(config: TrainConfig) -> bool:
 def has_router_losses(config: TrainConfig) -> bool:
     """Tell whether the routers of a run have losses of their own that a second formula knows."""
     options = config.megatron
-    known = options.moe_load_balancing != "global_aux_loss" and not config.grpo.replay_routes
-    return known and bool(options.moe_aux_loss or options.moe_z_loss)
+    return not config.grpo.replay_routes and bool(options.moe_aux_loss or options.moe_z_loss)
 
 
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
