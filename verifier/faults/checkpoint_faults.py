@@ -175,7 +175,7 @@ SAVE = (
 def moments_written_from_where_they_were(call: Call) -> Any:
     """The writer keeps handles of memory that the moments have left, and writes what they were when the run began."""
     for item in _moments(call.sharded_state_dict):
-        held = call.state.get((item.key, item.global_offset))
+        held = call.state.get(f"{item.key} {item.global_offset}")
         if held is not None:
             call.fire()
             item.data = held
@@ -189,7 +189,7 @@ def _remembered(call: Call) -> None:
     call.original()
     state = _sharded_state(call.trainer, call.optimizer, call.scheduler)
     for item in _moments(state):
-        call.state[item.key, item.global_offset] = item.data.clone()
+        call.state[f"{item.key} {item.global_offset}"] = item.data.clone()
 
 
 def _moments(state: Any) -> Iterator[Any]:
