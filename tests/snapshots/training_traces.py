@@ -56,7 +56,6 @@ from verifier.core.records_trainer import (
     TrainedText,
     TrainedUntil,
     TrainerStep,
-    WrittenTensors,
 )
 from verifier.core.records_weights import SavedCheckpoint
 
@@ -129,8 +128,6 @@ ARRAYS["other balance"] = {
 
 
 PARTS = ("id", "question", "prompt", "response", "answer")
-ARRAYS["bits of a checkpoint"] = {"given": np.array([7, 8, 9]), "written": np.array([7, 8, 9])}
-ARRAYS["bits of the checkpoint before"] = {"given": np.array([7, 8, 9]), "written": np.array([7, 1, 2])}
 ARRAYS["read"] = {
     "indices": np.array(EPOCH[:2]), "used": np.arange(10).reshape(2, 5), "read": np.arange(10).reshape(2, 5),
     "found": np.repeat(np.array(EPOCH[:2])[:, None], 5, axis=1),
@@ -330,10 +327,6 @@ def training() -> list[Record]:
         ),
         CheckpointNumber(name="checkpoint", version=1, step=1, optimizer_steps=1),
         KeptCheckpoints(name="checkpoints", version=1, found=(1,)),
-        WrittenTensors(
-            name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
-            array="bits of a checkpoint",
-        ),
         TrainedUntil(
             name="saved", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", step=1, optimizer_steps=1
         ),
@@ -382,7 +375,6 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "CKP002": (TrainedUntil, having(step=2)),
     "CKP003": (KeptCheckpoints, having(found=())),
-    "CKP004": (WrittenTensors, having(array="bits of the checkpoint before")),
     "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,

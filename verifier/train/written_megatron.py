@@ -23,7 +23,7 @@ _STATE = "optimizer.state."
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Facts = list[dict[str, Any]]
-"""Of each tensor its name, the bits that were given, and those that were written: none where it is not there."""
+"""Tensors by name, with the bits that were given and those that were written: none where one is not there."""
 
 
 @dataclass(frozen=True, slots=True)

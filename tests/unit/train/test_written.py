@@ -7,11 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from verifier.train import written_megatron  # noqa: E402
-from verifier.train.written_megatron import TENSORS, Written  # noqa: E402
+from verifier.train import written_megatron
+from verifier.train.written_megatron import TENSORS, Written
 
 
 def given(key: str, data: Any, *offset: int) -> Any:
