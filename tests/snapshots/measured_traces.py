@@ -10,12 +10,14 @@ from msgspec.structs import replace
 
 from verifier.core.record import Real, Record
 from verifier.core.records_policy import RequestSeeds, RewardSeals, SolvedProblems
-from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients
+from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
 
 PULLS = {"counts": np.array([[1, 0]]), "logits": np.zeros((1, 2)), "size": np.ones(1)}
 """One row of two experts with equal logits, under a z-loss with a coefficient of 1."""
 ARRAYS = {
+    "bits of a checkpoint": {"given": np.array([7, 8, 9]), "written": np.array([7, 8, 9])},
+    "bits of the checkpoint before": {"given": np.array([7, 8, 9]), "written": np.array([7, 1, 2])},
     "router gradients": {**PULLS, "found": np.full((1, 2), np.log(2))},
     "router gradients that are none": {**PULLS, "found": np.zeros((1, 2))},
     "solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0], np.float32)},
@@ -55,6 +57,10 @@ def measured() -> list[Record]:
             name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
         ),
         RewardSeals(name="round 0", version=1, seals=GIVEN),
+        WrittenTensors(
+            name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
+            array="bits of a checkpoint",
+        ),
         SolvedProblems(name="held-out problems", version=1, ids=("c",), lengths=(2,), solved=(True,), array="solved"),
     ]  # fmt: skip
 
@@ -67,6 +73,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT014": (RequestSeeds, lambda item: replace(item, seals=(((0, NATS[0]), (0, NATS[0])),))),
     "RWD003": (RewardSeals, lambda item: replace(item, seals=GIVEN[:1])),
     "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),
+    "CKP004": (WrittenTensors, _with("bits of the checkpoint before")),
     "LSS006": (RouterGradients, _with("router gradients that are none")),
     "MET003": (SolvedProblems, _with("not solved")),
 }

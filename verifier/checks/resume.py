@@ -18,6 +18,7 @@ from verifier.core.records_trainer import (
     LoadedState,
     SavedState,
     TrainedUntil,
+    WrittenTensors,
 )
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -170,6 +171,42 @@ def last_checkpoints_not_kept(trace: Trace) -> Iterator[Comparison]:
             actual=f"{_steps(item.found)}" + (f", {item.writing} is being written" if item.writing else ""),
             allowed="exact (counts)", hint="look at when a checkpoint is due, and at which end of the list goes",
         )  # fmt: skip
+
+
+@check("CKP004", needs=(WrittenTensors,), scope="stored")
+def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
+    """The files of a checkpoint hold what the ranks gave to be written.
+
+    What it checks: after each checkpoint, per rank, up to 64 elements of up to four of its tensors of each kind
+    (weights, masters, either moment), others in each, read from the files, against copies of the same elements that
+    were taken when the save began; and that each tensor is there.
+    Why it matters: a writer that works beside the training may write what it was given first, again and again, or what
+    the next step has made of it. Saves and loads report success, and the run goes on as it should. Whoever resumes
+    from it weeks later loses the steps between.
+    Evidence: checkpoint/written.
+    Tolerance and its source: bitwise; a save is a copy.
+    What it does not catch: what was wrong before it was given (CKP001, at a resume); random states and counts (CKP001);
+    tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged gates, and
+    those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
+    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376.
+    """
+    for item in trace.of(WrittenTensors):
+        given = ragged.split(trace.array(item, "given"), item.counts)
+        for name, right, found in zip(
+            item.tensors, given, ragged.split(trace.array(item, "written"), item.found), strict=True
+        ):
+            there = len(found) == len(right)
+            bad = int((found != right).sum()) if there else len(right)
+            yield Comparison(
+                what=f"{name} of {item.name}", same=not bad, stage=Stage.CHECKPOINT, version=item.version,
+                badness=bad / max(len(right), 1),
+                sentence=f"the checkpoint of step {item.version} has another `{name}` than {item.name} gave"
+                if there else f"the checkpoint of step {item.version} has no `{name}`, which {item.name} gave",
+                expected=f"what {item.name} held when the save began",
+                actual=f"{bad:,} of {len(right):,} elements differ" if there else "absent",
+                mismatched=f"elements: {bad:,} of {len(right):,}", allowed="bitwise (a save is a copy)",
+                hint="look at when the writer reads the memory that it was given, and whether that memory moves",
+            )  # fmt: skip
 
 
 def _steps(steps: Sequence[int]) -> str:

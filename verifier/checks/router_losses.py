@@ -26,6 +26,11 @@ EPSILON = {"float32": 2.0**-24, "float64": 2.0**-24, "bfloat16": 2.0**-8}
 """Greatest relative error of one rounding of a gradient, by the type of the logits; weights of experts are float32."""
 WHOLE_BATCH = ("aux_loss", "seq_aux_loss")
 """Balancing losses that are a mean over one micro-batch, whose sequences are packed into one."""
+RUNNING = "global_aux_loss"
+"""Balancing loss over all ranks, with the mean of the experts' rows of the update's micro-batches so far."""
+
+_Counts = Mapping[tuple[int, int, int], tuple[int, np.ndarray]]
+"""(group of ranks, layer, micro-batch) -> ranks that recorded it, and [experts] the rows of each."""
 
 
 @check("LSS006", needs=(RouterGradients,), scope="routers")
@@ -35,49 +40,53 @@ def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rank, layer and micro-batch of an update, on up to 32 rows: what is added to the gradient of the
     logits besides what comes through the experts, against the closed form in float64 of the recorded logits, of the
     rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. As Megatron
-    defines it, each loss is a mean over the micro-batch, times its rows; the step divides by its tokens later.
+    defines it, each loss is a mean over the micro-batch, times its rows; the step divides by its tokens later. For
+    `global_aux_loss` rows are those of all ranks, and an expert's the mean over the update's micro-batches so far.
     Why it matters: a balancing loss that is computed, reported and never differentiated, whose coefficient is not
     applied, or that shrinks with every rank, leaves the loss as it is; experts starve slowly.
     Evidence: loss/routers, and the manifest's config.
     Tolerance and its source: 1e-4 of the pass's greatest, and 32 roundings of the gradient beside it, by the type of
     the logits.
-    What it does not catch: `global_aux_loss`, a mean over the micro-batches so far; replayed routes; a gradient that is
-    lost behind the logits; a loss below the noise of logits in bf16.
-    References: Automodel#1408, Megatron-LM#5047, Automodel#3359, Megatron-LM#7452.
+    What it does not catch: replayed routes; a gradient that is lost behind the logits; a loss below the noise of logits
+    in bf16; what Megatron's definition makes of micro-batches of unequal rows in `global_aux_loss` (Megatron-LM#7213).
+    References: Automodel#1408, Megatron-LM#5047, Automodel#3359, Megatron-LM#7452, Megatron-LM#7213.
     """
     asked, mesh = trace.manifest.config.get("megatron"), trace.manifest.mesh
     if not isinstance(asked, Mapping) or mesh is None:
         return
     size = mesh.tp * mesh.cp
+    running = asked["moe_load_balancing"] == RUNNING
     updates: dict[tuple[int, str], list[RouterGradients]] = defaultdict(list)
     for item in trace.of(RouterGradients):
         updates[item.version, item.name].append(item)
     for items in updates.values():
-        counts = _counts_of_groups(trace, items, size)
+        # Of a loss over all ranks, those that hold a layer are one group.
+        width = trace.manifest.world_size // mesh.pp if running else size
+        counts = _counts_of_groups(trace, items, width)
+        if running:
+            counts = _so_far(counts)
         for item in items:
             parts = {name: ragged.split(trace.array(item, name), item.kept) for name in ("logits", "found", "size")}
             for at, (layer, number, rows) in enumerate(zip(item.layers, item.numbers, item.rows, strict=True)):
-                members, own = counts[_key(item, layer, number, size)]
+                members, own = counts[_key(item, layer, number, width)]
                 yield Comparison(
-                    what=f"ranks of micro-batch {number} of layer {layer}, rank {item.rank}", same=members == size,
+                    what=f"ranks of micro-batch {number} of layer {layer}, rank {item.rank}", same=members == width,
                     stage=Stage.LOSS, version=item.version, badness=1.0,
-                    sentence=f"{members} ranks recorded micro-batch {number} of layer {layer}, it has {size}",
-                    expected=f"{size} ranks", actual=f"{members} ranks", allowed="exact (counts)",
-                    hint="look at which ranks recorded their routers", absent=members < size,
+                    sentence=f"{members} ranks recorded micro-batch {number} of layer {layer}, it has {width}",
+                    expected=f"{width} ranks", actual=f"{members} ranks", allowed="exact (counts)",
+                    hint="look at which ranks recorded their routers", absent=members < width,
                 )  # fmt: skip
                 logits = parts["logits"][at].astype(np.float64)
-                expected = rows * size * _balance(asked, item, logits, own, rows * size) + _z(asked, logits)
+                expected = rows * size * _balance(asked, item, logits, own, rows * width) + _z(asked, logits)
                 yield _compared(item, layer, number, parts["found"][at], expected, parts["size"][at])
 
 
 def _key(item: RouterGradients, layer: int, number: int, size: int) -> tuple[int, int, int]:
-    """Ranks that a micro-batch is cut over lie beside each other: tensor parallelism is fastest, then context."""
+    """Ranks of a group lie beside each other: tensor parallelism is fastest, then context; pipeline stages are last."""
     return item.rank // size, layer, number
 
 
-def _counts_of_groups(
-    trace: Trace, items: list[RouterGradients], size: int
-) -> Mapping[tuple[int, int, int], tuple[int, np.ndarray]]:
+def _counts_of_groups(trace: Trace, items: list[RouterGradients], size: int) -> _Counts:
     """Ranks of each micro-batch of each layer, and [experts] its rows."""
     found: dict[tuple[int, int, int], tuple[int, np.ndarray]] = {}
     for item in items:
@@ -85,6 +94,16 @@ def _counts_of_groups(
             key = _key(item, layer, number, size)
             members, total = found.get(key, (0, np.zeros(len(own), np.int64)))
             found[key] = members + 1, total + own
+    return found
+
+
+def _so_far(counts: _Counts) -> _Counts:
+    """Mean of the rows of each expert over the micro-batches of its layer up to each, in the order of their passes."""
+    found: dict[tuple[int, int, int], tuple[int, np.ndarray]] = {}
+    sums: dict[tuple[int, int], np.ndarray] = {}
+    for (group, layer, number), (members, own) in sorted(counts.items(), key=lambda pair: pair[0]):
+        sums[group, layer] = sums.get((group, layer), 0) + own
+        found[group, layer, number] = members, sums[group, layer] / (number + 1)
     return found
 
 
@@ -96,7 +115,7 @@ def _balance(
     Source:
         Switch Transformers (arXiv 2101.03961), equations 4 to 6, for several experts of a row.
     """
-    if asked["moe_load_balancing"] not in WHOLE_BATCH:
+    if asked["moe_load_balancing"] not in (*WHOLE_BATCH, RUNNING):
         return np.zeros_like(logits)
     by_score = asked["moe_aux_loss"] * len(counts) * counts / (item.experts_of_row * tokens) / tokens
     if item.scores == "softmax":

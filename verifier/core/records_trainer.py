@@ -358,6 +358,20 @@ class KeptCheckpoints(Record, frozen=True, kw_only=True, tag="checkpoint/kept"):
     """The run has taken its last step, and has saved it."""
 
 
+class WrittenTensors(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/written"):
+    """Elements of tensors that one rank gave to be written into a checkpoint, and of what its files have then.
+
+    Arrays, int64, the bits of all tensors one after another: ``given``, and ``written`` of those that are found.
+    """
+
+    tensors: tuple[str, ...]
+    """Name of each in the checkpoint."""
+    counts: Lengths
+    """Elements of each that were given."""
+    found: Lengths
+    """Elements of each that are in the files: as many, or none where it is not there."""
+
+
 class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
     """Settings that the config asks of Megatron, its optimizer and its scheduler."""
 

@@ -149,6 +149,58 @@ def batch_ahead_dropped_at_a_resume(call: Call) -> Any:
     return call.faulty()
 
 
+@fault("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", **{**ROW, "mesh": Mesh(tp=2)})
+def random_states_of_another_rank(call: Call) -> None:
+    """Random states are saved once, as if every rank had the same, and all ranks go on with those of the first."""
+    import torch.distributed as dist
+
+    states = [call.states]
+    dist.broadcast_object_list(states, src=0)
+    if dist.get_rank():
+        call.fire()
+    call.original(states=states[0])
+
+
+SAVE = (
+    "megatron.core.dist_checkpointing:save(sharded_state_dict, checkpoint_dir, sharded_strategy, "
+    "validate_access_integrity, async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
+    "async_strategy, verify_integrity)"
+)
+
+
+@fault(
+    "NVIDIA-NeMo/RL#3312", SAVE,
+    **{**ROW, "caught_by": ("CKP004",), "training": ("dtype=bf16", "checkpoint.asynchronous=true")},
+)  # fmt: skip
+def moments_written_from_where_they_were(call: Call) -> Any:
+    """The writer keeps handles of memory that the moments have left, and writes what they were when the run began."""
+    for item in _moments(call.sharded_state_dict):
+        held = call.state.get(f"{item.key} {item.global_offset}")
+        if held is not None:
+            call.fire()
+            item.data = held
+    return call.original()
+
+
+@moments_written_from_where_they_were.also(LOAD)
+def _remembered(call: Call) -> None:
+    from verifier.train.checkpoint_megatron import _sharded_state
+
+    call.original()
+    state = _sharded_state(call.trainer, call.optimizer, call.scheduler)
+    for item in _moments(state):
+        call.state[f"{item.key} {item.global_offset}"] = item.data.clone()
+
+
+def _moments(state: Any) -> Iterator[Any]:
+    """Moments among the sharded tensors of a state."""
+    if isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _moments(value)
+    elif ".exp_avg" in getattr(state, "key", "") and hasattr(state, "global_offset") and hasattr(state, "data"):
+        yield state
+
+
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
     for part in optimizer.chained_optimizers:
         yield from part.optimizer.state.values()

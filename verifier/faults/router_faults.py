@@ -10,6 +10,7 @@ from verifier.mesh import Mesh
 
 ROW: dict[str, Any] = {"stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add-moe", "caught_by": ("LSS006",)}
 BALANCED = ("megatron.moe_load_balancing=aux_loss", "megatron.moe_aux_loss=0.001")
+GLOBAL = ("megatron.moe_load_balancing=global_aux_loss", "megatron.moe_aux_loss=0.001")
 ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 ATTACH = (
     f"{ROUTER}.attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, "
@@ -35,6 +36,26 @@ def balancing_loss_of_a_share_of_the_rows(call: Call) -> Any:
 def router_losses_times_micro_batches(call: Call) -> Any:
     """The routers' z-loss is not divided by the number of micro-batches, as the mean over the batch asks for."""
     return call.faulty(scale=call.scale * 3)
+
+
+@fault(
+    "NVIDIA/Megatron-LM#7213 (kin: there counts of earlier micro-batches met the rows of the last)",
+    "megatron.core.distributed.finalize_model_grads:reset_model_temporary_tensors(config, model)",
+    training=GLOBAL,
+    **ROW,
+)
+def counts_of_the_step_before(call: Call) -> None:
+    """Rows of each expert are never set to zero at the end of a step: later steps balance by all that was ever seen."""
+    call.fire()
+
+
+@fault(
+    "NVIDIA/Megatron-LM#3672 (kin: there the mean was over all ranks, and the sum over one)", ATTACH,
+    training=GLOBAL, mesh=Mesh(dp=2), **ROW,
+)  # fmt: skip
+def global_balancing_loss_of_every_replica(call: Call) -> Any:
+    """The balancing loss over all ranks is multiplied by the data-parallel ranks, as if each had seen its own rows."""
+    return call.faulty(aux_loss=call.aux_loss * (call.reduce_group.size() // call.self.tp_cp_group.size()))
 
 
 @fault(

@@ -22,6 +22,7 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.train import fsdp_megatron
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
 from verifier.train.step_megatron import params_synced
+from verifier.train.written_megatron import Facts, Written
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""
@@ -37,13 +38,17 @@ class Writer:
         optimizer: from `make_optimizer`.
         scheduler: from `make_step_scheduler`.
         asynchronous: a process forked for each save writes it, and training goes on.
+        read_back: some of what was written is read again, for a check.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/serialization.py, `save`; strategies/async_utils.py.
     """
 
-    def __init__(self, trainer: TrainerModel, optimizer: Any, scheduler: Any, *, asynchronous: bool) -> None:
+    def __init__(
+        self, trainer: TrainerModel, optimizer: Any, scheduler: Any, *, asynchronous: bool, read_back: bool = False
+    ) -> None:
         self._trainer, self._optimizer, self._scheduler = trainer, optimizer, scheduler
+        self._reads_back, self._written = read_back, None
         self._queue: Any = None
         if asynchronous:
             from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -64,6 +69,7 @@ class Writer:
             _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
             state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
         with params_synced(self._trainer), _failed_write_refused(folder):
+            self._written = Written(state, folder.parent.name) if self._reads_back else None
             if self._queue is None:
                 with writing_here():
                     dist_checkpointing.save(state, str(folder))
@@ -74,8 +80,12 @@ class Writer:
                 request = request._replace(async_fn=partial(_mortal, os.getpid(), request.async_fn))
             self._queue.schedule_async_request(request)
 
-    def done(self, folder: Path, *, wait: bool) -> bool:
-        """Tell whether what was begun is written; waits for it if asked to.
+    def done(self, folder: Path, *, wait: bool) -> Facts | None:
+        """Read back what was begun, if that is asked for, once it is written; None before. Waits if asked to.
+
+        Args:
+            folder: of the save.
+            wait: until it is written.
 
         Raises:
             UsageError: it cannot be written.
@@ -83,8 +93,9 @@ class Writer:
         if self._queue is not None:
             with _failed_write_refused(folder):
                 self._queue.maybe_finalize_async_calls(blocking=wait)
-            return self._queue.get_num_unfinalized_calls() == 0
-        return True
+            if self._queue.get_num_unfinalized_calls():
+                return None
+        return self._written.read(folder) if self._written is not None else []
 
 
 def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *, same_mesh: bool) -> None:

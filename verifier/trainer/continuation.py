@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState
+from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState, WrittenTensors
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values, steps_in
@@ -40,6 +42,8 @@ class Continuation:
         self._writing: RunState | None = None
         self._ahead: AheadRollouts | None = None
         self._present: Sequence[int] = ()
+        self._stored: list[tuple[int, list[Any]]] = []
+        """Step of each checkpoint that was written and not yet recorded, and what each rank read back of it."""
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -121,8 +125,12 @@ class Continuation:
             )  # fmt: skip
         return True
 
-    def record_kept(self, probe: Probe | None, step: int, *, ended: bool = False) -> None:
-        """Record the checkpoints that are there after a step, the last one of the run or another."""
+    def record_kept(self, probe: Probe | None, step: int, *, ended: bool = False) -> bool:
+        """Record the checkpoints that are there after a step, the last one of the run or another.
+
+        Returns:
+            True if one was written since, and what was read back of it is recorded.
+        """
         if probe is not None:
             probe.emit(
                 KeptCheckpoints(
@@ -131,6 +139,22 @@ class Continuation:
                     begun=0 if self._at is None else self._at.step, present=tuple(self._present), ended=ended,
                 )
             )  # fmt: skip
+        return probe is not None and self._record_stored(probe)
+
+    def _record_stored(self, probe: Probe) -> bool:
+        """Record what was read back of the checkpoints since the last record; tells whether there is any."""
+        stored, self._stored = self._stored, []
+        read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if tensors]
+        for step, rank, tensors in read:
+            bits = {key: [item[key] for item in tensors] for key in ("given", "written")}
+            probe.emit(
+                WrittenTensors(
+                    name=f"rank {rank}", version=step, tensors=tuple(item["name"] for item in tensors),
+                    counts=tuple(map(len, bits["given"])), found=tuple(map(len, bits["written"])),
+                ),
+                {key: np.array([bit for part in parts for bit in part], np.int64) for key, parts in bits.items()},
+            )  # fmt: skip
+        return bool(read)
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after a step."""
@@ -154,6 +178,8 @@ class Continuation:
         if self._writing is None:
             return
         folder = self._checkpoints.partial(self._writing.step)
-        if all(call("saved", folder=str(folder), wait=wait)):
+        found = call("saved", folder=str(folder), wait=wait)
+        if all(item is not None for item in found):
             self._checkpoints.finish(self._writing)
+            self._stored.append((self._writing.step, found))
             self._writing = None

@@ -54,8 +54,8 @@ class ExportTrace:
         """Record the last line of the run's metrics, its checkpoints, and answers of the last evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(written)
-            continuation.record_kept(probe, self._step, ended=True)
-            found = [*examine(probe, self._step)] if self._examines else []
+            found = ["stored"] if continuation.record_kept(probe, self._step, ended=True) else []
+            found += [*examine(probe, self._step)] if self._examines else []
             found += ["reward"] if "examined" in found and self._rereads else []
             self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))
 

@@ -138,7 +138,7 @@ class StepLoop:
             started = time.monotonic()
             sampled = None
             with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
-                self.continuation.record_kept(probe, step - 1)
+                stored = self.continuation.record_kept(probe, step - 1)
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
                 given = self.given if probe is not None and step == done + 1 else {}
@@ -161,7 +161,7 @@ class StepLoop:
                     noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated, written=step > 1,
                     loaded=begins and bool(updates), given=bool(given), sent=sent,
                     examined="examined" in examined, measured="measured" in examined,
-                    fresh=fresh,
+                    fresh=fresh, stored=stored,
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started

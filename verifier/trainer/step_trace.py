@@ -66,8 +66,7 @@ def can_audit(config: TrainConfig) -> bool:
 def has_router_losses(config: TrainConfig) -> bool:
     """Tell whether the routers of a run have losses of their own that a second formula knows."""
     options = config.megatron
-    known = options.moe_load_balancing != "global_aux_loss" and not config.grpo.replay_routes
-    return known and bool(options.moe_aux_loss or options.moe_z_loss)
+    return not config.grpo.replay_routes and bool(options.moe_aux_loss or options.moe_z_loss)
 
 
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
@@ -87,7 +86,7 @@ def step_manifest(
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
     rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
     loaded: bool = False, given: bool = False, sent: bool = False,
-    examined: bool = False, measured: bool = False,
+    examined: bool = False, measured: bool = False, stored: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -111,6 +110,7 @@ def step_manifest(
         examined: answers of an evaluation are recorded.
         measured: so is what the numbers are a mean of that the metrics have of it.
         sent: the engine got the weights that sample it, and this is recorded.
+        stored: a checkpoint was written since the step before, and some of it was read back.
     """
     sizes = model.checkpoint.config
     facts = RunFacts(
@@ -152,6 +152,7 @@ def step_manifest(
     scopes += ["sizes"] if dropped else ["sizes", "stated"]
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
     scopes += ["kept", "shown", "written"] if written else ["kept", "shown"]
+    scopes += ["stored"] if stored else []
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
     if not dropped and has_router_losses(config):

@@ -48,7 +48,6 @@ from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, digests_of, reference_facts, replaced, state_facts
 from verifier.trainer.step_trace import can_audit, cuts_exports
 from verifier.trainer.turns_megatron import Turns
-from verifier.trainer.update_log import RankUpdate
 from verifier.trainer.update_records_megatron import UpdateRecords, watched
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
@@ -130,14 +129,15 @@ class TrainerWorker:
         self._parts = (self._trainer, self._optimizer, self._scheduler)
         lives = [self._live] if self._adapters is None else [self._adapters.base, self._live]
         self._elements = partial(elements_of, *self._parts, lives, self._reference)
-        self._writer = checkpoint_megatron.Writer(*self._parts, asynchronous=config.checkpoint.asynchronous)
+        self._writer = checkpoint_megatron.Writer(
+            *self._parts, asynchronous=config.checkpoint.asynchronous, read_back=config.verify.steps
+        )
         self._routes = TrainingRoutes(self._trainer, config)
         if resume is not None:
             self._resume(Path(resume), same_mesh)
         self._loaded = loaded_weights(config, self._trainer, self._adapters or self._live, self._source, resume)
         self._frozen = digests_of(self._reference, self._live)
-        settings = {"knobs": self._reached(), **effective_settings(self._trainer, self._optimizer)}
-        return settings if self._context.rank == 0 else {}
+        return {"knobs": self._reached(), **effective_settings(*self._parts[:2])} if self._context.rank == 0 else {}
 
     def _resume(self, folder: Path, same_mesh: bool) -> None:
         self._say(f"loading the checkpoint {folder}")
@@ -163,9 +163,9 @@ class TrainerWorker:
             self._saves.write(path, self._state(), self._elements(), optimizer_megatron.steps_of(self._optimizer))
         self._writer.begin(path / "megatron")
 
-    def saved(self, folder: str, wait: bool) -> bool:
-        """Tell whether the checkpoint is written."""
-        return self._writer.done(Path(folder), wait=wait)
+    def saved(self, folder: str, wait: bool) -> list[dict[str, Any]] | None:
+        """Return what was read back of the checkpoint, once it is written; None before."""
+        return self._writer.done(Path(folder) / "megatron", wait=wait)
 
     def score(self, batch: str, which: str, to: str) -> None:
         """Score a batch by the weights as they are, or by the reference; rank 0 writes the log-probabilities.
@@ -251,7 +251,7 @@ class TrainerWorker:
         if hand_on is not None:
             hand_on.after(number, probe if last and self._sync is not None else None, step)
         memory = update_facts_megatron.peak_memory(self._spec.tier)
-        said = RankUpdate(
+        said = update_log.RankUpdate(
             step=step, number=number, batch=Path(batch).name, first=first, mesh=config.mesh.label(), steps=config.steps,
             loss=result.loss, grad_norm=result.grad_norm, peak_memory=memory, gradients=gradients,
         )  # fmt: skip

@@ -83,3 +83,49 @@ def test_a_rank_that_did_not_record_is_missed() -> None:
     records = list(trace.of(RouterGradients))[:1]
     short = Trace(trace.manifest, records, {"0": trace.arrays(records[0])}.__getitem__)
     assert any(item.absent for item in router_loss_differs_from_formula(short))
+
+
+def of_all_ranks(*, left: torch.Tensor | int = 0) -> Trace:
+    """Gradients of a balancing loss over two data-parallel ranks, in two micro-batches.
+
+    Args:
+        left: rows of each expert that the step before has left, of which the losses are a mean too.
+    """
+    logits = torch.tensor(np.random.default_rng(2).normal(size=(2, 2, ROWS, EXPERTS)))  # [micro-batch, rank, ...]
+    counts = [
+        [torch.bincount(torch.topk(part, TOPK).indices.flatten(), minlength=EXPERTS) for part in each]
+        for each in logits
+    ]
+    running = [sum(sum(each) + left for each in counts[: number + 1]) / (number + 1) for number in range(2)]
+    records, arrays = [], {}
+    for rank in range(2):
+        found = []
+        for number in range(2):
+            own = logits[number, rank].clone().requires_grad_()
+            total = 2 * ROWS
+            loss = 0.01 * EXPERTS * (running[number] * torch.softmax(own, -1).sum(0)).sum() / (TOPK * total * total)
+            found.append(torch.autograd.grad(loss * ROWS, own)[0])
+        records.append(
+            RouterGradients(
+                name="update 1", version=1, rank=rank, coordinate=f"dp={rank}", layers=(1, 1), numbers=(0, 1),
+                rows=(ROWS, ROWS), kept=(ROWS, ROWS), experts_of_row=TOPK, scores="softmax", dtype="float32",
+                array=f"{rank}",
+            )
+        )  # fmt: skip
+        arrays[f"{rank}"] = {
+            "counts": torch.stack([each[rank] for each in counts]).numpy(),
+            "logits": logits[:, rank].reshape(-1, EXPERTS).numpy(), "found": torch.cat(found).numpy(),
+            "size": np.full(2 * ROWS, 1e-6),
+        }  # fmt: skip
+    options = {"moe_load_balancing": "global_aux_loss", "moe_aux_loss": 0.01, "moe_z_loss": 0.0}
+    manifest = Manifest(complete=True, mesh=MeshSizes(dp=2), world_size=2, config={"megatron": options})
+    return Trace(manifest, records, arrays.__getitem__)
+
+
+def test_a_loss_over_all_ranks_and_micro_batches_holds() -> None:
+    assert run_check(REGISTRY["LSS006"], of_all_ranks()).verdict is Verdict.HOLDS
+
+
+def test_rows_that_an_earlier_step_left_are_seen() -> None:
+    one = torch.tensor([3, 0, 0, 0])
+    assert wrong(of_all_ranks(left=one)) == 4

@@ -22,7 +22,7 @@ def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):
 
     def call(name: str, **given: Any) -> list[Any]:
         calls.append(name)
-        return [given.get("wait", True)]  # written once it is waited for
+        return [[] if given.get("wait", True) else None]  # written once it is waited for
 
     continuation.begin(call, 2, 2)
     continuation.finish(call, wait=False)
@@ -31,6 +31,25 @@ def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):
     continuation.finish(call, wait=True)
     assert calls.count("save") == 1
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 1
+
+
+def test_what_ranks_read_back_is_recorded_once_with_the_next_evidence(tmp_path):
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
+    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
+    tensors = [{"name": "a", "given": [1, 2], "written": [1, 3]}, {"name": "b", "given": [4], "written": []}]
+    records: list[Any] = []
+    probe: Any = SimpleNamespace(emit=lambda record, arrays=None: records.append((record, arrays)))
+    for step in (1, 2):
+        continuation.begin(lambda name, **_: [tensors, []], step, step)
+        continuation.finish(lambda name, **_: [tensors, []], wait=True)
+    assert not continuation.record_kept(None, 2)
+    assert continuation.record_kept(probe, 2)
+    assert not continuation.record_kept(probe, 2)
+    _, first, second, _ = records
+    assert [(item.name, item.version, item.counts, item.found) for item, _ in (first, second)] == [
+        ("rank 0", 1, (2, 1), (2, 0)), ("rank 0", 2, (2, 1), (2, 0))
+    ]  # fmt: skip
+    assert {name: values.tolist() for name, values in second[1].items()} == {"given": [1, 2, 4], "written": [1, 3]}
 
 
 @pytest.mark.parametrize("kept", [True, False])

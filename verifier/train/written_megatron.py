@@ -1,0 +1,117 @@
+"""Elements of what a rank has given to be written into a checkpoint, and of what is in its files afterwards."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TENSORS = 4
+"""Tensors of each kind that are read back from a checkpoint, at most: of weights, of masters, of either moment."""
+ELEMENTS = 64
+"""Elements of each, at most."""
+MOST = 2**24
+"""Elements of the largest tensor that is read back; its file is read as a whole."""
+_STATE = "optimizer.state."
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Facts = list[dict[str, Any]]
+"""Tensors by name, with the bits that were given and those that were written: none where one is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Elements of one tensor that a rank gave to be written."""
+
+    key: str
+    offset: tuple[int, ...]
+    """Place of its first element in the tensor of all ranks."""
+    bits: list[int]
+
+    @property
+    def name(self) -> str:
+        """Name in the checkpoint, with its place where that is not the beginning."""
+        return f"{self.key}{list(self.offset)}" if any(self.offset) else self.key
+
+
+class Written:
+    """Some tensors of a save, others in each, so that every tensor has its turn.
+
+    Args:
+        state: what megatron-core is given to write.
+        turn: name of the save.
+
+    Source:
+        megatron-core 0.19.2, core/dist_checkpointing/mapping.py, `ShardedTensor`: a rank writes its main replicas.
+    """
+
+    def __init__(self, state: Any, turn: str) -> None:
+        kinds: dict[str, list[Any]] = defaultdict(list)
+        for item in _tensors_in(state):
+            kinds[item.key.removeprefix(_STATE).partition(".")[0] if _STATE in item.key else ""].append(item)
+        chosen = [
+            item
+            for items in kinds.values()
+            for item in sorted(items, key=lambda item: zlib.crc32(f"{turn} {item.key} {item.global_offset}".encode()))[
+                :TENSORS
+            ]
+        ]
+        self._given = [_Given(item.key, tuple(item.global_offset), _bits(item.data)) for item in chosen]
+
+    def read(self, folder: Path) -> Facts:
+        """Read the same elements from the files of the checkpoint.
+
+        Source:
+            torch 2.11.0, distributed/checkpoint/filesystem.py, `FileSystemReader.read_data`.
+        """
+        from torch.distributed.checkpoint import FileSystemReader
+
+        places = {
+            (key.fqn, tuple(key.offset)): place
+            for key, place in FileSystemReader(folder).read_metadata().storage_data.items()
+            if key.offset is not None
+        }
+        found: Facts = []
+        for given in self._given:
+            place, bits = places.get((given.key, given.offset)), list[int]()
+            if place is not None:
+                with (folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    content = io.BytesIO(file.read(place.length))
+                bits = _bits(torch.load(content, map_location="cpu", weights_only=True))
+            found.append({"name": given.name, "given": given.bits, "written": bits})
+        return found
+
+
+def _tensors_in(state: Any) -> Iterator[Any]:
+    """Sharded tensors that this rank writes, as they are."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    if isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors_in(value)
+    elif (
+        isinstance(state, ShardedTensor)
+        and state.data is not None
+        and is_main_replica(state.replica_id)
+        and 0 < math.prod(state.local_shape) <= MOST
+    ):
+        yield state
+
+
+@torch.no_grad()
+def _bits(tensor: torch.Tensor) -> list[int]:
+    """Bits of some elements, from the first to the last."""
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, len(flat) - 1, min(ELEMENTS, len(flat)), dtype=torch.float64).long()
+    values = flat[places.to(flat.device)].cpu()
+    found: list[int] = values.view(_BITS[values.element_size()]).tolist()
+    return found
