@@ -115,7 +115,7 @@ class Chunk:
 
     @functools.cached_property
     def guards(self) -> dict[Any, Any]:
-        """By GPU, guards of the tensors that were last packed from there; see `verifier.transport.buffer.pack`."""
+        """Guards, by GPU, of the tensors that were last packed from there; see `verifier.transport.buffer.pack`."""
         return {}
 
     def _run(self, places: Sequence[int]) -> Run:
