@@ -90,6 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers; in a quick run search less long, with one thread."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    if hasattr(config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)  # two workers on two cores: threads of one would wait for those of the other
     if is_quick_run(config):
         os.environ.setdefault(
             "OMP_NUM_THREADS", "1"
