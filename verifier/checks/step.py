@@ -222,7 +222,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     In less than fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within
-    three times the greatest noise of one; so what is left is the noise of entropies, and of tokens beyond.
+    three times the greatest noise of one in the step; so what is left is the noise of entropies, and of tokens beyond.
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
     less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more. In
     fp32 a loss with ratios may be off by twice what 1e-5 nats of each log-probability change it by.

@@ -97,18 +97,18 @@ def judge_updates(
         Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
         index.
     """
-    records = []
+    records, path = [], Path(folder)
+    noises = (_noise(path, int(update["number"]), objective["temperature"]) for update in updates)
+    margin = NOISES * max(noises, default=0.0)
     for update in updates:
-        number, path = int(update["number"]), Path(folder)
+        number = int(update["number"])
         held = "weights" if adapter is None else "matrices"
         old, has_moments = tensors_of(path / f"{held}-{number - 1}"), (path / f"exp_avg-{number}").is_dir()
         new = tensors_of(path / f"{held}-{number}") if has_moments else {}
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
-        before, margin = path / f"weights-{number - 1}", 0.0
-        if any("score" in row for row in rows):
-            margin = NOISES * _noise(before, rows, objective["temperature"], dtype)
+        before = path / f"weights-{number - 1}"
         exact = _loss(before, rows, objective, torch.float32, margin)
         if adapter is not None:
             exact = _of_adapter(exact, old, adapter)
@@ -198,15 +198,20 @@ def _rows(file: Path) -> list[Row]:
 
 
 @torch.inference_mode()
-def _noise(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> float:
-    """Greatest distance of a log-probability in the loss by weights of a dtype from that in float32, nats."""
-    greatest = 0.0
-    models = [hold_model(str(checkpoint), kind, "cpu") for kind in (torch.float32, dtype)]
-    kept_rows = [row for row in rows if row["mask"][1:].any()]
-    for batch in _batches(models[0], kept_rows):
-        kept = torch.stack([kept_rows[at]["mask"][1:] for at in batch.places]).bool()
+def _noise(folder: Path, number: int, temperature: float) -> float:
+    """Greatest distance, in an update, of a log-probability by the weights as they are stored from float32, nats.
+
+    Of all tokens, those of prompts too: answers are sure, and have little noise but for a few of them. 0 where the
+    trainer has told no log-probabilities.
+    """
+    rows, weights = _rows(folder / f"inputs-{number}.safetensors"), folder / f"weights-{number - 1}"
+    if not any("score" in row for row in rows):
+        return 0.0
+    greatest, stored = 0.0, [tensor.dtype for tensor in tensors_of(weights).values()]
+    models = [hold_model(str(weights), kind, "cpu") for kind in (torch.float32, max(set(stored), key=stored.count))]
+    for batch in _batches(models[0], rows):
         sides = [_logprobs(logits_of(model, batch)[:, :-1].double() / temperature, batch) for model in models]
-        greatest = max(greatest, float((sides[0] - sides[1]).abs()[kept].max()))
+        greatest = max(greatest, float((sides[0] - sides[1]).abs().max()))
     return greatest
 
 
