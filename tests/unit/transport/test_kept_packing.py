@@ -7,7 +7,6 @@ is tested in `tests/h100/test_digest_kernel.py`.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from verifier.plan.digest_definition import finish_all, lane_sums_numpy
 from verifier.transport import buffer
 from verifier.transport.buffer import pack, unpack
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SHAPES = {"gate": (4, 6), "up": (4, 6), "down": (6, 4), "norm": (3,)}
 
 
