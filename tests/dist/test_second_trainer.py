@@ -180,6 +180,7 @@ def test_another_step_changes_weights_otherwise(wrong, trained):
     assert change_differences(run, wrong(run.checkpoint, run.recipe))["all"] > 2 * OF_CHANGE
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_the_weights_that_were_compared(trained, rollouts, tmp_path):
     name = "ratio over the engine"
     command = [sys.executable, "-m", "verifier", "train", *knobs(name, rollouts[1]), f"run={tmp_path / 'run'}"]

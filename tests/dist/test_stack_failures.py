@@ -59,6 +59,7 @@ def report_after(folder: Path, *words: str) -> tuple[dict, str]:
     return live, sentences[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_bridge(tmp_path):
     model = tmp_path / "olmoe"
     subprocess.run([sys.executable, "-c", OLMOE, str(model)], check=True, capture_output=True, timeout=120)

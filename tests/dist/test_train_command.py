@@ -103,6 +103,7 @@ def test_what_was_asked_for_is_recorded_once(run):
     assert given.values["model"] == "tiny:add"
 
 
+@pytest.mark.slow
 def test_an_override_that_is_lost_while_it_is_read_shows_on_the_first_step(tmp_path):
     """Re-enacts talmolab/sleap-nn#301, "Hydra overrides doesn't work", in the loader of a real command."""
     words = ["--verify", "steps=2", "data.batch_size=16", "evaluation.num_problems=0", "verify.every=0"]

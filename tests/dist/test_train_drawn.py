@@ -19,13 +19,12 @@ from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 
-DEFAULT, NUMBER = 5, 120
-"""Seed of the run in the default tier, pp2 in bf16 with a live engine of transformers; number of all runs."""
+NUMBER = 120
+"""Of runs."""
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[] if seed == DEFAULT else pytest.mark.slow) for seed in range(NUMBER)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUMBER))
 def test_a_clean_run_at_drawn_knobs_raises_no_alarm(seed, resources, tmp_path):
     knobs = drawn(seed)
     print(*knobs)

@@ -37,6 +37,7 @@ RECOMPUTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_knobs_that_are_turned_are_in_the_effective_config(tmp_path):
     words = [f"{knob}={value}" for knob, (value, _) in TURNED.items()]
     command = [

@@ -119,7 +119,8 @@ def test_vllm_samples_with_the_adapter_of_each_step(resources, tmp_path):
     assert all("merge_rounding" not in line for line in metrics(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_merged_weights_are_sent_and_their_rounding_is_shown(dtype, resources, tmp_path):
     knobs = ("lora.sync=merged", "engine.kind=hf", f"dtype={dtype}", "steps=2", "optimizer.learning_rate=1.0e-5")
     codes = train(tmp_path / "run", resources, *LIVE, *knobs)

@@ -132,7 +132,9 @@ def test_metrics_tell_the_age_of_tokens(name, run):
     assert [line["dropped_stale"] for line in lines] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", pytest.param("inflight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["async", pytest.param("sync", marks=pytest.mark.slow), pytest.param("inflight", marks=pytest.mark.slow)]
+)
 def test_groups_without_variance_are_replaced_up_to_the_limit(mode, resources, tmp_path):
     ahead = () if mode == "sync" else (f"grpo.mode={mode}", "grpo.max_staleness=1", "grpo.ratio_over=engine")
     kept = [text for text in LIVE if text not in ("grpo.max_staleness=1", "grpo.ratio_over=engine", "verify.every=1")]

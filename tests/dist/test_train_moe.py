@@ -57,7 +57,8 @@ def not_held(run: Path, step: int) -> list[str]:
     return [item.code for item in report.outcomes if item.verdict is not Verdict.HOLDS]
 
 
-@pytest.mark.parametrize("mesh", ["ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep2 tp2", "etp2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ep2", "ep2 tp2", "etp2"])
 def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resources, tmp_path):
     knobs = (*EXPERTS[mesh], "data.batch_size=16", "verify.steps=true")
     train(resources, tmp_path / "whole", *knobs)

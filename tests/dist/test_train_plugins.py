@@ -55,7 +55,8 @@ def train(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["recorded", pytest.param("live", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recorded", "live"])
 def test_what_a_plugin_registers_trains(name, train, tmp_path):
     done = train(*RUNS[name], "--verify")
     assert done.returncode == 0, done.stderr + done.stdout

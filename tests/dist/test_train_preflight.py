@@ -70,6 +70,7 @@ def test_sft_trains_a_full_batch_of_the_longest_examples(trainer_launcher, tmp_p
     assert (len(read(run, 1)), (run / "hf_model").is_dir()) == (1, True)
 
 
+@pytest.mark.slow
 def test_every_answer_of_grpo_has_the_greatest_length_and_is_in_the_loss(trainer_launcher, tmp_path):
     run = tmp_path / "run"
     found = tried(trainer_launcher, run, *LIVE)

@@ -135,7 +135,8 @@ def whole(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
     return weights(run)
 
 
-@pytest.mark.parametrize("victim", [pytest.param("verifier.engine.server", marks=pytest.mark.slow), "ray::EngineNode"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["verifier.engine.server", "ray::EngineNode"])
 def test_an_engine_under_ray_that_dies_is_started_again(victim, local, whole, tmp_path):
     lines = sampled(local.cluster, tmp_path / "run", "ray.use=true", at="step 1:", victim=victim)
     assert sum("starting it again" in line for line in lines) == 1, lines

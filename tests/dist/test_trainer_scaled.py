@@ -40,10 +40,12 @@ def checkpoint_of(name, folder):
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        ("gpt_oss", ({}, {"ep": 2, "dp": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"cp": 2})),
+        pytest.param(
+            "gpt_oss", ({}, {"ep": 2, "dp": 2}, {"tp": 2}, {"tp": 2, "ep": 2}, {"cp": 2}), marks=pytest.mark.slow
+        ),
         ("gemma2", ({"tp": 2},)),
         ("gemma3", ({},)),
-        ("minimax_m2", ({"tp": 2},)),
+        pytest.param("minimax_m2", ({"tp": 2},), marks=pytest.mark.slow),
     ],
 )
 def test_trainer_agrees_with_the_checkpoint_and_with_transformers(

@@ -156,7 +156,10 @@ def test_asks_for_nonsense(verifier_golden):
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param((), id="alone"), pytest.param(("-p", "xdist", "-n", "2"), id="xdist", marks=pytest.mark.slow)],
+)
 def test_a_trace_that_does_not_hold_fails_by_its_report(tmp_path, workers):
     (tmp_path / "test_inner.py").write_text(JUDGED)
     said = run_pytest(tmp_path, *workers)

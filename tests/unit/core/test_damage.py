@@ -18,8 +18,8 @@ from verifier.errors import UsageError
 from verifier.report import report_of
 
 SCOPED = replace(MANIFEST, scopes=tuple(sorted({item.scope for item in REGISTRY.values()})))
-DAMAGES = 700
-"""Of each of three traces: 2,100 in all."""
+DAMAGES = 350
+"""Of each of three traces: 1,050 in all."""
 
 
 def record(path, records, *, complete):

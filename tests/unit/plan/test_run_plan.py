@@ -57,6 +57,7 @@ def test_deepseek_v3_has_671_billion_parameters(deepseek):
     )
 
 
+@pytest.mark.slow
 def test_qwen3_235b_has_235_billion_parameters():
     plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=8), BF16)  # the model is the same where the mesh is wrong
     attention = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096 + 2 * 128
