@@ -28,16 +28,14 @@ def _step_and_part(file: str | Path) -> tuple[int, int]:
 @fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
        "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", training=UNSAMPLED, **ROW)  # fmt: skip
 def scores_left_in_packed_order(call: Call) -> Any:
-    """Log-probabilities of a later mini-batch stay in the order of the packs, from the step on whose packs have one."""
+    """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
+    import torch
+
     step, part = _step_and_part(call.file)
-    sizes = {len(row) for row in call.found}
     if step < 2 or not part:
         return call.original()
     lengths = [len(row) for row in call.found]
-    import torch
-
-    others = torch.cat([*call.found[1:], call.found[0]])
-    return call.faulty(found=list(others.split(lengths))) if sizes else call.original()
+    return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
 
 
 @fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)",
