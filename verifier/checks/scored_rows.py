@@ -33,7 +33,15 @@ def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
     References: verl#2185, PipelineRL#131, slime#914.
     """
     for policy in trace.of(PolicyColumns):
-        arrays = trace.arrays(policy)
+        arrays, known = trace.arrays(policy), {*policy.ids}
+        for item in trace.of(ScoredRows, version=policy.version):
+            strays = [name for name in item.ids if name not in known]
+            yield Comparison(
+                what=f"{item.name} on {item.coordinate}", same=not strays, stage=Stage.LOGPROB, version=item.version,
+                badness=1.0, sentence=f"the pass {item.name} scored {len(strays)} rollouts that the step has not",
+                expected="rollouts of the step", actual=", ".join(strays[:3]), allowed="exact (ids)",
+                hint="look at which file of rollouts is scored",
+            )  # fmt: skip
         made = _made(trace, policy)
         for column, which in COLUMNS.items():
             if column in arrays:
@@ -41,18 +49,20 @@ def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
 
 
 def _made(trace: Trace, policy: PolicyColumns) -> Mapping[str, np.ndarray]:
-    """Weights of a pass -> [N] float32 over all tokens of a step, nats, NaN where no rank scored one."""
-    starts = dict(zip(policy.ids, np.cumsum([0, *policy.lengths]).tolist(), strict=False))
+    """Weights of a pass -> [N] float32 over all tokens of a step, nats, NaN where not exactly one rank scored one."""
+    starts, size = dict(zip(policy.ids, np.cumsum([0, *policy.lengths]).tolist(), strict=False)), sum(policy.lengths)
     found: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
     for item in trace.of(ScoredRows, version=policy.version):
-        whole = found.setdefault(item.which, np.full(sum(policy.lengths), np.nan, np.float32))
+        whole = found.setdefault(item.which, np.full(size, np.nan, np.float32))
         arrays = trace.arrays(item)
         sentinel = arrays["sentinel"].astype(np.int64)
         number, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
-        begins = np.array([starts.get(name, -1) for name in item.ids], np.int64)[number]
-        known = begins >= 0
-        whole[begins[known] + position[known]] = arrays["logprob"][known]
-    return found
+        begins = np.array([starts.get(name, size) for name in item.ids], np.int64)[number]
+        place = begins + position
+        whole[place[place < size]] = arrays["logprob"][place < size]
+        times[item.which] = times.get(item.which, 0) + np.bincount(place[place < size], minlength=size)
+    return {which: np.where(times[which] == 1, whole, np.nan).astype(np.float32) for which, whole in found.items()}
 
 
 def _compare(policy: PolicyColumns, column: str, read: np.ndarray, made: np.ndarray | None) -> Iterator[Comparison]:
@@ -66,9 +76,13 @@ def _compare(policy: PolicyColumns, column: str, read: np.ndarray, made: np.ndar
         at = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps))) if length > 1 else 0
         yield Comparison(
             what=f"{column} of {name}", same=same, stage=Stage.LOGPROB, version=policy.version, badness=1.0,
-            sentence="" if same else f"`{column}` of token {at + 1} of `{name}` is {read[own][at]:.6g} nats in the "
-            f"loss, and the scoring pass made {nats[at]:.6g}",
-            expected="" if same else f"{nats[at]:.9g} (the row of a rank)",
-            actual="" if same else f"{read[own][at]:.9g} (the policy loss)", allowed="bitwise (values are copied)",
+            sentence="" if same else f"`{column}` of token {at + 1} of `{name}` is {read[own][at]:.9g} nats in the "
+            f"loss, and {_said(nats[at])}",
+            expected="" if same else _said(nats[at]), actual="" if same else f"{read[own][at]:.9g} (the policy loss)",
+            allowed="bitwise (values are copied)",
             hint="look at what puts scores back into the order of the samples, and at what else may fill them in",
         )  # fmt: skip
+
+
+def _said(nats: float) -> str:
+    return "not one rank scored it" if np.isnan(nats) else f"a rank scored it as {nats:.9g}"
