@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Real, Record
-from verifier.core.records_policy import RequestSeeds, RewardSeals, SolvedProblems
+from verifier.core.records_policy import RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
 
@@ -22,6 +22,13 @@ ARRAYS = {
     "router gradients that are none": {**PULLS, "found": np.zeros((1, 2))},
     "solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0], np.float32)},
     "not solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0.5], np.float32)},
+}
+ROWS = {"sentinel": np.array([1 << 32 | 1, 1 << 32 | 2, 2 << 32 | 1])}
+"""Rows of a pass over two rollouts of three tokens and two."""
+ARRAYS |= {
+    "scored": {**ROWS, "logprob": np.array([-1.0, -2.0, -3.0], np.float32)},
+    "scored by the reference": {**ROWS, "logprob": np.array([-1.5, -1.75, -3.25], np.float32)},
+    "scored otherwise": {**ROWS, "logprob": np.array([-1.0, -2.0, -2.5], np.float32)},
 }
 CONFIG: dict[str, Any] = {"megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0}}
 NUMBERS = {"accuracy": 1.0, "held_out_version": 1}
@@ -56,6 +63,13 @@ def measured() -> list[Record]:
         AdapterScales(
             name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
         ),
+        *(
+            ScoredRows(
+                name=f"{which} 000001-00", version=1, which=which, ids=("x", "y"), array=array,
+                coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0",
+            )
+            for which, array in (("current", "scored"), ("reference", "scored by the reference"))
+        ),
         RewardSeals(name="round 0", version=1, seals=GIVEN),
         WrittenTensors(
             name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
@@ -73,6 +87,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT014": (RequestSeeds, lambda item: replace(item, seals=(((0, NATS[0]), (0, NATS[0])),))),
     "RWD003": (RewardSeals, lambda item: replace(item, seals=GIVEN[:1])),
     "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),
+    "LGP017": (ScoredRows, _with("scored otherwise")),
     "CKP004": (WrittenTensors, _with("bits of the checkpoint before")),
     "LSS006": (RouterGradients, _with("router gradients that are none")),
     "MET003": (SolvedProblems, _with("not solved")),

@@ -11,10 +11,10 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "continued", "cut", "data",
-    "draws", "dropped", "ended", "ends", "engine", "entropy", "estimator", "evaluated", "examined", "export",
-    "exported", "final", "forced", "formula", "frozen", "given", "gradient", "handed", "held", "joined", "kept",
-    "layout", "lengths", "logprob", "measured", "merged", "mismatch", "order", "penalty", "plan", "planned", "policy",
+    "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "continued", "cut", "data", "draws",
+    "dropped", "ended", "ends", "engine", "entropy", "estimator", "evaluated", "examined", "export", "exported",
+    "final", "forced", "formula", "frozen", "given", "gradient", "handed", "held", "joined", "kept", "layout",
+    "lengths", "logprob", "measured", "merged", "mismatch", "order", "passes", "penalty", "plan", "planned", "policy",
     "prompts", "read", "recorded", "reference", "replay", "replicas", "reread", "resampled", "restarted", "resume",
     "reward", "rollout", "routers", "routes", "sampled", "saved", "scaled", "schedule", "scored", "sent", "served",
     "settings", "shown", "sizes", "spot", "stack", "stated", "step", "stored", "summed", "text", "tokens", "transport",

@@ -276,6 +276,20 @@ class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
     """Sum of the distances of the same by weights of the run's dtype, or of float64."""
 
 
+class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
+    """Rows of a pass that scored a mini-batch of a step, on one rank, as the rank made them; every array is [T].
+
+    ``sentinel`` int64 as in `TokenLedger`, of the batch's rollouts; ``logprob`` float32, nats.
+    """
+
+    which: str
+    """Weights: "current", which make `old`, or "reference"."""
+    ids: tuple[str, ...]
+    """Rollouts of the batch."""
+    coordinate: str
+    """Mesh coordinate of the rank."""
+
+
 class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     """One rollout of a step that the trainer scored by itself, alone in its pack, before the step's first update.
 

@@ -27,6 +27,8 @@ from verifier.train.vocab_logprob import vocab_parallel_logprob
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
 """Viewer of a rank's micro-batches, called before they are used; it changes nothing. It may return a function for the
 rest of its work, without collectives, which is called when the device has its work."""
+OnRows = Callable[[PackedBatch, torch.Tensor], None]
+"""Viewer of the log-probabilities of a micro-batch's rows, on the device, as a pass that scores makes them."""
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, PackedBatch], torch.Tensor]
 """(logprob_T, entropy_T, shard) -> [T] loss per row; rows outside of the loss mask are dropped afterwards."""
 
@@ -58,6 +60,7 @@ def score(
     micro_batch_size: int = 4,
     temperature: float = 1.0,
     on_shards: OnShards | None = None,
+    on_rows: OnRows | None = None,
     max_tokens: int | None = None,
     read: ReadLogits | None = None,
 ) -> list[torch.Tensor]:
@@ -69,6 +72,7 @@ def score(
         micro_batch_size: greatest number of rollouts of a packed micro-batch.
         temperature: divisor of the logits.
         on_shards: see `OnShards`.
+        on_rows: see `OnRows`; not called where `read` is given.
         max_tokens: greatest number of rows of a micro-batch, padding included; None splits by `micro_batch_size`.
         read: another number to read from each row of logits, such as `vocab_logprob.is_greedy`.
 
@@ -77,8 +81,9 @@ def score(
         given all earlier tokens, nats.
     """
     split = split_over_ranks(trainer, rollouts, micro_batch_size, max_tokens)
-    batches, shards = _micro_batches(trainer, rollouts, split, ledger=on_shards is not None)
-    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=_detached, read=read)
+    batches, shards = _micro_batches(trainer, rollouts, split, ledger=bool(on_shards or on_rows))
+    finish = partial(_detached, on_rows=on_rows)
+    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=False, finish=finish, read=read)
     with _seen(shards, on_shards), torch.no_grad(), _mode(trainer, training=False):
         scored = _run(trainer, forward, shards, forward_only=True, collect_non_loss_data=True)
     sizes = [len(rollout) - 1 for rollout in rollouts]
@@ -247,13 +252,9 @@ def _alignment(trainer: TrainerModel) -> Alignment:
 
 
 def _micro_batches(
-    trainer: TrainerModel,
-    rollouts: Sequence[Rollout],
-    split: MicroBatches,
-    *,
-    ledger: bool,
+    trainer: TrainerModel, rollouts: Sequence[Rollout], split: MicroBatches, *, ledger: bool,
     columns: Columns | None = None,
-) -> tuple[list[list[int]], list[PackedBatch]]:
+) -> tuple[list[list[int]], list[PackedBatch]]:  # fmt: skip
     """Return this rank's micro-batches, as indices of rollouts and as its context-parallel shards of the packs."""
     at, alignment = _coordinate(trainer), _alignment(trainer)
     batches = split[at.dp]
@@ -287,14 +288,10 @@ def _run(
     chunks = trainer.chunks
     pairs = [(shard, _moved(shard, device_of(trainer))) for shard in shards]
     collected = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(shards),
-        seq_length=max(shard.num_rows for shard in shards),
-        micro_batch_size=1,
-        **schedule_options,
-    )
+        forward_step_func=forward, data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
+        model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(shards),
+        seq_length=max(shard.num_rows for shard in shards), micro_batch_size=1, **schedule_options,
+    )  # fmt: skip
     return collected or []
 
 
@@ -308,15 +305,9 @@ def _moved(shard: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def _forward(
-    data_iterator: Iterator[tuple[PackedBatch, PackedBatch]],
-    model: Any,
-    *,
-    trainer: TrainerModel,
-    temperature: float,
-    entropy: bool,
-    finish: Callable[..., Any],
-    read: ReadLogits | None = None,
-) -> tuple[torch.Tensor, Callable[..., Any]]:
+    data_iterator: Iterator[tuple[PackedBatch, PackedBatch]], model: Any, *, trainer: TrainerModel,
+    temperature: float, entropy: bool, finish: Callable[..., Any], read: ReadLogits | None = None,
+) -> tuple[torch.Tensor, Callable[..., Any]]:  # fmt: skip
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
     The iterator yields each micro-batch twice: on the host and on the device.
@@ -361,7 +352,11 @@ def _forward(
     return output, on_logits
 
 
-def _detached(logprob_T: torch.Tensor, entropy_T: torch.Tensor | None, shard: PackedBatch) -> torch.Tensor:
+def _detached(
+    logprob_T: torch.Tensor, entropy_T: torch.Tensor | None, shard: PackedBatch, *, on_rows: OnRows | None
+) -> torch.Tensor:
+    if on_rows is not None:
+        on_rows(shard, logprob_T.detach())
     return logprob_T.detach()
 
 

@@ -136,6 +136,7 @@ def step_manifest(
         scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
         scopes += ["turns"] if config.grpo.has_turns and not dropped else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
+        scopes += [] if dropped else ["passes"]
         scopes += ["routes"] if config.grpo.replay_routes and not dropped else []
         scopes += ["held", *_delivery(config)] if synced else []
         if synced and model.layout is not None and cuts_exports(config, model.tier, model.checkpoint.num_bytes):

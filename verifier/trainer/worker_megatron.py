@@ -41,9 +41,10 @@ from verifier.trainer.hand_on_megatron import HandOn
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
 from verifier.trainer.load_evidence_megatron import loaded_weights
 from verifier.trainer.out_of_memory import refused_for_memory
-from verifier.trainer.reference_megatron import live_digests, reference_shards
+from verifier.trainer.reference_megatron import live_digests
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.saves_megatron import Saves
+from verifier.trainer.scoring_passes_megatron import ScoringPasses
 from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, digests_of, reference_facts, replaced, state_facts
 from verifier.trainer.step_trace import can_audit, cuts_exports
@@ -83,7 +84,7 @@ class TrainerWorker:
         self._adapters: Adapters | None = None
         self._left: Kept | None = None
         self._reference: list[torch.Tensor] = []
-        self._scored: list[dict[str, dict[str, Any]]] = []
+        self._passes = ScoringPasses(judged=config.verify.steps and config.algorithm == "grpo")
         self._saves = Saves(context.rank, str(config.mesh.coordinate(context.rank)))
         batch = config.batch
         self._batching: dict[str, Any] = {"micro_batch_size": batch.count, "max_tokens": batch.max_tokens}
@@ -179,12 +180,12 @@ class TrainerWorker:
         temperature = 1.0 if which == "greedy" else self._temperature
         read = shortfall if which == "shortfall" else None
         with self._weights_of(which):
-            if which == "reference" and self._config.verify.steps:
-                self._scored.append(live_digests(self._live))
+            on_rows = self._passes.begin(which, Path(batch).stem, rollouts, self._live)
             with self._routes.during(rollouts, Path(batch).stem, SCORED.get(which, which)) as look:
                 found = step_megatron.score(
-                    self._trainer, rollouts, temperature=temperature, on_shards=look, read=read, **self._batching
-                )
+                    self._trainer, rollouts, temperature=temperature, on_shards=look, on_rows=on_rows, read=read,
+                    **self._batching,
+                )  # fmt: skip
         if self._context.rank == 0:
             update_facts_megatron.write_logprobs(found, to)
 
@@ -269,7 +270,8 @@ class TrainerWorker:
             if at.tp == 0:
                 records.record_rows(meter, str(at), oracle)
             if config.algorithm == "grpo":
-                self._record_reference(probe, step)
+                self._passes.record(probe, step, self._frozen, self._begun, at)
+                self._begun = {}
                 records.record_ratios(facts, first=first)
             if last:
                 self._record_weights(probe, step, number)
@@ -360,12 +362,6 @@ class TrainerWorker:
         """Record, with the first step after a start, what was loaded, and after a resume what was saved."""
         self._loaded.hand_over(probe)
         self._saves.record(probe)
-
-    def _record_reference(self, probe: Recorder, version: int) -> None:
-        """Record the weights that the step's reference was scored with, once, in each of its passes."""
-        for item in reference_shards(self._scored, self._frozen, self._begun, version):
-            probe.emit(item)
-        self._scored, self._begun = [], {}
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:

@@ -1,0 +1,88 @@
+"""Log-probabilities of a scoring pass as ranks made them, row by row, against those that the policy loss reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from verifier.checks.packing import POSITION_BITS
+from verifier.core.check import check
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import PolicyColumns, ScoredRows
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+COLUMNS = {"old": "current", "reference": "reference", "penalty_reference": "reference"}
+"""Column of a batch -> weights of the pass that made it."""
+
+
+@check("LGP017", needs=(PolicyColumns, ScoredRows), scope="passes")
+def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
+    """Every log-probability that the policy loss reads is the one that a scoring pass of this step made for its token.
+
+    What it checks: per rollout, `old`, and `reference` of the KL in the loss or in the reward, of each token but the
+    first, against the rows of the step's scoring passes, which ranks keep as they make them. The sentinel of a row,
+    which it got when it was packed, names its rollout and its token.
+    Why it matters: micro-batches by tokens score samples in another order than they came, and what goes back has to be
+    in the first one. Values of a neighbour, of a step before, of a cache or of the engine have the right shape, ratios
+    stay near 1, and the KL is a plausible number.
+    Evidence: logprob/rows, advantage/policy.
+    Tolerance and its source: bitwise; values are copied.
+    What it does not catch: a pass that is wrong itself (LGP001 and LGP013); the columns behind this point (PCK004).
+    References: verl#2185, PipelineRL#131, slime#914.
+    """
+    for policy in trace.of(PolicyColumns):
+        arrays, known = trace.arrays(policy), {*policy.ids}
+        for item in trace.of(ScoredRows, version=policy.version):
+            strays = [name for name in item.ids if name not in known]
+            yield Comparison(
+                what=f"{item.name} on {item.coordinate}", same=not strays, stage=Stage.LOGPROB, version=item.version,
+                badness=1.0, sentence=f"the pass {item.name} scored {len(strays)} rollouts that the step has not",
+                expected="rollouts of the step", actual=", ".join(strays[:3]), allowed="exact (ids)",
+                hint="look at which file of rollouts is scored",
+            )  # fmt: skip
+        made = _made(trace, policy)
+        for column, which in COLUMNS.items():
+            if column in arrays:
+                yield from _compare(policy, column, arrays[column].astype(np.float32), made.get(which))
+
+
+def _made(trace: Trace, policy: PolicyColumns) -> Mapping[str, np.ndarray]:
+    """Weights of a pass -> [N] float32 over all tokens of a step, nats, NaN where not exactly one rank scored one."""
+    starts, size = dict(zip(policy.ids, np.cumsum([0, *policy.lengths]).tolist(), strict=False)), sum(policy.lengths)
+    found: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
+    for item in trace.of(ScoredRows, version=policy.version):
+        whole = found.setdefault(item.which, np.full(size, np.nan, np.float32))
+        arrays = trace.arrays(item)
+        sentinel = arrays["sentinel"].astype(np.int64)
+        number, position = (sentinel >> POSITION_BITS) - 1, sentinel & ((1 << POSITION_BITS) - 1)
+        begins = np.array([starts.get(name, size) for name in item.ids], np.int64)[number]
+        place = begins + position
+        whole[place[place < size]] = arrays["logprob"][place < size]
+        times[item.which] = times.get(item.which, 0) + np.bincount(place[place < size], minlength=size)
+    return {which: np.where(times[which] == 1, whole, np.nan).astype(np.float32) for which, whole in found.items()}
+
+
+def _compare(policy: PolicyColumns, column: str, read: np.ndarray, made: np.ndarray | None) -> Iterator[Comparison]:
+    begin = 0
+    for name, length in zip(policy.ids, policy.lengths, strict=True):
+        own = slice(begin + 1, begin + length)
+        begin += length
+        nats = np.full(length - 1, np.nan, np.float32) if made is None else made[own]
+        gaps = np.abs(read[own].astype(np.float64) - nats)
+        same = np.array_equal(read[own], nats)
+        at = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps))) if length > 1 else 0
+        yield Comparison(
+            what=f"{column} of {name}", same=same, stage=Stage.LOGPROB, version=policy.version, badness=1.0,
+            sentence="" if same else f"`{column}` of token {at + 1} of `{name}` is {read[own][at]:.9g} nats in the "
+            f"loss, and {_said(nats[at])}",
+            expected="" if same else _said(nats[at]), actual="" if same else f"{read[own][at]:.9g} (the policy loss)",
+            allowed="bitwise (values are copied)",
+            hint="look at what puts scores back into the order of the samples, and at what else may fill them in",
+        )  # fmt: skip
+
+
+def _said(nats: float) -> str:
+    return "not one rank scored it" if np.isnan(nats) else f"a rank scored it as {nats:.9g}"
