@@ -190,12 +190,12 @@ def replayed(tmp_path, routes, *, layers=(1, 3), rows=None):
     probe, given = Kept(), [rollout_of(structs.replace(row, routes=routes)) for row in ROWS]
     record_rollouts(probe, 1, tmp_path)
     ids = tuple(row.id for row in ROWS)
-    probe.emit(GivenRoutes(name="000001-00", version=1, rollouts=ids), route_rows(given, layers))
+    probe.emit(GivenRoutes(name="000001-00", version=1, rollouts=ids), {"array": route_rows(given, layers)})
     trace = Trace(Manifest(), probe.records, lambda key: probe.arrays[key])
     return [item.same for item in REGISTRY["DAT012"].fn(trace) if "replay" in item.what]
 
 
-ROUTES = tuple(((at, at + 1), (5, at)) for at in range(4)) + (((-1, -1), (-1, -1)),)
+ROUTES = (*(((at, at + 1), (5, at)) for at in range(4)), ((-1, -1), (-1, -1)))
 
 
 def test_replayed_routes_are_the_files(tmp_path):
