@@ -207,7 +207,7 @@ def _each(
             continue
         wrong = []
         for field, values in fields.items():
-            found, expected = values[at], own.get(field)
+            found, expected = values[at], own.get(field, ())
             if field == "mask" and name in dropped:
                 expected = np.zeros(len(found), bool)
             if field in ("logprobs", "versions") and len(found) == len(expected):
