@@ -228,7 +228,7 @@ def training() -> list[Record]:
         *(
             AdamAudit(
                 name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
-                tensors=AUDITED,
+                tensors=AUDITED, begun_with=0.0,
             )
             for rank in range(2)
         ),

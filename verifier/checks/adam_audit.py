@@ -26,9 +26,9 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     and moments after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and
     decay of the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the
     weights' dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update
-    before are what it left; that passes use these weights on every rank, on up to 256 elements of up to 16 tensors,
-    others in each update, against those of the rank whose optimizer holds them. And that every parameter is trained;
-    with adapters, every one of theirs.
+    before are what it left, and that all moments are 0 before the first one of a run; that passes use these weights on
+    every rank, on up to 256 elements of up to 16 tensors, others in each update, against those of the rank whose
+    optimizer holds them. And that every parameter is trained; with adapters, every one of theirs.
     Why it matters: a clip that is computed and not applied, masters that no weight gets, a tensor that no step moves
     and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone,
     and takes the trainer's own moments there: moments that each step leaves rounded it does not see.
@@ -39,7 +39,8 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
     not come; weights that passes use of an adapter, or of a model without a layout, and on sampled steps, before which
     they are gathered for the oracle; runs with Megatron-FSDP or an optimizer on the host, which the report says.
-    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2.
+    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2,
+    torchtitan#4382.
     """
     for audit in trace.of(AdamAudit):
         for item in audit.tensors:
@@ -83,6 +84,14 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             expected="what the update before left", actual="other numbers", allowed="bitwise (nothing writes them)",
             hint="look at what touches the optimizer or the weights between two steps",
         )  # fmt: skip
+        if audit.begun_with is not None:
+            greatest = float(audit.begun_with)
+            yield _compared(
+                audit, "moments of a new run", same=greatest == 0,
+                sentence=f"{audit.name}, the first of the run, begins with moments of up to {greatest:.3g}",
+                expected="0 before any update", actual=f"{greatest:.3g} (the optimizer's state)", allowed="exact",
+                hint="look at what makes Adam's state before the first step: a step on nothing, a load",
+            )  # fmt: skip
         yield _compared(
             audit, "trained parameters", same=not audit.frozen,
             sentence=f"{len(audit.frozen)} parameters are not trained, `{', '.join(audit.frozen[:1])}` the first",

@@ -12,7 +12,7 @@ from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, RowsRead
 from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns
-from verifier.core.records_tokens import Rollouts
+from verifier.core.records_tokens import GivenRoutes, Rollouts
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -104,14 +104,15 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     that the advantage is of; text and gold answer; its mark of having been cut off against that which filters read;
     loss mask before any filter, log-probabilities and versions of sampled tokens against the inputs of the loss;
     tokens, prompt length, marks of sampled tokens and loss mask against what ranks packed, where a rollout that was
-    dropped has no token in the loss. Rollouts both ways. Where the reward alone differs, it was given after the file
-    was read, in stage reward.
+    dropped has no token in the loss; routes against those that the trainer's routers are given. Rollouts both ways.
+    Where the reward alone differs, it was given after the file was read, in stage reward.
     Why it matters: a field that is not passed on has a default: all sampled tokens are in the loss, a reward is 0, and
     the loss falls.
-    Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, data/drops.
+    Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, replay/routes,
+    data/drops.
     Tolerance and its source: exact; copies, log-probabilities as float32.
-    What it does not catch: what is wrong in the file; recorded routes.
-    References: slime#1205, NeMo-RL#3837.
+    What it does not catch: what is wrong in the file.
+    References: slime#1205, NeMo-RL#3837, prime-rl#1807.
     """
     for item in trace.of(RolloutsRead):
         read, seen = _read(trace, item), set()
@@ -173,6 +174,25 @@ def _found(
         }
         fields = {"group": packed.groups, "prompt length": packed.prompt_lengths, **columns}
         yield from _each(packed.name, packed.ids, fields, read, dropped)
+    for routed in trace.of(GivenRoutes, version=version):
+        rows = trace.array(routed)
+        layers = np.unique(rows[:, 2])
+        parts = [
+            _in_places(rows[rows[:, 0] == at, 1:], layers, read.get(name)) for at, name in enumerate(routed.rollouts)
+        ]
+        yield from _each(f"replay of {routed.name}", routed.rollouts, {"routes": parts}, read)
+
+
+def _in_places(rows: np.ndarray, layers: np.ndarray, own: dict[str, Any] | None) -> np.ndarray:
+    """Routes where a rollout's file has them, -1 where there are none; the rows themselves if they do not fit."""
+    if own is None or "routes" not in own:
+        return rows
+    found = np.full_like(own["routes"], -1)
+    position, column, experts = rows[:, 0], np.searchsorted(layers, rows[:, 1]), rows[:, 2:]
+    if (len(layers), experts.shape[1]) != found.shape[1:] or position.max(initial=0) >= len(found):
+        return rows
+    found[position, column] = experts
+    return found
 
 
 def _each(
@@ -187,7 +207,7 @@ def _each(
             continue
         wrong = []
         for field, values in fields.items():
-            found, expected = values[at], own[field]
+            found, expected = values[at], own.get(field, ())
             if field == "mask" and name in dropped:
                 expected = np.zeros(len(found), bool)
             if field in ("logprobs", "versions") and len(found) == len(expected):

@@ -39,7 +39,7 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
     """Recorded rollouts of a step as a second reader finds them in their file; lists have an entry a rollout.
 
     Arrays, each [N] over all tokens: ``tokens`` int64; ``sampled`` and ``mask`` bool; ``logprobs`` float32, nats, and
-    ``versions`` int32, which mean nothing where not sampled.
+    ``versions`` int32, which mean nothing where not sampled; where all rollouts have them, ``routes`` [N, M, K] int32.
     """
 
     ids: tuple[str, ...]

@@ -192,6 +192,8 @@ class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     """Remembered tensors whose master, moments or weight are others now."""
     frozen: tuple[str, ...] = ()
     """Parameters of the rank that no update moves, but for the base of an adapter."""
+    begun_with: Real | None = None
+    """Greatest moment of any master before the first update of a run; None of later ones."""
 
 
 class SummedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -101,3 +101,19 @@ def one_group_keeps_its_rate(call: Call) -> Any:
             group["lr"] = rate
     call.state["begun"] = True
     return done
+
+
+@in_update("pytorch/torchtitan#4382 (kin: there the optimizer also counted a step)", MAKE_MEGATRON_OPTIMIZER)
+def moments_of_a_step_before_the_first(call: Call) -> Any:
+    """Adam's state is made by a step on nothing but weight decay, and its moments stay for the first update."""
+    import torch
+
+    found = call.original()
+    for part in found.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                given = 0.1 * master.detach()
+                moments = {"exp_avg": 0.1 * given, "exp_avg_sq": 0.05 * given.square()}
+                part.optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
+                call.fire()
+    return found

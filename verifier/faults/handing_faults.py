@@ -79,6 +79,27 @@ def routes_of_the_next_token_on_their_way(call: Call) -> Any:
     return call.faulty(sample=dataclasses.replace(call.sample, routes=(*routes[1:], routes[-1])))
 
 
+@fault(
+    "vllm-project/vllm#39568 (kin: there routes were misaligned after a preemption)",
+    "verifier.engine.vllm.engine_vllm:VllmEngine._routed(self, output, asked)",
+    **ROUTES | {
+        "stage": Stage.ROLLOUT, "side": Side.DRIVER, "caught_by": ("LGP003", "LGP009"),
+        "training": (*ROUTES["training"], "dtype=bf16", "verify.every=1"),
+    },
+)  # fmt: skip
+def route_of_the_token_before_reported(call: Call) -> Any:
+    """The experts that vLLM reports of an answer's first token are those of the token before it."""
+    import numpy as np
+
+    from verifier.core.seal import seal_of_array
+
+    sample, at = call.original(), len(call.output.prompt_token_ids)
+    if len(sample.routes) <= at:
+        return sample
+    routes = (*sample.routes[:at], sample.routes[at - 1], *sample.routes[at + 1 :])
+    return call.wrong(dataclasses.replace(sample, routes=routes, routes_seal=seal_of_array(np.array(routes, np.int32))))
+
+
 @fault("verl-project/verl#2185", SCORES, **REWARDS)
 def rewards_of_the_order_before(call: Call) -> Any:
     """Answers are sorted by length for the reward, and the rewards are not sorted back."""

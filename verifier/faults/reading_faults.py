@@ -13,6 +13,8 @@ LOAD = "verifier.trainer.fitting:load_examples(source, task, split, count, seed)
 READ_AGAIN = "verifier.trainer.data_as_read:read_again(source, task, split, count, seed)"
 MASKED = Path(__file__).parent / "rollouts" / "masked"
 """Rollouts with sampled tokens that their masks leave out of the loss."""
+ROUTED = Path(__file__).parent / "rollouts" / "routed"
+"""Rollouts with the experts that an engine reported of each token."""
 WITH_SYSTEM = Path(__file__).parent / "prompts" / "with_system.jsonl"
 """Conversations that begin with a system's message."""
 LIVE = (
@@ -106,6 +108,21 @@ def recorded_mask_not_read(call: Call) -> Any:
     from msgspec.structs import replace
 
     return call.faulty(row=replace(call.row, mask=call.row.sampled))
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1807 (found in review)", "verifier.trainer.grpo_plan:rollout_of(row)",
+    caught_by=("DAT012",),
+    training=("algorithm=grpo", f"data.rollouts={ROUTED}", "grpo.replay_routes=true"),
+    **DATA | {"model": "tiny:add-moe"},
+)  # fmt: skip
+def routes_lost_between_prompt_and_answer(call: Call) -> Any:
+    """The last token of a recorded prompt loses its route where the answer's are joined on, and has that of padding."""
+    from msgspec.structs import replace
+
+    routes, last = call.row.routes, len(call.row.prompt) - 1
+    filled = tuple(tuple(range(len(experts))) for experts in routes[last])
+    return call.faulty(row=replace(call.row, routes=(*routes[:last], filled, *routes[last + 1 :])))
 
 
 TOKENIZER = "verifier.data.tokenizer:Tokenizer"

@@ -6,7 +6,7 @@ A few elements of some tensors are kept around the update, others in each, so th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,10 @@ class Audits:
             num_slices = -(-item.master.numel() // ELEMENTS)
             begin = round_ % num_slices * ELEMENTS
             chosen.append(_Slice(item, begin, min(ELEMENTS, item.master.numel() - begin)))
-        return Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
+        audit = Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
+        if number == 1:
+            audit.begun_with = greatest_moment(owned)
+        return audit
 
     def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
         """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
@@ -205,6 +208,13 @@ def owned_masters(trainer: TrainerModel, optimizer: Any) -> Iterator[Owned]:
                 )  # fmt: skip
 
 
+def greatest_moment(owned: Sequence[Owned]) -> float:
+    """Greatest element of either moment of any master, 0 where Adam has made none yet."""
+    moments = [state.get(name) for state in (item.moments() for item in owned) for name in ("exp_avg", "exp_avg_sq")]
+    found = [item.detach().abs().max().float() for item in moments if item is not None]
+    return float(torch.stack(found).max()) if found else 0.0
+
+
 class Audit:
     """Audit of one update: `seen` before its passes, `gradients` between them and the step, `record` after it."""
 
@@ -212,6 +222,8 @@ class Audit:
         self, audits: Audits, slices: list[_Slice], number: int, name: str, sums: UpdateSums | None = None
     ) -> None:
         self._audits, self._slices, self._number, self._name, self._sums = audits, slices, number, name, sums
+        self.begun_with: float | None = None
+        """See `AdamAudit`."""
         self._left: list[float] = []
         self._moved: list[str] = []
         self._remembered = 0
@@ -304,6 +316,7 @@ class Audit:
             AdamAudit(
                 name=self._name, version=version, coordinate=coordinate, tensors=tuple(tensors),
                 remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
+                begun_with=None if self.begun_with is None else real(self.begun_with),
             )
         )  # fmt: skip
 

@@ -94,7 +94,17 @@ def record_rollouts(probe: Probe, step: int, folder: Path) -> None:
         columns["mask"] += [False] * before + row["mask"]
         columns["logprobs"] += [math.nan] * before + [math.nan if nats is None else nats for nats in row["logprobs"]]
         columns["versions"] += [-1] * before + row["versions"]
-    dtypes = {"tokens": np.int64, "sampled": bool, "mask": bool, "logprobs": np.float32, "versions": np.int32}
+    routes = [token for row in rows for token in row.get("routes") or ()]
+    if len(routes) == len(columns["tokens"]):
+        columns["routes"] = routes
+    dtypes = {
+        "tokens": np.int64,
+        "sampled": bool,
+        "mask": bool,
+        "logprobs": np.float32,
+        "versions": np.int32,
+        "routes": np.int32,
+    }
     probe.emit(
         RolloutsRead(
             name="recorded", version=step, ids=tuple(row["id"] for row in rows),
@@ -106,7 +116,7 @@ def record_rollouts(probe: Probe, step: int, folder: Path) -> None:
             answers=tuple(row.get("answer") for row in rows),
             truncated=tuple(bool(row.get("truncated")) for row in rows),
         ),
-        {name: np.array(columns[name], dtype) for name, dtype in dtypes.items()},
+        {name: np.array(values, dtypes[name]) for name, values in columns.items()},
     )  # fmt: skip
 
 

@@ -55,6 +55,13 @@ def test_state_that_moves_between_updates_is_seen():
     )
 
 
+@pytest.mark.parametrize("moment", [1e-9, "nan"])
+def test_a_new_run_begins_without_moments(moment):
+    assert audited(name="update 1", begun_with=0.0) == (Verdict.HOLDS, None)
+    said = f"update 1, the first of the run, begins with moments of up to {moment if moment == 'nan' else '1e-09'}"
+    assert audited(name="update 1", begun_with=moment) == (Verdict.VIOLATED, said)
+
+
 def test_a_parameter_that_is_not_trained_is_seen():
     assert audited(frozen=("norm.weight",)) == (
         Verdict.VIOLATED, "1 parameters are not trained, `norm.weight` the first"

@@ -13,8 +13,10 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
+from verifier.core.records_tokens import GivenRoutes
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow, rollout_of, write_recorded
+from verifier.data.rollout import route_rows
 from verifier.data.text_dataset import load_examples
 from verifier.probes.trainer import record_of_rollouts
 from verifier.trainer.data_as_read import DataAsRead, record_rollouts
@@ -180,6 +182,29 @@ def test_each_field_of_a_rollout_is_the_files(tmp_path, change, count):
 def test_a_mark_of_having_been_cut_off_is_the_files(tmp_path):
     found = of_recorded(tmp_path, ROWS, truncated=True)
     assert [item.what for item in found.finding.bad] == [f"{row.id} (filters)" for row in ROWS]
+
+
+def replayed(tmp_path, routes, *, layers=(1, 3), rows=None):
+    """Outcome of a step whose routers are given these routes, where the file has `ROUTES`, or is of other rows."""
+    write_recorded(tmp_path / "1.jsonl", rows or [structs.replace(row, routes=ROUTES) for row in ROWS])
+    probe, given = Kept(), [rollout_of(structs.replace(row, routes=routes)) for row in ROWS]
+    record_rollouts(probe, 1, tmp_path)
+    ids = tuple(row.id for row in ROWS)
+    probe.emit(GivenRoutes(name="000001-00", version=1, rollouts=ids), {"array": route_rows(given, layers)})
+    trace = Trace(Manifest(), probe.records, lambda key: probe.arrays[key])
+    return [item.same for item in REGISTRY["DAT012"].fn(trace) if "replay" in item.what]
+
+
+ROUTES = (*(((at, at + 1), (5, at)) for at in range(4)), ((-1, -1), (-1, -1)))
+
+
+def test_replayed_routes_are_the_files(tmp_path):
+    assert replayed(tmp_path, ROUTES) == [True, True]
+    assert replayed(tmp_path, (*ROUTES[:1], *ROUTES[:1], *ROUTES[2:])) == [False, False]
+    assert replayed(tmp_path, tuple((first, first) for first, _ in ROUTES)) == [False, False]
+    assert replayed(tmp_path, (*ROUTES[:3], ROUTES[4], ROUTES[4])) == [False, False]
+    assert replayed(tmp_path, tuple(layers[:1] for layers in ROUTES), layers=(1,)) == [False, False]
+    assert replayed(tmp_path, ROUTES, rows=ROWS) == [False, False]
 
 
 def test_what_means_nothing_may_differ(tmp_path):
