@@ -62,6 +62,7 @@ class Metrics:
         self._folder, self._writer, self._log, self._view = folder, writer, log, view
         self._config, self._model = config, model
         self._last: deque[Mapping[str, Any]] | None = None
+        self._restarted = False
         self._events: EventFile | None = None
 
     def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
@@ -105,9 +106,12 @@ class Metrics:
         return step, {tag.rpartition("/")[2]: value for tag, value in numbers.items()}
 
     def _add_event(self, step: int, numbers: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if not self._restarted:  # TensorBoard forgets what earlier files have of this step and later ones
+            self._writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+            self._restarted = True
         found = [Summary.Value(tag=f"{_group(name)}/{name}", simple_value=value) for name, value in numbers.items()]
         self._writer.add_event(Event(step=step, summary=Summary(value=found)))
 

@@ -92,3 +92,12 @@ def test_mismatch_is_told_by_eighths_of_the_longest_answer():
     assert by_position(differences, positions, 16) == [2.0, 4.0, None, None, None, None, None, 5.0]
     assert mismatch_facts(differences)["mismatch_max"] == 5.0
     assert mismatch_facts(differences[:0]) == {}
+
+
+def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written(tmp_path, [{"step": step, "loss": float(step)} for step in (1, 2, 3)])
+    written(tmp_path, [{"step": step, "loss": 10.0 * step} for step in (2, 3)])
+    curve = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(item.step, item.value) for item in curve.Scalars("step/loss")] == [(1, 1.0), (2, 20.0), (3, 30.0)]
