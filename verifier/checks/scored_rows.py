@@ -66,22 +66,27 @@ def _made(trace: Trace, policy: PolicyColumns) -> Mapping[str, np.ndarray]:
 
 
 def _compare(policy: PolicyColumns, column: str, read: np.ndarray, made: np.ndarray | None) -> Iterator[Comparison]:
+    nats = np.full(len(read), np.nan, np.float32) if made is None else made
+    other = np.cumsum(np.append(0, read != nats))
     begin = 0
     for name, length in zip(policy.ids, policy.lengths, strict=True):
-        own = slice(begin + 1, begin + length)
-        begin += length
-        nats = np.full(length - 1, np.nan, np.float32) if made is None else made[own]
-        gaps = np.abs(read[own].astype(np.float64) - nats)
-        same = np.array_equal(read[own], nats)
-        at = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps))) if length > 1 else 0
+        first, begin = begin + 1, begin + length
+        same = other[begin] == other[first]
+        worst = first if same else _worst(read, nats, first, begin)
         yield Comparison(
-            what=f"{column} of {name}", same=same, stage=Stage.LOGPROB, version=policy.version, badness=1.0,
-            sentence="" if same else f"`{column}` of token {at + 1} of `{name}` is {read[own][at]:.9g} nats in the "
-            f"loss, and {_said(nats[at])}",
-            expected="" if same else _said(nats[at]), actual="" if same else f"{read[own][at]:.9g} (the policy loss)",
+            what=f"{column} of {name}", same=bool(same), stage=Stage.LOGPROB, version=policy.version, badness=1.0,
+            sentence="" if same else f"`{column}` of token {worst - first + 1} of `{name}` is {read[worst]:.9g} nats "
+            f"in the loss, and {_said(nats[worst])}",
+            expected="" if same else _said(nats[worst]), actual="" if same else f"{read[worst]:.9g} (the policy loss)",
             allowed="bitwise (values are copied)",
             hint="look at what puts scores back into the order of the samples, and at what else may fill them in",
         )  # fmt: skip
+
+
+def _worst(read: np.ndarray, nats: np.ndarray, begin: int, end: int) -> int:
+    """Place of the greatest difference from begin to end, the first one that no rank scored before all others."""
+    gaps = np.abs(read[begin:end].astype(np.float64) - nats[begin:end])
+    return begin + int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps)))
 
 
 def _said(nats: float) -> str:
