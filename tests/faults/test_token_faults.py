@@ -17,8 +17,8 @@ FAULTS = sorted(
     (fault for fault in CATALOG.values() if fault.stage in STAGES and fault.engine == NO_ENGINE),
     key=lambda fault: (fault.model, fault.mesh.label()),
 )
-ALWAYS = ("labels-rolled-in-the-shard", "local-positions", "mean-of-means")
-"""One of each stage but replay; that one is slow."""
+ALWAYS = ("labels-rolled-in-the-shard", "local-positions", "mean-of-means", "routes-count-dense-layers")
+"""One of each stage."""
 
 
 def _passes(trials: Trials, fault: Fault) -> None:

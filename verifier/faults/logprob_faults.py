@@ -16,7 +16,7 @@ LOGPROB = (
     f"{STEP}:vocab_parallel_logprob("
     "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
 )
-SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, max_tokens, read)"
+SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 CONFIG = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge.hf_config_to_provider_kwargs"
 EMBEDDINGS = "megatron.core.models.common.embeddings"
 PACKED_SEQUENCES = (

@@ -17,7 +17,8 @@ MAKE_MEGATRON_OPTIMIZER = (
 )
 MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
 SCORE = (
-    "verifier.train.step_megatron:score(trainer, rollouts, micro_batch_size, temperature, on_shards, max_tokens, read)"
+    "verifier.train.step_megatron:score("
+    "trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 )
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
 SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
