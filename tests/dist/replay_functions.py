@@ -55,8 +55,9 @@ def update(context: RankContext) -> list[int]:
     from verifier.core.store import Recorder
     from verifier.model.provider_megatron import DataParallel, build
     from verifier.probes.routes_megatron import replaying
+    from verifier.train.recompute_megatron import recomputed
     from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
-    from verifier.train.step_megatron import backward, recomputed
+    from verifier.train.step_megatron import backward
 
     args = context.args
     built = build(

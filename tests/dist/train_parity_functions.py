@@ -111,7 +111,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     from verifier.core.records_trainer import OptimizerSettings
     from verifier.export.gather_megatron import export
     from verifier.model.provider_megatron import build
-    from verifier.train import optimizer_megatron, step_megatron
+    from verifier.train import optimizer_megatron, recompute_megatron, step_megatron
     from verifier.train.policy_loss_megatron import LossMeter, policy_loss
     from verifier.trainer.live_settings_megatron import data_parallel_of
 
@@ -141,7 +141,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     with _planted(args.get("bug")):
         for number, recipe in enumerate(args["recipes"]):
             meter = LossMeter()
-            with step_megatron.recomputed(built, on=recipe.get("recompute", False)):
+            with recompute_megatron.recomputed(built, on=recipe.get("recompute", False)):
                 loss, num_tokens = step_megatron.backward(built, rollouts, **given(recipe, meter))
             at = mesh.coordinate(context.rank)
             facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(built))

@@ -32,7 +32,6 @@ from verifier.faults import (  # noqa: F401
     route_faults,
     router_faults,
     score_faults,
-    scored_faults,
     setting_faults,
     size_faults,
     train_faults,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
@@ -92,6 +93,38 @@ def penalty_of_another_sample(call: Call) -> Any:
     """The same of a reference whose KL is taken from the reward, in a run whose answers an engine samples."""
     found = call.original()
     return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
+
+
+def _step_and_part(file: str | Path) -> tuple[int, int]:
+    step, _, part = Path(file).name.partition(".")[0].partition("-")
+    return (int(step), int(part)) if step.isdigit() else (0, 0)
+
+
+@fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
+       "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
+       **ROW)  # fmt: skip
+def scores_left_in_packed_order(call: Call) -> Any:
+    """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
+    import torch
+
+    step, part = _step_and_part(call.file)
+    if step < 2 or not part:
+        return call.original()
+    lengths = [len(row) for row in call.found]
+    return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
+
+
+@fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)", SCORED, side=Side.CONTROLLER,
+       caught_by=("LGP017",), training=(*LIVE, "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
+       **ROW)  # fmt: skip
+def reference_falls_back_to_the_engines(call: Call) -> Any:
+    """Nobody is asked for the reference, and the log-probabilities that the engine sampled with stand in for it."""
+    import numpy as np
+
+    found = call.original()
+    pairs = zip(call.given, found.reference, strict=True)
+    filled = [np.where(np.isfinite(item.logprobs), item.logprobs, own).astype(np.float32) for item, own in pairs]
+    return call.wrong(dataclasses.replace(found, reference=filled))
 
 
 WORKER = "verifier.trainer.worker_megatron:TrainerWorker"

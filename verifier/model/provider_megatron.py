@@ -253,7 +253,7 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
         "moe_router_bias_update_rate": 0.0,
-        # Granularity of activation recomputation (`step_megatron.recomputed`): with two layers at a time the
+        # Granularity of activation recomputation (`recompute_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
         "recompute_num_layers": 2,

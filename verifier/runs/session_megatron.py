@@ -34,7 +34,7 @@ from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
-from verifier.train import step_megatron
+from verifier.train import recompute_megatron, step_megatron
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -220,7 +220,7 @@ class Session:
         look = self._token_probe("trained", version, batch)
         routes = replaying(run.probe, self._trainer, rollouts_of(batch), version, look, on=replay)
         given = given_arguments(run.probe, self._trainer, "trained", version)
-        with step_megatron.recomputed(self._trainer, on=recompute), routes as (rollouts, follow), given:
+        with recompute_megatron.recomputed(self._trainer, on=recompute), routes as (rollouts, follow), given:
             result = steps.take(
                 rollouts, loss=policy_loss(workload.objective, version), on_shards=follow,
                 temperature=workload.objective.temperature, **options,

@@ -195,22 +195,6 @@ def backward(
 
 
 @contextlib.contextmanager
-def recomputed(trainer: TrainerModel, *, on: bool) -> Iterator[None]:
-    """If `on`, keep only the input of every second layer in training steps and recompute the other activations.
-
-    Source:
-        megatron-core 0.19.2, core/transformer/transformer_block.py, `TransformerBlock.forward`, and
-        core/models/hybrid/hybrid_block.py: both ask the configuration in every pass.
-    """
-    before = trainer.provider.recompute_granularity
-    trainer.provider.recompute_granularity = "full" if on else before
-    try:
-        yield
-    finally:
-        trainer.provider.recompute_granularity = before
-
-
-@contextlib.contextmanager
 def params_synced(trainer: TrainerModel) -> Iterator[None]:
     """Gather every rank's parameters for the duration of the context.
 
@@ -252,9 +236,13 @@ def _alignment(trainer: TrainerModel) -> Alignment:
 
 
 def _micro_batches(
-    trainer: TrainerModel, rollouts: Sequence[Rollout], split: MicroBatches, *, ledger: bool,
+    trainer: TrainerModel,
+    rollouts: Sequence[Rollout],
+    split: MicroBatches,
+    *,
+    ledger: bool,
     columns: Columns | None = None,
-) -> tuple[list[list[int]], list[PackedBatch]]:  # fmt: skip
+) -> tuple[list[list[int]], list[PackedBatch]]:
     """Return this rank's micro-batches, as indices of rollouts and as its context-parallel shards of the packs."""
     at, alignment = _coordinate(trainer), _alignment(trainer)
     batches = split[at.dp]
@@ -288,10 +276,14 @@ def _run(
     chunks = trainer.chunks
     pairs = [(shard, _moved(shard, device_of(trainer))) for shard in shards]
     collected = get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
-        model=chunks if len(chunks) > 1 else chunks[0], num_microbatches=len(shards),
-        seq_length=max(shard.num_rows for shard in shards), micro_batch_size=1, **schedule_options,
-    )  # fmt: skip
+        forward_step_func=forward,
+        data_iterator=[iter(pairs) for _ in chunks] if len(chunks) > 1 else iter(pairs),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(shards),
+        seq_length=max(shard.num_rows for shard in shards),
+        micro_batch_size=1,
+        **schedule_options,
+    )
     return collected or []
 
 
@@ -305,9 +297,15 @@ def _moved(shard: PackedBatch, device: torch.device) -> PackedBatch:
 
 
 def _forward(
-    data_iterator: Iterator[tuple[PackedBatch, PackedBatch]], model: Any, *, trainer: TrainerModel,
-    temperature: float, entropy: bool, finish: Callable[..., Any], read: ReadLogits | None = None,
-) -> tuple[torch.Tensor, Callable[..., Any]]:  # fmt: skip
+    data_iterator: Iterator[tuple[PackedBatch, PackedBatch]],
+    model: Any,
+    *,
+    trainer: TrainerModel,
+    temperature: float,
+    entropy: bool,
+    finish: Callable[..., Any],
+    read: ReadLogits | None = None,
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
     The iterator yields each micro-batch twice: on the host and on the device.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verifier.train.lora_megatron import _on_embedding
-from verifier.train.step_megatron import recomputed
+from verifier.train.recompute_megatron import recomputed
 
 
 def trainer():
