@@ -10,7 +10,7 @@ import numpy as np
 
 from verifier.checks.content import owner_of, times
 from verifier.checks.logprob_bounds import STATISTICS, bounds_of
-from verifier.checks.repeated_tokens import counted_once, repeated_tokens
+from verifier.checks.repeated_tokens import counted_once, repeated_tokens, tokens_apart
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
@@ -79,7 +79,8 @@ def compare_with_oracle(
             )  # fmt: skip
             continue
         asked = (expected.name, expected.version, lengths, expected.whole, _temperatures(actual))
-        bounds = bounds_of(trace, actual.stage, *asked, repeated_tokens(trace, actual, lengths))
+        told_apart = repeated_tokens(trace, actual, lengths), tokens_apart(actual, lengths)
+        bounds = bounds_of(trace, actual.stage, *asked, *told_apart)
         other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
         heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
         sides = [ragged.split(side, lengths) for side in (got, want, heard)]

@@ -36,6 +36,24 @@ def repeated_tokens(trace: Trace, scoring: Record, lengths: Sequence[int]) -> np
     return np.unique(np.array(places, np.int64), return_inverse=True)[1]
 
 
+def tokens_apart(scoring: Record, lengths: Sequence[int]) -> int:
+    """Number of tokens whose noise scatters by itself: of samples of one prompt, those of the longest.
+
+    A router that flips within a prompt moves what comes after it in each of its samples. All tokens if the scoring is
+    not of samples.
+
+    Args:
+        scoring: of the tokens.
+        lengths: scored tokens of each sequence.
+    """
+    if not isinstance(scoring, SampledTokens):
+        return sum(lengths)
+    longest: dict[tuple[int, ...], int] = {}
+    for prompt, length in zip(scoring.prompts, lengths, strict=True):
+        longest[tuple(prompt)] = max(longest.get(tuple(prompt), 0), length)
+    return sum(longest.values())
+
+
 def counted_once(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Mean value of each different token: a repeated one says nothing new of how far they scatter."""
     return np.bincount(numbers, values) / np.bincount(numbers)

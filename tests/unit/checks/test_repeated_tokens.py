@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verifier.checks.logprobs import engine_logprob_differs_from_oracle
-from verifier.checks.repeated_tokens import counted_once, repeated_tokens
+from verifier.checks.repeated_tokens import counted_once, repeated_tokens, tokens_apart
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, SampledTokens, StoredFloor
@@ -56,6 +56,11 @@ def test_of_what_was_sampled_the_last_tokens_count() -> None:
     numbers = repeated_tokens(trace(np.zeros(180)), SAMPLED, SAMPLED.lengths)
     assert len(numbers) == 12
     assert len(np.unique(numbers)) == 4 + 2 + 4
+
+
+def test_samples_of_one_prompt_scatter_as_its_longest() -> None:
+    assert tokens_apart(SAMPLED, (4, 3, 4)) == 4 + 4
+    assert tokens_apart(ENGINE, LENGTHS) == sum(LENGTHS)
 
 
 def test_all_tokens_differ_where_nobody_says_which_they_are() -> None:
