@@ -34,6 +34,8 @@ SHARERS = 15
 """Processes that may share one GPU, whatever memory it has."""
 SHARED_GIB = 7.0
 """Memory on each of its GPUs of a process whose tests name none: trainer, engine, oracle and their contexts."""
+SPREAD_SHARERS = 6
+"""Those of them that have several GPUs: a collective waits for the time slices of its process on all."""
 STILL_RUNNING = 3
 """Processes that are not timed and still run when those that are start."""
 LEAST_CORES = 4
@@ -43,7 +45,7 @@ OWN = ("own_process", "quiet", "own_gpus")
 SPREAD = 7
 """Steps through the cores, so that processes which follow each other are given different ones."""
 FINE_TUNED = "fine_tuned"
-"""Folder among the results, while tests run: the model at which GRPO begins, made once for all tests of it."""
+"""Folder among the results, while tests run: the model at which GRPO begins, made once, and those that it ends with."""
 STARTS_APART_S = 1.0
 """Between two starts, so that the first finds its ports and compiles what the others then read from the cache."""
 
@@ -78,7 +80,7 @@ class Task:
     @property
     def name(self) -> str:
         """Of its log and its results."""
-        only = self.test.partition("[")[2].rstrip("]") or self.test.removeprefix("test_")
+        only = self.test.removeprefix("test_").replace("[", "-").rstrip("]")
         return f"{self.file.stem}-x{self.gpus}" + ("-timed" if self.timed else "") + (f"-{only}" if only else "")
 
     def start(
@@ -139,6 +141,9 @@ class Host:
             return list(range(task.gpus)) if len(self.untimed) <= STILL_RUNNING else None
         load = [sum(gpu in run.gpus for run in self.untimed) for gpu in range(self.num_gpus)]
         taken = {gpu for run in self.untimed if run.task.alone for gpu in run.gpus}
+        if task.gpus > 1:
+            spread = Counter(gpu for run in self.untimed if run.task.gpus > 1 for gpu in run.gpus)
+            taken |= {gpu for gpu, num in spread.items() if num >= SPREAD_SHARERS}
         most = 1 if task.alone else SHARERS
         free = [
             gpu for gpu in range(self.num_gpus)
@@ -216,8 +221,8 @@ def stage(task: Task) -> int:
 
 
 def urgency(task: Task) -> tuple[Any, ...]:
-    """Sorts what waits: by stage, then what needs a quiet host, then the most GPUs."""
-    return stage(task), not task.quiet, -task.gpus, not task.test, task.file, task.test
+    """Sorts what waits: by stage, then what needs a quiet host, then the most GPUs, then the most memory."""
+    return stage(task), not task.quiet, -task.gpus, -task.gib, not task.test, task.file, task.test
 
 
 def memory_gib() -> float:

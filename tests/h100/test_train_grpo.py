@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -68,12 +69,18 @@ def trained(folder: Path, *words: str, **env: str) -> tuple[list[dict[str, float
 
 
 @pytest.fixture(scope="module")
-def fine_tuned(tmp_path_factory) -> tuple[Path, float]:
-    """Model of random weights after fine-tuning, and the seconds that it took; `ci/gpu` makes it once."""
+def models(tmp_path_factory) -> Path:
+    """Folder of models that several tests use, of one process or of those of a `ci/gpu`."""
     results = os.environ.get(RESULTS)
-    folder = tmp_path_factory.mktemp("first") if results is None else Path(results).parent / FINE_TUNED
+    folder = tmp_path_factory.mktemp("models") if results is None else Path(results).parent / FINE_TUNED
     folder.mkdir(exist_ok=True)
-    took = folder / "seconds"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(models) -> tuple[Path, float]:
+    """Model of random weights after fine-tuning, and the seconds that it took; `ci/gpu` makes it once."""
+    folder, took = models, models / "seconds"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not took.exists():
@@ -104,23 +111,7 @@ def learns(folder: Path, first: tuple[Path, float], measured: Any, placement: st
     return first[1] + seconds
 
 
-def engine_agrees(folder: Path, measured: Any, knobs: dict[str, str]) -> None:
-    """Go on from the trained weights for three small steps that transformers computes too: its noise is the bound."""
-    words = words_of(LEARNS | SHORT | knobs | SAMPLED)
-    trained(folder / "sampled", "configs/add-grpo.yaml", f"model={folder / 'run' / 'hf_model'}", *words)
-    ratios = []
-    for step in range(1, int(SHORT["steps"]) + 1):
-        trace = store.read(folder / "sampled" / "steps" / f"{step:06d}")
-        assert "LGP009" in {outcome.code for outcome in report_of(trace, "").outcomes}
-        (policy,), (noise,) = trace.of(PolicyColumns), trace.of(SampledNoise)
-        old, engine, mask = (trace.array(policy, name) for name in ("old", "engine", "mask"))
-        gaps = np.abs(old - engine)[mask.astype(bool)]
-        ratios.append({"tokens": len(gaps), "mean": float(gaps.mean() / noise.mean), "noise": float(noise.mean)})
-    measured(mismatch_of_noise=ratios)
-
-
-@pytest.mark.quiet
-@pytest.mark.parametrize(
+PLACEMENTS = pytest.mark.parametrize(
     ("placement", "knobs"),
     [
         pytest.param("colocated", {"mesh.dp": "1"}, marks=pytest.mark.h100(gpus=1)),
@@ -128,9 +119,32 @@ def engine_agrees(folder: Path, measured: Any, knobs: dict[str, str]) -> None:
     ],
     ids=["colocated", "disaggregated"],
 )
-def test_rewards_rise(placement, knobs, fine_tuned, measured, tmp_path):
-    assert learns(tmp_path / "run", fine_tuned, measured, placement, knobs) < LONGEST_S
-    engine_agrees(tmp_path, measured, knobs)
+
+
+@pytest.mark.quiet
+@PLACEMENTS
+def test_rewards_rise(placement, knobs, fine_tuned, models, measured, tmp_path):
+    seconds = learns(tmp_path / "run", fine_tuned, measured, placement, knobs)
+    shutil.copytree(tmp_path / "run" / "hf_model", models / placement)
+    assert seconds < LONGEST_S
+
+
+@pytest.mark.own_process
+@PLACEMENTS
+def test_engine_agrees_afterwards(placement, knobs, models, measured, tmp_path):
+    """Three small steps from the trained weights, which transformers computes too: its noise is the bound."""
+    assert (models / placement).is_dir(), "test_rewards_rise left no model"
+    words = words_of(LEARNS | SHORT | knobs | SAMPLED)
+    trained(tmp_path / "run", "configs/add-grpo.yaml", f"model={models / placement}", *words)
+    ratios = []
+    for step in range(1, int(SHORT["steps"]) + 1):
+        trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
+        assert "LGP009" in {outcome.code for outcome in report_of(trace, "").outcomes}
+        (policy,), (noise,) = trace.of(PolicyColumns), trace.of(SampledNoise)
+        old, engine, mask = (trace.array(policy, name) for name in ("old", "engine", "mask"))
+        gaps = np.abs(old - engine)[mask.astype(bool)]
+        ratios.append({"tokens": len(gaps), "mean": float(gaps.mean() / noise.mean), "noise": float(noise.mean)})
+    measured(mismatch_of_noise=ratios)
 
 
 @pytest.mark.h100(gpus=4)

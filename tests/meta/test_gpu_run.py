@@ -19,6 +19,7 @@ from tests.h100.lanes import (
     LEAST_CORES,
     SHARED_GIB,
     SHARERS,
+    SPREAD_SHARERS,
     STILL_RUNNING,
     Host,
     Run,
@@ -87,6 +88,11 @@ def test_a_full_gpu_takes_nobody_and_what_is_timed_does_not_count() -> None:
     assert host_with(1, *full).place(task()) is None
     assert host_with(2, *full).place(task()) == [1]
     assert host_with(2, *full).place(task(2)) is None
+    spread = [(task(2), [0, 1])] * SPREAD_SHARERS
+    assert host_with(4, *spread[1:]).place(task(4)) == [0, 1, 2, 3]
+    assert host_with(4, *spread).place(task(4)) is None
+    assert host_with(4, *spread).place(task(2)) == [2, 3]
+    assert host_with(1, *spread).place(task()) == [0]
     assert host_with(1, *full[1:], (task(timed=True), [0])).place(task()) == [0]
 
 
@@ -127,8 +133,9 @@ def test_no_more_run_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_needs_a_quiet_host_or_most_room_starts_first() -> None:
     kinds = [task(timed=True), task(2), task(4), task(quiet=True), task(own_gpus=True), task(2, quiet=True)]
+    kinds.append(task(4, gib=60))
     order = sorted(kinds, key=urgency)
-    assert [kinds.index(item) for item in order] == [5, 3, 4, 2, 1, 0]
+    assert [kinds.index(item) for item in order] == [5, 3, 4, 6, 2, 1, 0]
     assert startable(order) == order[:3]
 
 
