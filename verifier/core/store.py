@@ -114,6 +114,19 @@ def create(path: Path, manifest: Manifest) -> Path:
     return path
 
 
+def require_room(path: Path) -> None:
+    """Refuse what `create` would refuse, before the run that the trace is for; nothing is left but folders above it.
+
+    Raises:
+        UsageError: see `create`.
+    """
+    was_there = path.is_dir()
+    create(path, Manifest())
+    discard(path)
+    if was_there:
+        path.mkdir()
+
+
 def complete(path: Path, manifest: Manifest) -> None:
     """Declare a trace whole: its manifest gets the digest of every file that the run left."""
     with _writing(path):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from verifier.config import BisectConfig, EngineOptions, RoundtripConfig
 from verifier.core.stage import Stage, in_stage
-from verifier.core.store import recording
+from verifier.core.store import recording, require_room
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
 from verifier.launch.child import end_of
@@ -47,6 +47,7 @@ def bisect(
         model=config.model, trace=config.trace, mesh=config.mesh, dtype=config.dtype, engine=EngineOptions(kind="hf"),
         cycles=1, fixes=config.fixes, seed=config.seed, timeout_s=config.timeout_s,
     )  # fmt: skip
+    require_room(config.trace)
     model = open_for_roundtrip(asked)
     if model.tier != "cpu":
         raise UsageError("bisect compares in fp32, which Transformer Engine does not attend in: run it on a CPU")

@@ -12,7 +12,7 @@ from pathlib import Path
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
 from verifier.core.stage import Stage, in_stage
-from verifier.core.store import recording
+from verifier.core.store import recording, require_room
 from verifier.core.work_folder import work_folder
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, UsageError, VerifierError
@@ -61,6 +61,7 @@ class Runner:
     def golden(self, config: GoldenConfig) -> Path:
         """Load through Megatron-Bridge on a mesh and export; returns the trace."""
         until = Deadline(config.timeout_s)
+        require_room(config.trace)
         model = open_model(config.model, config.dtype, config.mesh)
         placement = place(config, model.tier)
         recorded = None
@@ -107,6 +108,8 @@ class Runner:
         placement = place(config, model.tier)
         resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
+        for phase in phases:
+            require_room(phase.trace)
         if model.layout is None:  # its ranks start twice, and those for the layout would fail first
             self._notes(model, until)
         within = next((phase.within for phase in phases if phase.in_derivation), ())

@@ -219,6 +219,16 @@ def test_a_folder_that_is_in_use_is_refused(trace):
         store.create(trace, MANIFEST)
 
 
+def test_room_for_a_trace_is_asked_for_and_nothing_is_left(trace, tmp_path):
+    with pytest.raises(UsageError, match="is not empty: choose another --trace"):
+        store.require_room(trace)
+    store.require_room(tmp_path / "to" / "come")
+    assert list((tmp_path / "to").iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    store.require_room(tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
 def test_a_run_that_broke_keeps_its_logs_and_can_be_judged(tmp_path):
     traces = [tmp_path / "whole", tmp_path / "broken"]
     logs = {"rank000": b"one", "engine0": b"two"}
