@@ -18,7 +18,7 @@ from verifier.launch.rank import JobSpec
 from verifier.mesh.mesh import Mesh
 
 HERE = Path(__file__).parent
-HANGS_AFTER_S = 4.0
+HANGS_AFTER_S = 2.0
 """Deadline of a collective; one that all ranks enter takes up to a second beside another worker of a suite."""
 
 

@@ -38,6 +38,7 @@ RUNS = {
     "ratio over the engine": ("grpo.ratio_over=engine", "batch.micro_batch_size=3"),
     "mini-batches, epochs, two ranks": ("grpo.mini_batches=2", "grpo.epochs=2", "mesh.dp=2", "batch.max_tokens=48"),
 }
+EACH = [pytest.param(name, marks=[] if "mini-batches" in name else [pytest.mark.slow]) for name in RUNS]
 
 
 def recipe_of(config: TrainConfig) -> Recipe:
@@ -127,7 +128,7 @@ def change_differences(trained: Trained, second: SecondTrainer) -> dict[str, flo
     return {name: off[name] / size[name] for name in off} | {"all": total}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", EACH)
 def test_gradients_of_every_update_are_those_of_the_second_trainer(name, trained):
     run = trained(name)
     second = SecondTrainer(run.checkpoint, run.recipe)
@@ -139,7 +140,7 @@ def test_gradients_of_every_update_are_those_of_the_second_trainer(name, trained
     assert max(second.norms.values()) > run.recipe.clip_grad  # and that of the norm
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", EACH)
 def test_weights_change_as_those_of_the_second_trainer(name, trained):
     run = trained(name)
     measured = change_differences(run, SecondTrainer(run.checkpoint, run.recipe))

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import ROOT
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.trainer.controller import Trainer
 
 CONFIG = "configs/add-sft.yaml"
 
@@ -62,10 +65,11 @@ def test_transformers_loads_what_was_exported(run):
     assert model(ids).logits.shape == (1, 7, 32)
 
 
-def test_the_same_seed_gives_the_same_weights_with_and_without_judging(run, tmp_path):
+def test_the_same_seed_gives_the_same_weights_with_and_without_judging(run, trainer_launcher, tmp_path):
     folder, _ = run
-    words = ["steps=3", "data.batch_size=16", "evaluation.num_problems=0", "--run", str(tmp_path / "again")]
-    assert train(*words).returncode == 0
+    words = ["steps=3", "data.batch_size=16", "evaluation.num_problems=0", f"run={tmp_path / 'again'}"]
+    config, _ = load(TrainConfig, file=ROOT / CONFIG, overrides=words)
+    Trainer(config, print, launcher=trainer_launcher).run()
     for file in sorted((folder / "hf_model").glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "again" / "hf_model" / file.name).read_bytes()
 

@@ -133,7 +133,7 @@ def test_metrics_tell_the_age_of_tokens(name, run):
 
 
 @pytest.mark.parametrize(
-    "mode", ["async", pytest.param("sync", marks=pytest.mark.slow), pytest.param("inflight", marks=pytest.mark.slow)]
+    "mode", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("async", "inflight"))]
 )
 def test_groups_without_variance_are_replaced_up_to_the_limit(mode, resources, tmp_path):
     ahead = () if mode == "sync" else (f"grpo.mode={mode}", "grpo.max_staleness=1", "grpo.ratio_over=engine")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,8 @@ def test_one_other_digest_is_named_with_its_rank(spoiled, trainer_launcher, caps
     assert found.losses[0] == found.losses[1]
 
 
-def test_the_command_takes_the_config_from_the_run(sft, spoiled, capsys):
+def test_the_command_takes_the_config_from_the_run(sft, spoiled, trainer_launcher, monkeypatch, capsys):
+    monkeypatch.setattr("verifier.trainer.replay.ForkLauncher", lambda **_: nullcontext(trainer_launcher))
     assert command(["train", "--replay", str(sft), "--step", "3"]) == 0
     said = capsys.readouterr().out
     assert said == "gradients of step 3: 47 tensors, bitwise as recorded (from the checkpoint of step 2)\n"

@@ -30,7 +30,7 @@ SHAPES = {"one": (), "step-wise": ("grpo.step_wise=true",), "async": (
     "grpo.mode=async", "grpo.max_staleness=1", "grpo.ratio_over=engine"
 )}  # fmt: skip
 
-EACH = [pytest.param(name, marks=[pytest.mark.slow] if name == "async" else []) for name in SHAPES]
+EACH = [pytest.param(name, marks=[] if name == "step-wise" else [pytest.mark.slow]) for name in SHAPES]
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,10 @@ def test_padding_of_nan_changes_nothing(run, model):
 
 @pytest.mark.parametrize(
     ("model", "dtype", "mesh"),
-    [("qwen3-moe", "float32", {"ep": 2, "dp": 2}), ("nemotron-h", "bfloat16", {"tp": 2})],
+    [
+        ("qwen3-moe", "float32", {"ep": 2, "dp": 2}),
+        pytest.param("nemotron-h", "bfloat16", {"tp": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_that_go_on_from_files_are_those_of_a_run_that_was_not_stopped(run, model, dtype, mesh):
     fixes = (MEGATRON_DECAY, MEGATRON_INDEX)
