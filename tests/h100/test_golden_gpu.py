@@ -13,12 +13,14 @@ from verifier.config import GoldenConfig
 from verifier.mesh import Mesh
 
 FAMILIES = ("qwen3", "qwen3-tied", "llama", "qwen3-moe", "deepseek-v3", "nemotron-h")
+NO_ROW = (("mistral", Mesh()), ("glm4_moe", Mesh(tp=2, ep=2)))
+"""Families without a hand-written layout row, whose layout is derived on the GPUs first."""
 WIDE = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano")
 PP2_EP2 = Mesh(pp=2, ep=2, dp=2)
 PP2_EP2_CP2 = Mesh(pp=2, ep=2, cp=2)
 EP4 = Mesh(ep=4, dp=4)
-ON_ONE = [(name, Mesh()) for name in (*FAMILIES, *WIDE)]
-ON_TWO = [(name, Mesh(tp=2, ep=2)) for name in ("qwen3-moe", "deepseek-v3", "nemotron-h")]
+ON_ONE = [*((name, Mesh()) for name in (*FAMILIES, *WIDE)), NO_ROW[0]]
+ON_TWO = [*((name, Mesh(tp=2, ep=2)) for name in ("qwen3-moe", "deepseek-v3", "nemotron-h")), NO_ROW[1]]
 ON_FOUR = [
     ("qwen3", Mesh(tp=2, pp=2)),
     ("qwen3-tied", Mesh(tp=2, pp=2)),

@@ -40,6 +40,7 @@ CASES = [
         ("qwen3-moe", Mesh(), "ipc", 1),
         ("deepseek-v3", Mesh(), "ipc", 1),
         ("nemotron-h", Mesh(), "ipc", 1),
+        ("mistral", Mesh(), "ipc", 1),
         ("wide:qwen3-30b-a3b", Mesh(), "ipc", 1),
         ("qwen3", Mesh(), "nccl", 1),
         ("qwen3-moe", Mesh(tp=2, ep=2), "ipc", 2),
