@@ -18,6 +18,7 @@ from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnShards
+from verifier.train.written_megatron import Stepped
 from verifier.trainer.gradient_sums_megatron import Places, Sums, UpdateSums
 
 TENSORS = 32
@@ -149,6 +150,8 @@ class Audits:
         self._sums = None if places is None else Sums(trainer, places, rank)
         self.left: tuple[list[_Slice], list[torch.Tensor]] = ([], [])
         """Slices of the audit before, and what its update left of them."""
+        self.last = 0
+        """Number of its update."""
 
     def of(self, number: int, name: str) -> Audit:
         """Audit of an update.
@@ -169,6 +172,15 @@ class Audits:
         if number == 1:
             audit.begun_with = greatest_moment(owned)
         return audit
+
+    def stepped(self, number: int) -> list[Stepped]:
+        """What an update left of its slices; nothing if it was not the last one that was audited."""
+        slices, states = self.left if number == self.last else ([], [])
+        parts = zip(*(each.split([item.size for item in slices]) for each in states), strict=True)
+        return [
+            Stepped(chunk=item.of.chunk, local=item.of.local, begin=item.of.offset + item.begin, states=values)
+            for item, values in zip(slices, parts, strict=True)
+        ]
 
     def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
         """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
@@ -283,7 +295,7 @@ class Audit:
         if not self._slices:
             return
         after = _states(self._slices)
-        self._audits.left = (self._slices, after)
+        self._audits.left, self._audits.last = (self._slices, after), self._number
         settings = self._audits.settings
         clip = settings.clip_grad
         factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
