@@ -17,8 +17,6 @@ TENSORS = 4
 """Tensors of each kind that are read back from a checkpoint, at most: of weights, of masters, of either moment."""
 ELEMENTS = 64
 """Elements of each, at most."""
-STEPPED = 8
-"""Tensors that the last update stepped, of which the files are compared with what it left, at most."""
 MOST = 2**24
 """Elements of the largest tensor that is read back; its file is read as a whole."""
 _STATE = "optimizer.state."
@@ -41,7 +39,7 @@ class Stepped:
     begin: int
     """Index of the first in the flattened parameter."""
     states: Sequence[torch.Tensor]
-    """Masters, both moments, and weights."""
+    """Masters, both moments, and weights; or weights alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,7 @@ class Written:
         for item in chosen:
             places = _spread(0, item.data.numel())
             self._given.append(_Given(item.key, tuple(item.global_offset), _bits(item.data, places), places))
-        mine = sorted(stepped, key=lambda item: zlib.crc32(f"{turn} {item.chunk} {item.local}".encode()))
-        for own in mine[:STEPPED]:
+        for own in stepped:
             self._given += _of_update(own, state.get(f"model{own.chunk}", {}))
 
     def read(self, folder: Path) -> Facts:
@@ -145,7 +142,7 @@ def _of_update(own: Stepped, model: Mapping[str, Any]) -> Iterator[_Given]:
         return
     *optimizer, weights = own.states
     within = _spread(0, len(weights))
-    keys = [f"{_STATE}{part}.{item.key}" for part in _PARTS]
+    keys = [f"{_STATE}{part}.{item.key}" for part in _PARTS[: len(optimizer)]]
     for key, values in zip((*keys, item.key), (*optimizer, weights), strict=True):
         yield _Given(key, tuple(item.global_offset), _bits(values, within), own.begin + within, is_stepped=True)
 

@@ -25,6 +25,8 @@ TENSORS = 32
 """Tensors that an update is audited on, at most."""
 ELEMENTS = 1024
 """Elements of each, at most."""
+STEPPED = 8
+"""Tensors of an update, of which the files of a checkpoint are compared with what it left, at most."""
 ROUNDINGS = 3
 """Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
 MOMENT_ROUNDINGS = 16
@@ -174,13 +176,19 @@ class Audits:
         return audit
 
     def stepped(self, number: int) -> list[Stepped]:
-        """What an update left of its slices; nothing if it was not the last one that was audited."""
+        """What an update left of some tensors; nothing if it was not the last one that was audited.
+
+        Weights that the passes of the next update gather are among them, as the rank that steps them has them.
+        """
         slices, states = self.left if number == self.last else ([], [])
+        if not slices:
+            return []
         parts = zip(*(each.split([item.size for item in slices]) for each in states), strict=True)
-        return [
+        found = [
             Stepped(chunk=item.of.chunk, local=item.of.local, begin=item.of.offset + item.begin, states=values)
-            for item, values in zip(slices, parts, strict=True)
+            for item, values in list(zip(slices, parts, strict=True))[:STEPPED]
         ]
+        return found if self._sums is None else [*found, *self._sums.own_weights(number + 1)]
 
     def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
         """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
