@@ -37,7 +37,9 @@ ROUTED = (
     "model=tiny:add-moe", "algorithm=grpo", f"data.rollouts={ROLLOUTS / 'routed'}", "grpo.group_size=4",
     "grpo.replay_routes=true",
 )  # fmt: skip
-BALANCED = ("model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001")
+LATENT = ("model=tiny:add-deepseek", "megatron.bucket_size=100000000")
+"""In one bucket of gradients: of several, megatron-core saves wrong states (Megatron-LM #5077)."""
+BALANCED = (*LATENT, "megatron.moe_bias_update_rate=0.001")
 SAMPLED = ("verify.every=1",)
 """Every step is computed by the oracle too."""
 
@@ -129,7 +131,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo score bias ep2": (
         *RECORDED, *BALANCED, "mesh.ep=2", "mesh.dp=2", "grpo.mini_batches=2", "grpo.kl_weight=0.1",
     ),
-    "grpo score bias still": (*RECORDED, "model=tiny:add-deepseek", "mesh.ep=2", "mesh.dp=2", *SAMPLED),
+    "grpo score bias still": (*RECORDED, *LATENT, "mesh.ep=2", "mesh.dp=2", *SAMPLED),
     # routes that are replayed
     "routed ep2": (*ROUTED, "mesh.ep=2", "mesh.dp=2", "grpo.kl_weight=0.1", *SAMPLED),
     "routed mini-batches": (*ROUTED, "grpo.mini_batches=2", "grpo.epochs=2", "megatron.recompute=full", *SAMPLED),

@@ -189,7 +189,7 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: frozen tensors and buffers that were wrong before they were given; random states and counts
     (CKP001); tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged
     gates, and those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
-    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, slime#2380.
+    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077.
     """
     for item in trace.of(WrittenTensors):
         given = ragged.split(trace.array(item, "given"), item.counts)
