@@ -176,7 +176,7 @@ class Audits:
         return audit
 
     def stepped(self, number: int) -> list[Stepped]:
-        """What an update left of some tensors; nothing if it was not the last one that was audited.
+        """Elements of some tensors as an update left them; nothing if it was not the last one that was audited.
 
         Weights that the passes of the next update gather are among them, as the rank that steps them has them.
         """
