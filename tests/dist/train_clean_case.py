@@ -126,7 +126,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo qwen3-moe ep2": (*RECORDED, "model=tiny:qwen3-moe", "mesh.ep=2", "mesh.dp=2", "verify.every=2"),
     "grpo qwen3-moe z-loss": (*RECORDED, "model=tiny:qwen3-moe", "megatron.moe_z_loss=0.001"),
     "grpo deepseek-v3 tp2 ep2": (
-        *RECORDED, "model=tiny:deepseek-v3", "mesh.tp=2", "mesh.ep=2", "mesh.dp=2", "verify.every=3",
+        *RECORDED, "model=tiny:deepseek-v3", *LATENT[1:], "mesh.tp=2", "mesh.ep=2", "mesh.dp=2", "verify.every=3",
     ),
     "grpo score bias ep2": (
         *RECORDED, *BALANCED, "mesh.ep=2", "mesh.dp=2", "grpo.mini_batches=2", "grpo.kl_weight=0.1",
