@@ -71,7 +71,7 @@ def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resour
 def test_a_score_bias_moves_resumes_and_is_exported_bit_by_bit(resources, tmp_path):
     """In one bucket of gradients: with several, megatron-core 0.19.2 saves this model's optimizer from wrong places.
 
-    That is Megatron-LM #5077, which CKP001 sees.
+    That is Megatron-LM #5077, which CKP004 sees where it saves and CKP001 where it resumes.
     """
     knobs = (
         "model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001", "mesh.ep=2", "mesh.dp=2",

@@ -175,20 +175,21 @@ def last_checkpoints_not_kept(trace: Trace) -> Iterator[Comparison]:
 
 @check("CKP004", needs=(WrittenTensors,), scope="stored")
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
-    """The files of a checkpoint hold what the ranks gave to be written.
+    """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 
     What it checks: after each checkpoint, per rank, up to 64 elements of up to four of its tensors of each kind
     (weights, masters, either moment), others in each, read from the files, against copies of the same elements that
-    were taken when the save began; and that each tensor is there.
+    were taken when the save began; and that each tensor is there. Of up to eight tensors that the rank's optimizer
+    steps, up to 64 elements of weights, masters and moments against what the last update left of them.
     Why it matters: a writer that works beside the training may write what it was given first, again and again, or what
     the next step has made of it. Saves and loads report success, and the run goes on as it should. Whoever resumes
     from it weeks later loses the steps between.
     Evidence: checkpoint/written.
     Tolerance and its source: bitwise; a save is a copy.
-    What it does not catch: what was wrong before it was given (CKP001, at a resume); random states and counts (CKP001);
-    tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged gates, and
-    those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
-    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376.
+    What it does not catch: frozen tensors and buffers that were wrong before they were given; random states and counts
+    (CKP001); tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged
+    gates, and those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
+    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077.
     """
     for item in trace.of(WrittenTensors):
         given = ragged.split(trace.array(item, "given"), item.counts)
@@ -200,12 +201,13 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
             yield Comparison(
                 what=f"{name} of {item.name}", same=not bad, stage=Stage.CHECKPOINT, version=item.version,
                 badness=bad / max(len(right), 1),
-                sentence=f"the checkpoint of step {item.version} has another `{name}` than {item.name} gave"
+                sentence=f"the checkpoint of step {item.version} has another `{name}` than {item.name} held"
                 if there else f"the checkpoint of step {item.version} has no `{name}`, which {item.name} gave",
                 expected=f"what {item.name} held when the save began",
                 actual=f"{bad:,} of {len(right):,} elements differ" if there else "absent",
                 mismatched=f"elements: {bad:,} of {len(right):,}", allowed="bitwise (a save is a copy)",
-                hint="look at when the writer reads the memory that it was given, and whether that memory moves",
+                hint="look at what is gathered or put in the place of weights when a save begins, and at when the "
+                "writer reads the memory that it was given",
             )  # fmt: skip
 
 

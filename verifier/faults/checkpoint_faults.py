@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -204,3 +205,43 @@ def _moments(state: Any) -> Iterator[Any]:
 def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
     for part in optimizer.chained_optimizers:
         yield from part.optimizer.state.values()
+
+
+MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+"""Rates by which the last step moves the weights too."""
+
+
+@fault(
+    "NVIDIA-NeMo/RL#949", "verifier.train.checkpoint_megatron:params_synced(trainer)",
+    **{**ROW, "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
+)  # fmt: skip
+@contextlib.contextmanager
+def saved_before_the_gather(call: Call) -> Iterator[None]:
+    """A checkpoint is written before the weights that other ranks have stepped are gathered: some are a step old."""
+    call.fire()
+    yield
+
+
+@fault(
+    "THUDM/slime#2380 (kin: there the reference stood in the model at the first sync after a resume)",
+    f"{CHECKPOINT}:Writer.begin(self, folder, stepped)",
+    **{**ROW, "caught_by": ("CKP004",), "training": ("dtype=bf16", *MOVING)},
+)  # fmt: skip
+def reference_saved_for_the_policy(call: Call) -> None:
+    """The weights of a checkpoint are those that the run went on from; its masters and moments are right."""
+    import torch
+
+    live = [item for chunk in call.self._trainer.chunks for item in chunk.parameters()]
+    kept = [item.detach().clone() for item in live]
+    with torch.no_grad():
+        for item, begun in zip(live, call.state.get("begun", kept), strict=True):
+            item.copy_(begun)
+        call.faulty()
+        for item, own in zip(live, kept, strict=True):
+            item.copy_(own)
+
+
+@reference_saved_for_the_policy.also(LOAD)
+def _begun(call: Call) -> None:
+    call.original()
+    call.state["begun"] = [item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()]

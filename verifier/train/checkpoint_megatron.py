@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
@@ -22,7 +22,7 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.train import fsdp_megatron
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
 from verifier.train.step_megatron import params_synced
-from verifier.train.written_megatron import Facts, Written
+from verifier.train.written_megatron import Facts, Stepped, Written
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""
@@ -55,8 +55,12 @@ class Writer:
 
             self._queue = AsyncCallsQueue()
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path, stepped: Sequence[Stepped] = ()) -> None:
         """Write the state into an empty folder, the same for all ranks, or begin to.
+
+        Args:
+            folder: of the save.
+            stepped: what the last update left of some parameters.
 
         Raises:
             UsageError: it cannot be written.
@@ -69,7 +73,7 @@ class Writer:
             _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
             state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
         with params_synced(self._trainer), _failed_write_refused(folder):
-            self._written = Written(state, folder.parent.name) if self._reads_back else None
+            self._written = Written(state, folder.parent.name, stepped) if self._reads_back else None
             if self._queue is None:
                 with writing_here():
                     dist_checkpointing.save(state, str(folder))

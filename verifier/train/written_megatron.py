@@ -1,4 +1,4 @@
-"""Elements of what a rank has given to be written into a checkpoint, and of what is in its files afterwards."""
+"""Elements of what a rank has given to be written into a checkpoint or has stepped, and of its files afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,43 @@ MOST = 2**24
 _STATE = "optimizer.state."
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_PARTS = ("param", "exp_avg", "exp_avg_sq")
+"""Names in a checkpoint of masters and both moments."""
+
 Facts = list[dict[str, Any]]
 """Tensors by name, with the bits that were given and those that were written: none where one is not there."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """Elements of a parameter that this rank's optimizer steps, as an update left them."""
+
+    chunk: int
+    local: str
+    """Name of the parameter in its model chunk, without wrappers."""
+    begin: int
+    """Index of the first in the flattened parameter."""
+    states: Sequence[torch.Tensor]
+    """Masters, both moments, and weights; or weights alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Elements of one tensor that a rank gave to be written."""
+    """Elements of one tensor that a rank gave to be written, or has stepped."""
 
     key: str
     offset: tuple[int, ...]
     """Place of its first element in the tensor of all ranks."""
     bits: list[int]
+    places: torch.Tensor
+    """Indices of the elements in the flattened tensor."""
+    is_stepped: bool = False
 
     @property
     def name(self) -> str:
         """Name in the checkpoint, with its place where that is not the beginning."""
-        return f"{self.key}{list(self.offset)}" if any(self.offset) else self.key
+        name = f"{self.key}{list(self.offset)}" if any(self.offset) else self.key
+        return f"{name} after the last update" if self.is_stepped else name
 
 
 class Written:
@@ -47,12 +67,13 @@ class Written:
     Args:
         state: what megatron-core is given to write.
         turn: name of the save.
+        stepped: what the last update left of some parameters; ranks that do not write them read them back too.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/mapping.py, `ShardedTensor`: a rank writes its main replicas.
     """
 
-    def __init__(self, state: Any, turn: str) -> None:
+    def __init__(self, state: Any, turn: str, stepped: Sequence[Stepped] = ()) -> None:
         kinds: dict[str, list[Any]] = defaultdict(list)
         for item in _tensors_in(state):
             kinds[item.key.removeprefix(_STATE).partition(".")[0] if _STATE in item.key else ""].append(item)
@@ -63,7 +84,12 @@ class Written:
                 :TENSORS
             ]
         ]
-        self._given = [_Given(item.key, tuple(item.global_offset), _bits(item.data)) for item in chosen]
+        self._given = []
+        for item in chosen:
+            places = _spread(0, item.data.numel())
+            self._given.append(_Given(item.key, tuple(item.global_offset), _bits(item.data, places), places))
+        for own in stepped:
+            self._given += _of_update(own, state.get(f"model{own.chunk}", {}))
 
     def read(self, folder: Path) -> Facts:
         """Read the same elements from the files of the checkpoint.
@@ -81,11 +107,13 @@ class Written:
         found: Facts = []
         for given in self._given:
             place, bits = places.get((given.key, given.offset)), list[int]()
+            if place is None and given.is_stepped:  # it is cut before it is written
+                continue
             if place is not None:
                 with (folder / place.relative_path).open("rb") as file:
                     file.seek(place.offset)
                     content = io.BytesIO(file.read(place.length))
-                bits = _bits(torch.load(content, map_location="cpu", weights_only=True))
+                bits = _bits(torch.load(content, map_location="cpu", weights_only=True), given.places)
             found.append({"name": given.name, "given": given.bits, "written": bits})
         return found
 
@@ -107,11 +135,26 @@ def _tensors_in(state: Any) -> Iterator[Any]:
         yield state
 
 
+def _of_update(own: Stepped, model: Mapping[str, Any]) -> Iterator[_Given]:
+    """Elements of what an update left of a parameter, by the names that the checkpoint has for it."""
+    item = model.get(own.local.replace(".to_wrap.", "."))
+    if item is None or not hasattr(item, "global_offset") or math.prod(item.local_shape) > MOST:
+        return
+    *optimizer, weights = own.states
+    within = _spread(0, len(weights))
+    keys = [f"{_STATE}{part}.{item.key}" for part in _PARTS[: len(optimizer)]]
+    for key, values in zip((*keys, item.key), (*optimizer, weights), strict=True):
+        yield _Given(key, tuple(item.global_offset), _bits(values, within), own.begin + within, is_stepped=True)
+
+
+def _spread(begin: int, end: int) -> torch.Tensor:
+    """Some indices, from the first to the last."""
+    return torch.linspace(begin, end - 1, min(ELEMENTS, end - begin), dtype=torch.float64).long()
+
+
 @torch.no_grad()
-def _bits(tensor: torch.Tensor) -> list[int]:
-    """Bits of some elements, from the first to the last."""
-    flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, len(flat) - 1, min(ELEMENTS, len(flat)), dtype=torch.float64).long()
-    values = flat[places.to(flat.device)].cpu()
+def _bits(tensor: torch.Tensor, places: torch.Tensor) -> list[int]:
+    """Bits of the elements at these indices of the flattened tensor."""
+    values = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     found: list[int] = values.view(_BITS[values.element_size()]).tolist()
     return found

@@ -18,12 +18,15 @@ from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnShards
+from verifier.train.written_megatron import Stepped
 from verifier.trainer.gradient_sums_megatron import Places, Sums, UpdateSums
 
 TENSORS = 32
 """Tensors that an update is audited on, at most."""
 ELEMENTS = 1024
 """Elements of each, at most."""
+STEPPED = 8
+"""Tensors of an update, of which the files of a checkpoint are compared with what it left, at most."""
 ROUNDINGS = 3
 """Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
 MOMENT_ROUNDINGS = 16
@@ -149,6 +152,8 @@ class Audits:
         self._sums = None if places is None else Sums(trainer, places, rank)
         self.left: tuple[list[_Slice], list[torch.Tensor]] = ([], [])
         """Slices of the audit before, and what its update left of them."""
+        self.last = 0
+        """Number of its update."""
 
     def of(self, number: int, name: str) -> Audit:
         """Audit of an update.
@@ -169,6 +174,21 @@ class Audits:
         if number == 1:
             audit.begun_with = greatest_moment(owned)
         return audit
+
+    def stepped(self, number: int) -> list[Stepped]:
+        """Elements of some tensors as an update left them; nothing if it was not the last one that was audited.
+
+        Weights that the passes of the next update gather are among them, as the rank that steps them has them.
+        """
+        slices, states = self.left if number == self.last else ([], [])
+        if not slices:
+            return []
+        parts = zip(*(each.split([item.size for item in slices]) for each in states), strict=True)
+        found = [
+            Stepped(chunk=item.of.chunk, local=item.of.local, begin=item.of.offset + item.begin, states=values)
+            for item, values in list(zip(slices, parts, strict=True))[:STEPPED]
+        ]
+        return found if self._sums is None else [*found, *self._sums.own_weights(number + 1)]
 
     def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
         """See `gradient_sums_megatron.Sums.left_ungathered`; nothing where no sums are audited."""
@@ -283,7 +303,7 @@ class Audit:
         if not self._slices:
             return
         after = _states(self._slices)
-        self._audits.left = (self._slices, after)
+        self._audits.left, self._audits.last = (self._slices, after), self._number
         settings = self._audits.settings
         clip = settings.clip_grad
         factor = min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0

@@ -22,6 +22,7 @@ from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.optimizer_megatron import owned_parts
+from verifier.train.written_megatron import Stepped
 
 TENSORS = 16
 """Tensors of a rank that an update adds up, at most."""
@@ -91,6 +92,26 @@ class Sums:
         copies = 2 if self._is_tied(parameter) else 1
         return copies * math.prod(sizes[axis] for axis in self.places[parameter].replicated_over)
 
+    def _gathers_late(self) -> bool:
+        """Tell whether passes gather weights that other ranks have stepped."""
+        options = self.trainer.data_parallel
+        overlapped = options is not None and options.fsdp is None and options.overlap_param_gather
+        return overlapped and self.trainer.mesh.has_copies
+
+    @torch.no_grad()
+    def own_weights(self, number: int) -> Iterator[Stepped]:
+        """Weights among an update's elements that this rank has stepped and its passes gather; none if none do."""
+        parts = {item: self.part_of(number, item, place) for item, place in self.of(number).chosen}
+        for at, chunk in enumerate(self.trainer.chunks if self._gathers_late() else ()):
+            names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
+            for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.trainer)):
+                part = parts.get(parameter)
+                begin, end = (0, 0) if part is None else (part.begin, part.begin + part.size)
+                begin, end = max(begin, offset), min(end, offset + len(own))
+                if begin < end:
+                    values = _cut(parameter.detach(), begin, end - begin).clone()
+                    yield Stepped(chunk=at, local=names[parameter], begin=begin, states=(values,))
+
     @contextlib.contextmanager
     @torch.no_grad()
     def left_ungathered(self, number: int) -> Iterator[None]:
@@ -98,9 +119,7 @@ class Sums:
 
         A look at all weights gathers those that other ranks have stepped. Passes that do not would go unseen then.
         """
-        options = self.trainer.data_parallel
-        overlapped = options is not None and options.fsdp is None and options.overlap_param_gather
-        if not (overlapped and self.trainer.mesh.has_copies):
+        if not self._gathers_late():
             yield
             return
         parts = [self.part_of(number, *chosen) for chosen in self.of(number).chosen]

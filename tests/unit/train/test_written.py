@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from verifier.train import written_megatron
-from verifier.train.written_megatron import TENSORS, Written
+from verifier.train.written_megatron import TENSORS, Stepped, Written
+
+PARTS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def given(key: str, data: Any, *offset: int) -> Any:
@@ -20,7 +22,9 @@ def given(key: str, data: Any, *offset: int) -> Any:
 @pytest.fixture(autouse=True)
 def _without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        written_megatron, "_tensors_in", lambda state: [item for item in state.values() if 0 not in item.local_shape]
+        written_megatron,
+        "_tensors_in",
+        lambda state: [item for item in state.values() if 0 not in getattr(item, "local_shape", (0,))],
     )
 
 
@@ -63,3 +67,35 @@ def test_each_kind_has_its_share_and_each_save_others() -> None:
     assert [sum("exp_avg" in name for name in each) for each in names] == [TENSORS, TENSORS]
     assert [len(each) for each in names] == [2 * TENSORS, 2 * TENSORS]
     assert names[0] != names[1]
+
+
+def left(local: str, begin: int, *states: Any) -> Stepped:
+    return Stepped(chunk=0, local=local, begin=begin, states=states)
+
+
+def test_the_files_stand_beside_what_the_last_update_left(tmp_path: Path) -> None:
+    """Of a parameter whose elements 4 to 6 this rank steps, and that a rank has written whole."""
+    whole = {
+        f"{part}w": torch.arange(8.0) + at for at, part in enumerate(("", *(f"optimizer.state.{x}." for x in PARTS)))
+    }
+    state: dict[str, Any] = {key: given(key, data, 0) for key, data in whole.items()}
+    saved(tmp_path, state)
+    own = [whole[f"optimizer.state.{part}.w"][4:7].clone() for part in PARTS]
+    stale = left("a.to_wrap.b", 4, *own, whole["w"][4:7] + 1)
+    written = Written({"model0": {"a.b": state["w"]}}, "1", [stale])
+    found = {item["name"]: item for item in written.read(tmp_path)}
+    assert {name: item["given"] == item["written"] for name, item in found.items()} == {
+        "optimizer.state.param.w after the last update": True,
+        "optimizer.state.exp_avg.w after the last update": True,
+        "optimizer.state.exp_avg_sq.w after the last update": True,
+        "w after the last update": False,
+    }
+    assert len(found["w after the last update"]["written"]) == 3
+
+
+def test_what_is_cut_before_it_is_written_is_left_out(tmp_path: Path) -> None:
+    state = {"w": given("w", torch.ones(4), 0)}
+    saved(tmp_path, state)
+    model = {"gate": SimpleNamespace(key="gate"), "moved": given("moved", torch.ones(4), 0)}
+    updates = [left(name, 0, torch.zeros(4)) for name in ("gate", "moved", "unknown")]
+    assert Written({"model0": model}, "1", updates).read(tmp_path) == []

@@ -107,3 +107,16 @@ def test_of_an_adapted_model_the_adapter_alone_is_to_be_trained():
     assert case.audits.frozen() == ()
     case.model.wrapped.adapter.weight.requires_grad = False
     assert case.audits.frozen() == ("wrapped.adapter.weight",)
+
+
+def test_what_the_last_update_left_is_told_and_that_of_no_other():
+    case = Case()
+    case.update(1)
+    found = {item.local: item for item in case.audits.stepped(1)}
+    weight = case.model.weight.detach().view(-1)
+    assert (found["weight"].begin, found["bias"].begin) == (0, 0)
+    masters, first, _, weights = found["weight"].states
+    assert torch.equal(weights, weight[:ELEMENTS])
+    assert torch.equal(masters, weights)
+    assert torch.equal(first, case.adam.state[case.model.weight]["exp_avg"].view(-1)[:ELEMENTS])
+    assert case.audits.stepped(2) == []  # an update that nobody audited

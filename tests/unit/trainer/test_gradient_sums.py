@@ -91,3 +91,20 @@ def test_a_gradient_that_a_fused_kernel_added_is_not_audited(monkeypatch):
     record, arrays = case.update(monkeypatch)
     assert [item.name for item in record.tensors] == ["bias"]
     assert arrays["added"].shape == (20,)
+
+
+@pytest.mark.parametrize(("gathers", "owned"), [(True, [("weight", 128, 128), ("bias", 0, 20)]), (False, [])])
+def test_weights_that_passes_gather_are_those_that_this_rank_steps(monkeypatch, gathers, owned):
+    """Of 1,600 elements the rank steps all from the 129th on, of which the first turn has 128."""
+    case = Case()
+    case.sums.trainer.data_parallel = SimpleNamespace(
+        fsdp=None, overlap_param_gather=gathers, distributed_optimizer=True
+    )
+    weight, bias = case.model.parameters()
+    parts = [(weight, 128, weight.main_grad.view(-1)[128:]), (bias, 0, bias.main_grad)]
+    monkeypatch.setattr(gradient_sums_megatron, "owned_parts", lambda chunk, *, sharded: parts)
+    number = next(at for at in range(1, 9) if case.sums.part_of(at, weight, case.sums.places[weight]).begin == 0)
+    found = list(case.sums.own_weights(number))
+    assert [(item.local, item.begin, len(item.states[0])) for item in found] == owned
+    if gathers:
+        assert torch.equal(found[0].states[0], weight.detach().view(-1)[128:ELEMENTS])
