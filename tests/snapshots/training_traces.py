@@ -375,6 +375,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "CKP002": (TrainedUntil, having(step=2)),
     "CKP003": (KeptCheckpoints, having(found=())),
+    "CFG003": (LossColumns, having(aggregation="sequence_mean")),
     "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record
+from verifier.core.records_data import ExamplesRead
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -26,7 +27,7 @@ from verifier.knob import flat
 Config = Mapping[str, Any]
 """A run's config under dotted keys."""
 Wanted = str | Callable[[Config], Any]
-"""Key of the config that a term is a copy of, or what makes it of the config."""
+"""Key of the config that a term is a copy of, or what makes it of the config: an ellipsis where it asks for none."""
 
 
 class Terms(NamedTuple):
@@ -55,7 +56,11 @@ def _grpo(*names: str, **others: str) -> dict[str, Wanted]:
 
 LEVELS: Mapping[str, Wanted] = {name: _or(f"grpo.{name}", "") for name in ("weight_level", "mask_level")}
 TERMS = (
-    Terms(DataOrder, Stage.DATA, {"seed": "seed", "batch_size": "data.batch_size"}),
+    Terms(
+        DataOrder, Stage.DATA,
+        {"seed": "seed", "batch_size": "data.batch_size", "num_examples": _or("data.num_examples", ...)},
+    ),
+    Terms(ExamplesRead, Stage.DATA, {"source": "data.source"}),
     Terms(
         LossColumns, Stage.ADVANTAGE,
         {"aggregation": "aggregation", "constant": lambda config: config["aggregation_constant"] or 1.0},
@@ -102,13 +107,13 @@ def term_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """Every part of a step works by the terms that the run's config asks for.
 
     What it checks: the terms by which the controller makes a step, as it records them beside its numbers, against the
-    config in the step's manifest: seed and size of batches, what is asked of the engine in training and in an
-    evaluation, turns, rounds, filters, estimator, KL estimate and its place, importance weights and masks, staleness,
-    mean over tokens, terms of the loss.
+    config in the step's manifest: source of the data, seed and size of batches, what is asked of the engine in training
+    and in an evaluation, turns, rounds, filters, estimator, KL estimate and its place, importance weights and masks,
+    staleness, mean over tokens, terms of the loss.
     Why it matters: other checks compute a step once more by its own terms. A flag that is read from another group of
     knobs, or not handed on, leaves a default in its place, and all numbers agree with that: rewards are divided by
     their deviation where that was switched off, or a mean over tokens stands where one over answers was asked for.
-    Evidence: data/sizes, data/order, data/asked, data/drops, data/turns, reward/round, advantage/advantages,
+    Evidence: data/sizes, data/order, data/read, data/asked, data/drops, data/turns, reward/round, advantage/advantages,
     advantage/policy, advantage/columns, loss/terms, rollout/evaluated, and the manifest's config.
     Tolerance and its source: exact; terms are copied.
     What it does not catch: a config that is not what was asked for (CFG002); settings of Megatron (CFG001), of the
@@ -123,6 +128,8 @@ def term_differs_from_config(trace: Trace) -> Iterator[Comparison]:
                 try:
                     right = config[wanted] if isinstance(wanted, str) else wanted(config)
                 except KeyError:  # a config of another version, which has no such knob
+                    continue
+                if right is ...:
                     continue
                 held = getattr(item, field)
                 yield Comparison(
