@@ -51,10 +51,9 @@ def _or(key: str, none: Any) -> Wanted:
 
 def _grpo(*names: str, **others: str) -> dict[str, Wanted]:
     """Copies of knobs of `grpo`, of their names or of others."""
-    return {name: f"grpo.{name}" for name in names} | {name: f"grpo.{key}" for name, key in others.items()}
+    return {name: f"grpo.{key}" for name, key in {**dict(zip(names, names, strict=True)), **others}.items()}
 
 
-LEVELS: Mapping[str, Wanted] = {name: _or(f"grpo.{name}", "") for name in ("weight_level", "mask_level")}
 TERMS = (
     Terms(
         DataOrder, Stage.DATA,
@@ -80,7 +79,8 @@ OF_GRPO = (
     Terms(
         PolicyColumns, Stage.ADVANTAGE,
         {
-            **_grpo("ratio_over", "weight_cap", "mask_low", "mask_high", "max_staleness", "keep_kv_cache"), **LEVELS,
+            **_grpo("ratio_over", "weight_cap", "mask_low", "mask_high", "max_staleness", "keep_kv_cache"),
+            **{level: _or(f"grpo.{level}", "") for level in ("weight_level", "mask_level")},
         },
     ),
     Terms(
