@@ -289,10 +289,7 @@ def training() -> list[Record]:
             said=("", "", "<tool>2<assistant>", "", "", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
-        StepMetrics(
-            name="step", version=1,
-            values=measured_traces.SHOWN,
-        ),
+        StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
         WrittenMetrics(
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
             recorded={"reward": 0.5},
