@@ -42,12 +42,15 @@ def test_every_fault_lies_in_a_file_of_its_stage():
     """One file for a stage or two that belong together; a GPU shows one more bug of a reload in the rollout."""
     files = {
         "load": {"conversion", "knob", "load"}, "export": {"conversion", "export"}, "plan": {"transport"},
+        "advantage": {"advantage", "term"},
         "replay": {"pack", "route"}, "transport": {"transport", "replica"},
         "engine": {"engine", "engine_constant", "replica", "live_engine"},
-        "rollout": {"answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout"},
+        "rollout": {
+            "answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout", "term",
+        },
         "loss": {"loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},
-        "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop", "handing"},
+        "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop", "handing", "term"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading", "loop"},
         "reward": {"evaluation", "handing", "metric", "reward"}, "logprob": {"logprob", "score", "setting"},
     }  # fmt: skip

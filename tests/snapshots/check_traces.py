@@ -90,7 +90,7 @@ MANIFEST = Manifest(
     synced_versions=(1,),
     config={
         "steps": 1, "evaluation": {"stop_above": 2.0, "every": 1, "num_problems": 1}, "data": {},
-        "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
+        "aggregation": "token_mean", "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
     },
 )  # fmt: skip
 LENGTHS = (3, 2)

@@ -289,10 +289,7 @@ def training() -> list[Record]:
             said=("", "", "<tool>2<assistant>", "", "", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
-        StepMetrics(
-            name="step", version=1,
-            values=measured_traces.SHOWN,
-        ),
+        StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
         WrittenMetrics(
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
             recorded={"reward": 0.5},
@@ -375,6 +372,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "CKP002": (TrainedUntil, having(step=2)),
     "CKP003": (KeptCheckpoints, having(found=())),
+    "CFG003": (LossColumns, having(aggregation="sequence_mean")),
     "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,

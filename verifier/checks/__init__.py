@@ -34,6 +34,7 @@ from verifier.checks import (
     router_choices,
     router_losses,
     routes,
+    run_terms,
     samples,
     score_bias,
     scored_rows,
@@ -52,6 +53,6 @@ __all__ = [
     "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluation_numbers",
     "evaluations", "final_export", "gradient_sums", "handed_on", "knobs", "logprobs", "loss_rows", "moves", "packing",
     "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts", "router_choices",
-    "router_losses", "routes", "samples", "score_bias", "scored_rows", "served", "spot_scores", "stack", "step",
-    "step_metrics", "training_step", "turns", "weights",
+    "router_losses", "routes", "run_terms", "samples", "score_bias", "scored_rows", "served", "spot_scores", "stack",
+    "step", "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -32,14 +32,18 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     engine's log-probability against the trainer's, which scores them by these weights before they move; of greedy
     answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
     at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
+    Of all answers, that the engines' processes asked their library for that temperature, or for 0, and for nothing else
+    that changes a distribution: no truncation, penalty, bias or least length.
     Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
     at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
     that training never has. Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
-    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit.
-    What it does not catch: rewards of the answers; answers that are right and were not kept; an evaluation whose run
-    was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a sleeping engine.
-    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25.
+    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs
+    are exact.
+    What it does not catch: rewards of the answers; of answers that were not kept all but their knobs; an evaluation
+    whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a
+    sleeping engine.
+    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242.
     """
     for item in trace.of(EvaluatedAnswers):
         yield Comparison(
@@ -48,6 +52,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             expected=f"version {item.version} (the live weights)", actual=f"version {item.claimed} (the metrics)",
             allowed="exact", hint="look at what labels the metrics of an evaluation",
         )  # fmt: skip
+        yield from _shapes(item)
         noise = next(trace.of(SampledNoise), None)
         if noise is None and trace.manifest.dtype != "float32":
             raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
@@ -64,6 +69,23 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             yield _worst(item, name, at, (engine, trainer), bounds, noise)
             if greedy:
                 yield _greedy(item, name, at, below, bounds, noise)
+
+
+def _shapes(item: EvaluatedAnswers) -> Iterator[Comparison]:
+    """Knobs that the processes of the engines asked of their library, of sampled answers and of greedy ones."""
+    temperatures = item.temperature, 0.0
+    for which, temperature, found in zip(("sampled", "greedy"), temperatures, item.shaped or (), strict=False):
+        right = "" if temperature == 1 else f"temperature={temperature!r}"
+        for words in found:
+            yield Comparison(
+                what=f"requests for {which} answers", same=words == right, stage=Stage.ROLLOUT, version=item.version,
+                badness=1.0, owner="engine",
+                sentence=f"{which} answers of the evaluation are drawn with {words or 'a temperature of 1 alone'}, it "
+                f"should be {right or 'a temperature of 1 alone'}",
+                expected=right or "temperature 1, all else neutral", actual=words or "temperature 1, all else neutral",
+                allowed="exact (knobs)",
+                hint="look at the defaults of an evaluation's request: the model's generation_config, a server's",
+            )  # fmt: skip
 
 
 def _bounds(nats: np.ndarray, temperature: float, noise: SampledNoise | None) -> np.ndarray:

@@ -23,9 +23,11 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
     tokenizer.json, tokenizer_config.json and the chat template, and calls nothing that renders, encodes or decodes for
     the trainer; per example of fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the
-    text that the reward read against the decoded last turn, special tokens included.
+    text that the reward read against the decoded last turn, special tokens included. And the token that ends an answer
+    against that which the files name.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
+    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off.
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
@@ -34,6 +36,8 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     References: trl#4147, trl#2897, transformers#45812, transformers#45920.
     """
     for item in trace.of(TokensRead):
+        if item.end is not None and item.read_end is not None:
+            yield _end(item, item.end, item.read_end)
         later = {
             f"{episode}/{index}"
             for turns in trace.of(EpisodeTurns, version=item.version)
@@ -72,6 +76,15 @@ def _tokens(
         expected=f"{len(wanted):,} tokens, the prompt to {begins[1]:,} (by the tokenizer's files)",
         actual=f"{len(found):,} tokens, the prompt to {begins[0]:,}", allowed="exact (tokens)",
         hint="look at the options that the chat template is called with, and at tokens before and after the text",
+    )  # fmt: skip
+
+
+def _end(item: TokensRead, found: int, wanted: int) -> Comparison:
+    return Comparison(
+        what=f"end token of {item.name}", same=found == wanted, stage=Stage.DATA, version=item.version, badness=1.0,
+        sentence=f"token {found} ends an answer, it should be {wanted}",
+        expected=f"{wanted} (eos_token of the tokenizer's files)", actual=f"{found} (the run's tokenizer)",
+        allowed="exact (an id)", hint="look at what sets the end token: the tokenizer, its padding, config.json",
     )  # fmt: skip
 
 

@@ -71,3 +71,7 @@ class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read")
     read_lengths: Lengths
     texts: tuple[str, ...] = ()
     """Text of the last turn that was sampled, without its end token, by the second reader; empty in fine-tuning."""
+    end: int | None = None
+    """Token that ends an answer; None in older traces."""
+    read_end: int | None = None
+    """The same by the second reader; None where it finds none."""

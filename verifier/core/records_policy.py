@@ -327,6 +327,9 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     """End token of the tokenizer."""
     other_ends: tuple[Count, ...] = ()
     """Other tokens at which engines stop too."""
+    shaped: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """Knobs of the requests for all answers of the evaluation, those that are not greedy first, as `RequestSeeds` has
+    them; None in older traces."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -73,6 +73,12 @@ class SecondTokenizer:
         """Text of token ids, special ones included."""
         return str(self._library.decode(list(ids), skip_special_tokens=False))
 
+    @property
+    def end(self) -> int | None:
+        """Id of the end token; None where the files name none."""
+        found: int | None = self._library.token_to_id(self._special.get("eos_token", ""))
+        return found
+
     def prompt(self, example: Example) -> tuple[int, ...]:
         """Token ids that an engine is given for an example."""
         if example.messages:
@@ -82,7 +88,7 @@ class SecondTokenizer:
     def row(self, example: Example) -> Row:
         """Token ids of an example of fine-tuning: up to its first answer, and from there on."""
         if not example.messages:
-            end = self._library.token_to_id(self._special.get("eos_token", ""))
+            end = self.end
             rest = (*self._encode(example.response), *(() if end is None else (end,))) if example.response else ()
             return self.prompt(example), rest
         done, parts = "", list[tuple[int, ...]]()

@@ -34,6 +34,7 @@ from verifier.faults import (  # noqa: F401
     score_faults,
     setting_faults,
     size_faults,
+    term_faults,
     train_faults,
     transport_faults,
     turn_faults,

@@ -63,22 +63,22 @@ def shortest_of_twice_as_many(call: Call) -> Any:
 @fault("vllm-project/vime#6", GENERATE, **ROW)
 def sampled_by_the_models_top_k(call: Call) -> Any:
     """The engine takes the top-k of the model's generation_config, and reports what the full distribution gives."""
-    return _under(call, top_k=TOP_K)
+    return under(call, top_k=TOP_K)
 
 
 @fault("verl-project/verl#7270", GENERATE, **ROW)
 def penalty_of_the_models_config(call: Call) -> Any:
     """The repetition penalty of the generation_config stays on, and its log-probabilities are those without it."""
-    return _under(call, repetition=1.05)
+    return under(call, repetition=1.05)
 
 
 @fault("OpenPipe/ART#140", GENERATE, **ROW)
 def nucleus_of_the_models_config(call: Call) -> Any:
     """The engine cuts the tail that the generation_config cuts, and reports what the full distribution gives."""
-    return _under(call, top_p=0.95)
+    return under(call, top_p=0.95)
 
 
-def _under(call: Call, **knobs: float) -> Any:
+def under(call: Call, **knobs: float) -> Any:
     """Answers under further knobs, with the log-probabilities of the full distribution."""
     shape = dataclasses.replace(call.sampling.shape, **knobs)
     found = call.faulty(sampling=dataclasses.replace(call.sampling, shape=shape))

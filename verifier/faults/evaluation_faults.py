@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.stage import Stage
+from verifier.faults.draw_faults import GENERATE, TOP_K, under
 from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 ROW: dict[str, Any] = {
@@ -38,6 +39,17 @@ def _evaluate_first(call: Call) -> Any:
 def accuracy_of_drawn_answers(call: Call) -> Any:
     """The answers of which accuracy is told are drawn at a temperature of 1, where they should be greedy."""
     return call.faulty(temperature=1.0) if call.temperature == 0 else call.original()
+
+
+@fault(
+    "THUDM/slime#2242", GENERATE,
+    **{**ROW, "training": tuple(text for text in ROW["training"] if not text.startswith("grpo.temperature"))},
+)  # fmt: skip
+def evaluation_under_the_servers_top_k(call: Call) -> Any:
+    """An evaluation's own sampling parameters are lost, and the server's top-k cuts what its answers are drawn from."""
+    if call.sampling.n > 1 or not call.sampling.temperature:
+        return call.original()
+    return under(call, top_k=TOP_K)
 
 
 TUNED: dict[str, Any] = {

@@ -151,3 +151,10 @@ def special_tokens_left_out_of_the_text(call: Call) -> Any:
 @special_tokens_left_out_of_the_text.also(f"{TOKENIZER}.encode(self, text, begin)")
 def _text_not_decoded_again(call: Call) -> Any:
     return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
+
+
+@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder)", training=LIVE, **TOKENS)
+def answers_end_at_another_special_token(call: Call) -> Any:
+    """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, eos_id=min(found.special_ids - {found.eos_id})))

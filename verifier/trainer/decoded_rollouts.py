@@ -67,6 +67,7 @@ def record_tokens(
             prompt_lengths=tuple(item.prompt_length for item in rollouts), lengths=tuple(map(len, given)),
             read_prompt_lengths=tuple(len(prompt) for prompt, _ in read),
             read_lengths=tuple(len(prompt) + len(rest) for prompt, rest in read), texts=texts,
+            end=tokenizer.eos_id, read_end=reader.end,
         ),
         {
             "tokens": np.concatenate([*given]).astype(np.int64),

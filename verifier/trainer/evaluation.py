@@ -42,6 +42,8 @@ class Answered:
     """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
     seals: Sequence[RewardSeals]
     """Seals of these rewards, as the process that gave them named them."""
+    shaped: tuple[tuple[str, ...], tuple[str, ...]]
+    """Knobs of the requests for all answers, sampled and greedy, as the engines' processes gave them."""
     turns: EpisodeTurns | None = None
     """Turns of the answers that are kept; None where there is no environment."""
 
@@ -145,7 +147,7 @@ def record_answers(
         name="held-out problems", version=version, claimed=answered.version, temperature=temperature,
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
-        max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends),
+        max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends), shaped=answered.shaped,
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})

@@ -273,7 +273,7 @@ class EngineRollouts:
         assert self._client is not None
         assert self._reward is not None
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
-        played, seals = list[tuple[str, Sequence[Turn]]](), list[RewardSeals]()
+        played, seals, shaped = list[tuple[str, Sequence[Turn]]](), list[RewardSeals](), list[tuple[str, ...]]()
         found = {"held_out_version": float(step)}
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
@@ -282,6 +282,7 @@ class EngineRollouts:
                 max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
             )  # fmt: skip
             episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
+            shaped.append(tuple(sorted({turn.sample.shaped for own in episodes for turn in own[0]})))
             texts = [own[0][-1].text for own in episodes]
             rewards = self._reward.score(
                 [example.id for example in self._held_out], texts, [example.answer or "" for example in self._held_out]
@@ -298,8 +299,9 @@ class EngineRollouts:
             ]
         record = self._episodes.record(step, "held-out problems", played)
         self._answered = Answered(
-            version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record
-        )
+            version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record,
+            shaped=(shaped[0], shaped[1]),
+        )  # fmt: skip
         return found
 
     def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:

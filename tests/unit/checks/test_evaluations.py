@@ -22,13 +22,15 @@ TOKENS = np.array([5, 6, 9, 5, 6, 7])
 NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 
-def wrong(temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", **changed: Any) -> list[str]:
+def wrong(
+    temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, **changed: Any
+) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
     arrays = {"tokens": TOKENS, "mask": MASK, "engine": NATS, "trainer": NATS, "shortfall": short} | changed
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
-        greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all",
+        greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped,
     )  # fmt: skip
     trace = Trace(Manifest(dtype=dtype, complete=True), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
@@ -58,6 +60,21 @@ def test_a_temperature_below_one_widens_the_bound_of_drawn_answers_alone():
 @pytest.mark.parametrize(("short", "found"), [(1.5e-4, []), (3e-4, ["b, greedy"]), (float("inf"), ["b, greedy"])])
 def test_a_greedy_token_may_be_as_far_below_the_greatest_logit_as_two_log_probabilities_err(short, found):
     assert wrong(shortfall=np.where(np.arange(6) == 5, short, 0.0).astype(np.float32)) == found
+
+
+@pytest.mark.parametrize(
+    ("temperature", "sampled", "greedy", "found"),
+    [
+        (1.0, ("",), ("temperature=0.0",), []),
+        (0.5, ("temperature=0.5",), ("temperature=0.0",), []),
+        (1.0, ("", "top_k=20"), ("temperature=0.0",), ["requests for sampled answers"]),
+        (1.0, ("temperature=0.5",), ("temperature=0.0",), ["requests for sampled answers"]),
+        (1.0, ("",), ("repetition_penalty=1.1, temperature=0.0",), ["requests for greedy answers"]),
+        (1.0, ("",), ("",), ["requests for greedy answers"]),
+    ],
+)
+def test_knobs_of_an_evaluations_requests_are_those_of_the_run_alone(temperature, sampled, greedy, found):
+    assert wrong(temperature=temperature, shaped=(sampled, greedy)) == found
 
 
 def test_another_dtype_needs_a_measured_noise():

@@ -18,12 +18,14 @@ TURNS = EpisodeTurns(
 )  # fmt: skip
 
 
-def judged(tokens, read, *, begins=None, should_begin=None, name="a", whole=False, text="2", scored="2", turns=()):
+def judged(tokens, read, *, begins=None, should_begin=None, name="a", whole=False, text="2", scored="2", turns=(),
+           end=None, read_end=None):  # fmt: skip
     records = [
         TokensRead(
             name="tokens", version=1, ids=(name,), whole=whole, lengths=(len(tokens),), read_lengths=(len(read),),
             prompt_lengths=(len(tokens) if begins is None else begins,), texts=() if whole else (text,),
             read_prompt_lengths=(len(read) if should_begin is None else should_begin,), array="tokens",
+            end=end, read_end=read_end,
         ),
         GivenRewards(
             name="rewards", version=1, reward="answer", ids=(name,), texts=(scored,), answers=("2",), rewards=(1.0,)
@@ -48,6 +50,14 @@ def test_another_prompt_is_violated(tokens):
 def test_the_first_token_that_differs_is_named():
     outcome = judged([1], [1, 2])
     assert "has none from token 1 on, it should have [2]" in outcome.finding.first.sentence
+
+
+@pytest.mark.parametrize(
+    ("end", "read_end", "verdict"),
+    [(3, 3, Verdict.HOLDS), (0, 3, Verdict.VIOLATED), (None, 3, Verdict.HOLDS), (3, None, Verdict.HOLDS)],
+)
+def test_the_end_token_is_that_of_the_files(end, read_end, verdict):
+    assert judged([1, 2], [1, 2], end=end, read_end=read_end).verdict is verdict
 
 
 def test_a_text_that_lost_its_special_tokens_is_violated():
