@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.dist.train_clean_case import AHEAD, BALANCED, LATENT, ROLLOUTS, STEPS
+from tests.dist.train_clean_case import AHEAD, BALANCED, ROLLOUTS, STEPS
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
@@ -76,11 +76,8 @@ def _drawn(draw: Draw) -> list[str]:
     ]  # fmt: skip
     knobs += ["aggregation_constant=16.5"] if "aggregation=constant" in knobs else []
     knobs += _of_optimizer(draw) + _of_megatron(draw, experts)
-    if f"model={model}" == LATENT[0]:
-        knobs = [item for item in knobs if "bucket_size" not in item]
-        knobs += LATENT[1:] if "megatron.overlap_grad_reduce=false" not in knobs else []  # one bucket either way
     if model == "tiny:add-deepseek" and not every:
-        knobs += [BALANCED[-1], *(["fixes=[megatron-7081]"] if low else [])]
+        knobs += [*BALANCED[1:], *(["fixes=[megatron-7081]"] if low else [])]
     if not experts and not (low and every):
         adapters = draw.some(0.25, "lora.rank", (4, 8))
         knobs += adapters + (["fixes=[bridge-5840]"] if adapters and "tp=2" in mesh else [])

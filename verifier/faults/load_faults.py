@@ -51,10 +51,7 @@ def expert_left_at_init_in_tuning(call: Call) -> Any:
     return _at_init(call, "model.layers.1.mlp.experts.3.down_proj.weight")
 
 
-@fault(
-    "PrimeIntellect-ai/prime-rl#3333", LOAD_WEIGHTS,
-    **{**ROW, "model": "tiny:add-deepseek", "training": ("megatron.bucket_size=100000000",)},
-)  # fmt: skip
+@fault("PrimeIntellect-ai/prime-rl#3333", LOAD_WEIGHTS, **{**ROW, "model": "tiny:add-deepseek"})
 def score_bias_zeroed_in_tuning(call: Call) -> Any:
     """The score biases of the routers are zeroed after the load."""
     import torch

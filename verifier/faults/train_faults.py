@@ -216,8 +216,7 @@ TRAIN_STEP = (
     "micro_batch_size, temperature, on_shards, on_gradients, max_tokens, columns, scheduler_step)"
 )
 
-BALANCED = ("megatron.moe_bias_update_rate=0.001", "megatron.bucket_size=100000000")
-"""One bucket of gradients, since of several megatron-core saves wrong states (Megatron-LM #5077), as CKP004 says."""
+BALANCED = "megatron.moe_bias_update_rate=0.001"
 UPDATED_BIAS = (
     "megatron.core.distributed.finalize_model_grads:get_updated_expert_bias("
     "tokens_per_expert, expert_bias, expert_bias_update_rate, tp_dp_cp_group)"
@@ -269,7 +268,7 @@ def scheduler_counts_micro_batches(call: Call) -> Any:
 @on_balance(
     "pytorch/torchtitan#4148",
     "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias(self, routing_map, padding_mask)",
-    training=(*BALANCED, "evaluation.every=1", "evaluation.num_problems=16"), caught_by=("TRN004",),
+    training=(BALANCED, "evaluation.every=1", "evaluation.num_problems=16"), caught_by=("TRN004",),
 )  # fmt: skip
 def evaluation_counts_tokens(call: Call) -> None:
     """Routers count the tokens of an evaluation too, and the next step moves the score bias by them."""
@@ -281,7 +280,7 @@ def evaluation_counts_tokens(call: Call) -> None:
         call.original()
 
 
-@on_balance("pytorch/torchtitan#3386", UPDATED_BIAS, training=BALANCED, caught_by=("TRN004", "WGT002"))
+@on_balance("pytorch/torchtitan#3386", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004", "WGT002"))
 def counts_of_one_rank(call: Call) -> Any:
     """Each data-parallel rank moves its score biases by the tokens of its own micro-batches, and the copies part."""
     from megatron.core import parallel_state
@@ -289,7 +288,7 @@ def counts_of_one_rank(call: Call) -> Any:
     return call.faulty(tp_dp_cp_group=parallel_state.get_tensor_model_parallel_group())
 
 
-@on_balance("pytorch/torchtitan#3686", UPDATED_BIAS, training=BALANCED, caught_by=("TRN004",))
+@on_balance("pytorch/torchtitan#3686", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
 def later_biases_left(call: Call) -> Any:
     """The update of the score biases ends early, and no layer behind the first mixture has its bias moved."""
     moved = call.faulty()
@@ -297,7 +296,7 @@ def later_biases_left(call: Call) -> Any:
     return moved
 
 
-@on_balance("NVIDIA/Megatron-LM#1482", UPDATED_BIAS, training=BALANCED, caught_by=("TRN004",))
+@on_balance("NVIDIA/Megatron-LM#1482", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
 def score_bias_in_bf16(call: Call) -> Any:
     """The score bias is bf16 where it is updated, so that a small rate rounds to none or to another."""
     return call.faulty().bfloat16()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,6 +132,24 @@ class GroupedRMSNorm(torch.nn.Module):
         grouped = x.float().unflatten(-1, (-1, self.group_size))
         normed = functional.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint's description of the weight, which tensor-parallel ranks divide.
+
+        Source:
+            megatron-core 0.19.2, megatron/core/ssm/mamba_mixer.py, `ExtendedRMSNorm`.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), **(metadata or {})}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=groups["tp_group"], dp_cp_group=groups.get("dp_cp_group"),
+        )  # fmt: skip
+        return found
 
 
 def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:

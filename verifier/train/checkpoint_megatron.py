@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
+from verifier.platform.pins import installed
 from verifier.train import fsdp_megatron
 from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
 from verifier.train.step_megatron import params_synced
@@ -26,6 +28,8 @@ from verifier.train.written_megatron import Facts, Stepped, Written
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""
+MISPLACING = ("0.19.2",)
+"""Versions of megatron-core whose saves in that format take states from wrong places, where buckets end in padding."""
 RNG = "rng"
 SHARDS = "shards"
 
@@ -265,12 +269,42 @@ def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loa
     from megatron.core.dist_checkpointing import ShardedObject
 
     model = {f"model{index}": chunk.sharded_state_dict(metadata=FORMAT) for index, chunk in enumerate(_bare(trainer))}
+    with _offsets_without_padding(optimizer):
+        states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT)
     return {
         **model,
-        "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT),
+        "optimizer": states,
         "scheduler": scheduler.state_dict(),
         RNG: ShardedObject(RNG, rng_states(), (dist.get_world_size(),), (dist.get_rank(),)),
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _offsets_without_padding(optimizer: Any) -> Iterator[None]:
+    """Let parameters lie in their buffers of gradients as if these had no padding between buckets.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `get_parameter_state_dp_zero` leaves the padding at
+        the end of each bucket out, and `sharded_param_state_fully_reshardable` cuts states out of what is left by
+        offsets that have it (Megatron-LM #5077, ADR 0053).
+    """
+    buffers = [buffer for part in optimizer.chained_optimizers for buffer in getattr(part, "buffers", ())]
+    padded = [buffer.param_index_map for buffer in buffers]
+    try:
+        if installed("megatron-core") in MISPLACING:
+            for buffer in buffers:
+                left_out = [
+                    0,
+                    *accumulate(bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets),
+                ]
+                buffer.param_index_map = {
+                    parameter: (begin - left_out[bucket], end - left_out[bucket], bucket)
+                    for parameter, (begin, end, bucket) in buffer.param_index_map.items()
+                }
+        yield
+    finally:
+        for buffer, offsets in zip(buffers, padded, strict=True):
+            buffer.param_index_map = offsets
 
 
 def _ranks_state(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[str, Any]:
