@@ -69,7 +69,7 @@ def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resour
 
 
 def test_a_score_bias_moves_resumes_and_is_exported_bit_by_bit(resources, tmp_path):
-    """In several buckets of gradients that end in padding, which megatron-core alone saves wrongly (Megatron-LM #5077)."""
+    """In several buckets of gradients that end in padding, which megatron-core alone mistakes (Megatron-LM #5077)."""
     knobs = (
         "model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001", "mesh.ep=2", "mesh.dp=2",
         "data.batch_size=8", "verify.steps=true",
