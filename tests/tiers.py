@@ -39,9 +39,9 @@ NOT_QUICK = (
 """Files and tests that import transformers, start processes, or compute for seconds."""
 WITH_ENGINES = (
     "faults/", "dist/test_roundtrip.py", "dist/test_engine_", "dist/test_interrupted.py", "dist/test_foreign_loop.py",
-    "dist/test_plugin_runs.py",
+    "dist/test_plugin_runs.py", "dist/test_train_lora.py", "dist/test_train_modes.py", "dist/test_train_tools.py",
 )  # fmt: skip
-"""Files whose tests start engines, or have deadlines of seconds."""
+"""Files whose tests start vLLM, which is imported once for them, or have deadlines of seconds."""
 MARKERS = (
     "quick: needs no ranks and no engine; `pytest -m quick` runs these in under 90 s (set by folder in tests/tiers.py)",
     "slow: takes minutes; left out unless asked for by `-m slow`",

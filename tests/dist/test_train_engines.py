@@ -84,9 +84,10 @@ def require_same_end(train: Callable[..., list[str]], folder: Path, request_: st
     assert weights(folder / "run") == weights(folder / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "times", "step"),
-    [pytest.param(3, 1, 1, marks=pytest.mark.slow), (4, 1, 2), pytest.param(6, RESTARTS, 3, marks=pytest.mark.slow)],
+    [(3, 1, 1), (4, 1, 2), (6, RESTARTS, 3)],
     ids=["first step", "second step", "evaluation, three times"],
 )
 def test_an_engine_that_dies_while_it_samples(number, times, step, whole, train, tmp_path):

@@ -89,6 +89,7 @@ def test_a_score_bias_moves_resumes_and_is_exported_bit_by_bit(resources, tmp_pa
             assert exported.numpy().tobytes() == after[row].tobytes()
 
 
+@pytest.mark.slow
 def test_a_bf16_run_finds_that_upstream_counts_tokens_in_bf16(resources, tmp_path):
     knobs = (
         "model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001", "dtype=bf16", "steps=1", "data.batch_size=8",
@@ -124,7 +125,7 @@ def test_a_step_whose_every_group_is_dropped_records_no_routes(resources, tmp_pa
     assert not_held(tmp_path / "run", 1) == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_the_first_ratio_is_exactly_one_with_four_experts_a_token(recompute, resources, tmp_path):
     """megatron-core adds up their weights in another order where there are no gradients, unless its routers sort."""
     knobs = ("model=tiny:qwen3-moe", "algorithm=grpo", f"data.rollouts={ROUTES.parent}", "grpo.group_size=4")

@@ -94,6 +94,7 @@ def test_recorded_rollouts_are_the_longest_file(trainer_launcher, tmp_path):
     assert found.longest == max(lengths)
 
 
+@pytest.mark.slow
 def test_what_the_oracle_has_not_is_said_and_the_rest_is_judged(trainer_launcher, tmp_path):
     found = tried(trainer_launcher, tmp_path / "run", *SFT, "dtype=bf16", "megatron.grad_reduce_in_fp32=false")
     assert any("grad_reduce_in_fp32 is false, which the oracle does not compute" in note for note in found.notes)

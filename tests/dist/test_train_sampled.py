@@ -36,6 +36,8 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "live": ((*LIVE, "grpo.temperature=0.8", "grpo.entropy_weight=0.05"), {"LGP001", "LGP003"}),
 }
 """Name of a run -> its knobs, and the checks that it has besides those of gradients."""
+RARER = ("sft on dp=2", "gspo on tp=2", "cispo")
+"""Slow: the kill matrix and the clean runs have their losses and meshes too."""
 
 
 def train(resources: Resources, run: Path, *knobs: str, default: str = "") -> TrainConfig:
@@ -48,7 +50,9 @@ def train(resources: Resources, run: Path, *knobs: str, default: str = "") -> Tr
     return config
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*(name for name in RUNS if name not in RARER), *(
+    pytest.param(name, marks=pytest.mark.slow) for name in RARER
+)])  # fmt: skip
 def test_every_sampled_step_holds(name, resources, tmp_path):
     knobs, also = RUNS[name]
     config = train(resources, tmp_path / "run", *knobs, "verify.every=2")
