@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.packing import POSITION_BITS
+from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -71,7 +72,9 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """
     for asked in trace.of(SamplingAsked):
         yield from _seeds(trace, asked)
-        yield from _shapes(trace, asked)
+        for item in trace.of(RequestSeeds, version=asked.version):
+            answers = f"answers of {item.name}"
+            yield from compare_knobs(f"of {item.name}", answers, asked.temperature, item.shaped, asked.version)
         yield from _repeats(trace, asked)
         if not asked.filtered and not asked.quantized and asked.vocab_size > 2:
             yield from _fair(trace, asked)
@@ -104,22 +107,6 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
                 expected=f"{len(seeds):,} seeds from {begin:,} on (seed {asked.seed}, step {asked.version})",
                 actual=f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", allowed="exact (seeds)",
                 hint="look at what the seed of each request and of each of its samples is made of",
-            )  # fmt: skip
-
-
-def _shapes(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
-    """Knobs that the processes of the engines asked of their library, beside the temperature of the run."""
-    right = "" if asked.temperature == 1 else f"temperature={asked.temperature!r}"
-    for item in trace.of(RequestSeeds, version=asked.version):
-        for words in item.shaped:
-            yield Comparison(
-                what=f"requests of {item.name}", same=words == right, stage=Stage.ROLLOUT, version=asked.version,
-                badness=1.0, owner="engine",
-                sentence=f"answers of {item.name} are sampled with {words or 'a temperature of 1 alone'}, the config "
-                f"asks for {right or 'a temperature of 1 alone'}",
-                expected=right or "temperature 1, all else neutral", actual=words or "temperature 1, all else neutral",
-                allowed="exact (knobs)",
-                hint="look at the defaults of a request: the model's generation_config, a server's, a penalty",
             )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -52,7 +53,11 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             expected=f"version {item.version} (the live weights)", actual=f"version {item.claimed} (the metrics)",
             allowed="exact", hint="look at what labels the metrics of an evaluation",
         )  # fmt: skip
-        yield from _shapes(item)
+        for kind, temperature, found in zip(
+            ("sampled", "greedy"), (item.temperature, 0.0), item.shaped or (), strict=False
+        ):
+            answers = f"{kind} answers of the evaluation"
+            yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version)
         noise = next(trace.of(SampledNoise), None)
         if noise is None and trace.manifest.dtype != "float32":
             raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
@@ -69,23 +74,6 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             yield _worst(item, name, at, (engine, trainer), bounds, noise)
             if greedy:
                 yield _greedy(item, name, at, below, bounds, noise)
-
-
-def _shapes(item: EvaluatedAnswers) -> Iterator[Comparison]:
-    """Knobs that the processes of the engines asked of their library, of sampled answers and of greedy ones."""
-    temperatures = item.temperature, 0.0
-    for which, temperature, found in zip(("sampled", "greedy"), temperatures, item.shaped or (), strict=False):
-        right = "" if temperature == 1 else f"temperature={temperature!r}"
-        for words in found:
-            yield Comparison(
-                what=f"requests for {which} answers", same=words == right, stage=Stage.ROLLOUT, version=item.version,
-                badness=1.0, owner="engine",
-                sentence=f"{which} answers of the evaluation are drawn with {words or 'a temperature of 1 alone'}, it "
-                f"should be {right or 'a temperature of 1 alone'}",
-                expected=right or "temperature 1, all else neutral", actual=words or "temperature 1, all else neutral",
-                allowed="exact (knobs)",
-                hint="look at the defaults of an evaluation's request: the model's generation_config, a server's",
-            )  # fmt: skip
 
 
 def _bounds(nats: np.ndarray, temperature: float, noise: SampledNoise | None) -> np.ndarray:

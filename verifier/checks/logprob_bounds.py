@@ -137,8 +137,8 @@ def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: b
     distribution scatters as its mean does, that of one with heavier tails less. Measured on a DeepSeek-V3 with 16
     experts, whose router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the
     same weights; so a mean of few is not judged at all. Of 8 samples of 14 tokens for each of two prompts, the mean
-    noise of tiny mixtures was above twice another such set's and three standard errors of all tokens in 2 to 5% of
-    draws; with those of one sample for each prompt, and the run's mean noise if more, in less than 0.1%.
+    noise of tiny mixtures was above twice another such set's and three standard errors of all tokens in 0.6 to 4.7%
+    of draws; with those of one sample for each prompt, and the run's mean noise if more, in less than 0.1%.
 
     There is none on upper quantiles, where a mixture's router begins to flip: on clean runs of 262 tokens
     the 0.9 quantile was 0.3 to 2.2 times the floor's, the median 0.6 to 1.3 times.

@@ -122,9 +122,14 @@ def require_room(path: Path) -> None:
     """
     was_there = path.is_dir()
     create(path, Manifest())
-    discard(path)
-    if was_there:
-        path.mkdir()
+    if not was_there:
+        discard(path)
+        return
+    for made in path.iterdir():
+        if made.is_dir():
+            discard(made)
+        else:
+            made.unlink()
 
 
 def complete(path: Path, manifest: Manifest) -> None:

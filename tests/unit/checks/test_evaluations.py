@@ -67,10 +67,10 @@ def test_a_greedy_token_may_be_as_far_below_the_greatest_logit_as_two_log_probab
     [
         (1.0, ("",), ("temperature=0.0",), []),
         (0.5, ("temperature=0.5",), ("temperature=0.0",), []),
-        (1.0, ("", "top_k=20"), ("temperature=0.0",), ["requests for sampled answers"]),
-        (1.0, ("temperature=0.5",), ("temperature=0.0",), ["requests for sampled answers"]),
-        (1.0, ("",), ("repetition_penalty=1.1, temperature=0.0",), ["requests for greedy answers"]),
-        (1.0, ("",), ("",), ["requests for greedy answers"]),
+        (1.0, ("", "top_k=20"), ("temperature=0.0",), ["requests for sampled answers of the evaluation"]),
+        (1.0, ("temperature=0.5",), ("temperature=0.0",), ["requests for sampled answers of the evaluation"]),
+        (1.0, ("",), ("repetition_penalty=1.1, temperature=0.0",), ["requests for greedy answers of the evaluation"]),
+        (1.0, ("",), ("",), ["requests for greedy answers of the evaluation"]),
     ],
 )
 def test_knobs_of_an_evaluations_requests_are_those_of_the_run_alone(temperature, sampled, greedy, found):

@@ -225,8 +225,11 @@ def test_room_for_a_trace_is_asked_for_and_nothing_is_left(trace, tmp_path):
     store.require_room(tmp_path / "to" / "come")
     assert list((tmp_path / "to").iterdir()) == []
     (tmp_path / "empty").mkdir()
-    store.require_room(tmp_path / "empty")
-    assert list((tmp_path / "empty").iterdir()) == []
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for name in ("empty", "link"):
+        store.require_room(tmp_path / name)
+        assert list((tmp_path / name).iterdir()) == []
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_run_that_broke_keeps_its_logs_and_can_be_judged(tmp_path):
