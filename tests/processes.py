@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 GONE = (FileNotFoundError, ProcessLookupError)
@@ -27,6 +28,12 @@ def arguments(pid: int) -> list[str]:
 def command_line(pid: int) -> str:
     """Words of a command line, a space between two; empty once the process has ended."""
     return " ".join(arguments(pid))
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds that a process has used, in user mode and in the kernel (proc(5), utime and stime)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:

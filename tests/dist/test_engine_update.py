@@ -26,6 +26,7 @@ from tests.dist.engine_case import (
     worst_gap,
     write_perturbed,
 )
+from tests.processes import processor_s
 from verifier.engine.api import NO_SEED, EngineConfig, Sampling
 from verifier.engine.client import EngineGone
 from verifier.engine.process import EngineProcess, engine_fork_server
@@ -239,3 +240,16 @@ def test_workers_die_with_a_killed_host(pair: Pair) -> None:
     while group_members(host) and time.monotonic() < until:
         time.sleep(0.05)
     assert group_members(host) == []
+
+
+def test_engines_that_wait_leave_the_cores_to_others(pair: Pair) -> None:
+    """vLLM's driver and workers looked for the next message for a second after each, on a core of their own."""
+    servers = (pair.synced, pair.cold)
+    for engine in servers:
+        engine.client(START_S).logprobs([[1, 2, 3]])
+    members = [pid for engine in servers for pid in group_members(engine.pid)]
+    time.sleep(0.1)
+    before = sum(map(processor_s, members))
+    time.sleep(1)
+    assert len(members) >= len(servers)
+    assert sum(map(processor_s, members)) - before < 0.2

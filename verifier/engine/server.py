@@ -34,7 +34,9 @@ from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 
 ONE_THREAD_BYTES = 16 << 20
-"""Greatest checkpoint that transformers runs on one thread: to wake another takes longer than what it would do."""
+"""Greatest checkpoint that a CPU runs on one thread: to wake another takes longer than what it would do."""
+UNBOUND_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Variables of vLLM's CPU platform for workers of one thread, on whichever core is free."""
 KEPT_MEMORY_BYTES = 64 << 20
 """Greatest checkpoint whose process keeps what it frees: with a larger one it grows by a third, and wins no time."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -94,9 +96,12 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
         raise UsageError("vLLM is not installed; install it, or use --engine hf")
     import torch
 
-    refuse_unsupported(checkpoint.config, on_cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available()
+    refuse_unsupported(checkpoint.config, on_cpu=on_cpu)
     from verifier.engine.vllm import engine_vllm
 
+    if on_cpu and checkpoint.num_bytes <= ONE_THREAD_BYTES:
+        os.environ.update(UNBOUND_THREAD)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     engine_vllm.preload()
     failures.listen()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import importlib
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -32,6 +33,7 @@ from verifier.engine.api import (
     value_of,
 )
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, shaped_by
+from verifier.engine.vllm.executor_vllm import ForkingExecutor
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import open_checkpoint
@@ -91,6 +93,7 @@ class VllmEngine(Engine):
             model=config.checkpoint,
             dtype=config.dtype,
             tensor_parallel_size=config.tp,
+            distributed_executor_backend=_executor(),
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -292,6 +295,12 @@ def _graph_sizes(max_num_seqs: int) -> list[int]:
     most = min(max(max_num_seqs, 16), _MOST_IN_GRAPH)
     every = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, _MOST_IN_GRAPH, 32)]
     return [*(size for size in every if size < most), most]
+
+
+def _executor() -> type[ForkingExecutor] | None:
+    """Executor of workers that read no binding of threads when they begin; None for vLLM's choice."""
+    unbound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    return ForkingExecutor if unbound and not torch.cuda.is_available() else None
 
 
 def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
