@@ -90,6 +90,19 @@ def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
     return call.faulty(said=call.said[:1]) if len(call.said) > 1 else call.original()
 
 
+@on_turns(
+    "allenai/open-instruct#1896 (kin: there tokens of all texts)",
+    "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
+    training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
+)  # fmt: skip
+def reply_split_into_other_tokens(call: Call) -> Any:
+    """Replies are encoded by a tokenizer that was loaded otherwise: the same text, in other tokens."""
+    found, tokenizer = call.original(), call.self._tokenizer
+    (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
+    split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
+    return call.wrong(tuple(split)) if len(split) > len(found) else found
+
+
 @on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", TURN, training=OWN)
 def last_reply_never_read(call: Call) -> Any:
     """Turns with a tool and turns in all share one bound, and the turn that would read the last reply is not taken."""

@@ -109,6 +109,7 @@ class Episodes:
         if self._environment is None:
             return None
         turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
+        said = [self._tokenizer.decode(turn.reply) for _, _, turn in turns]
         before, after = self._around_reply
         return EpisodeTurns(
             name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
@@ -117,8 +118,8 @@ class Episodes:
             prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
-            said=tuple(self._tokenizer.decode(turn.reply) for _, _, turn in turns),
-            seals=self._environment.take_seals(),
+            said=tuple(said), seals=self._environment.take_seals(),
+            read_replies=() if self._second is None else tuple(map(self._read, said)),
         )  # fmt: skip
 
     @cached_property
@@ -138,6 +139,14 @@ class Episodes:
         if self._second is not None:
             return self._second.framed(said)
         return self._tokenizer.decode(self._reply_ids(said))
+
+    def _read(self, said: str) -> tuple[int, ...]:
+        """Token ids of the text of a reply by the second reader; none where it does not stand in its frame."""
+        before, after = self._around_reply
+        assert self._second is not None
+        if not said.startswith(before) or not said.endswith(after):
+            return ()
+        return self._second.reply(said[len(before) : len(said) - len(after)])
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id
