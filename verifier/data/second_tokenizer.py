@@ -109,8 +109,8 @@ class SecondTokenizer:
                 parts += [self._encode(before[len(done) :]), self._encode(after[len(before) :])]
                 done = after
         trained = [self._answer(part) if at % 2 else (False,) * len(part) for at, part in enumerate(parts)]
-        rest, marks = ((each for part in own[1:] for each in part) for own in (parts, trained))
-        return Row(parts[0], tuple(rest), tuple(marks))
+        rest = tuple(token for part in parts[1:] for token in part)
+        return Row(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
 
     def _answer(self, turn: Sequence[int]) -> tuple[bool, ...]:
         """Tokens of an assistant's turn that it writes itself: those up to the last special one."""
