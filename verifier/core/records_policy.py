@@ -202,6 +202,8 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Seals of what the environment said, in any order, with the turns that it read; none in older traces."""
     read_replies: tuple[tuple[int, ...], ...] = ()
     """Token ids of each reply by a second reader of the tokenizer's files; none without one, and in older traces."""
+    read_texts: tuple[str, ...] = ()
+    """Text of each turn by the same reader."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):

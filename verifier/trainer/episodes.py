@@ -102,7 +102,7 @@ class Episodes:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of a turn, without its end token."""
-        return self._tokenizer.decode(tokens[:-1] if self._has_ended(tokens) else tokens)
+        return self._tokenizer.decode(self._unended(tokens))
 
     def record(self, step: int, name: str, episodes: Sequence[tuple[str, Sequence[Turn]]]) -> EpisodeTurns | None:
         """Record of episodes by id; None where there is no environment."""
@@ -120,6 +120,9 @@ class Episodes:
             texts=tuple(turn.text for _, _, turn in turns),
             said=tuple(said), seals=self._environment.take_seals(),
             read_replies=() if self._second is None else tuple(map(self._read, said)),
+            read_texts=() if self._second is None else tuple(
+                self._second.decode(self._unended(turn.sample.tokens)) for _, _, turn in turns
+            ),
         )  # fmt: skip
 
     @cached_property
@@ -147,6 +150,9 @@ class Episodes:
         if not said.startswith(before) or not said.endswith(after):
             return ()
         return self._second.reply(said[len(before) : len(said) - len(after)])
+
+    def _unended(self, tokens: Sequence[int]) -> Sequence[int]:
+        return tokens[:-1] if self._has_ended(tokens) else tokens
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id
