@@ -25,6 +25,7 @@ from verifier.core.records_policy import (
     PolicyColumns,
     ReferenceShard,
     RequestSeeds,
+    RunSummary,
     SamplingAsked,
     SamplingRound,
     SpotScore,
@@ -291,9 +292,10 @@ def training() -> list[Record]:
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
         WrittenMetrics(
-            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
+            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "loss": 1.5, **measured_traces.NUMBERS},
             recorded={"reward": 0.5},
         ),
+        RunSummary(name="run", version=1, loss=1.5, accuracy=1.0, alone=False),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
@@ -393,6 +395,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
     "TRN006": (GradientSums, having(array="sums of one rank")),
     "TRN007": (SavedCheckpoint, having(version=0)),
+    "MET004": (RunSummary, having(loss=2.0)),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

@@ -123,8 +123,8 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     differences of a clock's readings: 1e-6 s.
     What it does not catch: numbers that are wrong in the trace too (MET001); wandb; the other numbers of a line (trend
     of the mismatch, memory, a stage's own seconds); of a run that goes on from a checkpoint the numbers of the step
-    before it, evaluations included. A line of another step is the resume's there, and is named checkpoint; an
-    evaluation at the end alone (`evaluation.every=0`).
+    before it, evaluations included. A line of another step is the resume's there, and is named checkpoint. An
+    evaluation at the end alone (MET004).
     References: prime-rl#1516, prime-rl#1513, prime-rl#835, NeMo-Speech#4541, open-instruct#1032.
     """
     for item in trace.of(WrittenMetrics):

@@ -229,6 +229,17 @@ class StepMetrics(Record, frozen=True, kw_only=True, tag="loss/metrics"):
     """Name -> number; see docs/metrics.md."""
 
 
+class RunSummary(Record, frozen=True, kw_only=True, tag="loss/summary"):
+    """Numbers that a run tells at its end."""
+
+    loss: Real
+    """Loss of its last step with one, nats."""
+    accuracy: Real | None
+    """Share of held-out problems that are solved; None without an evaluation."""
+    alone: bool
+    """It is of an evaluation at the end, of which no line of metrics has the numbers."""
+
+
 class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
     """Last line of metrics.jsonl, read back from the file before the next step begins, or once the run has ended."""
 
