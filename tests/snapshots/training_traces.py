@@ -383,10 +383,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT010": (ExamplesRead, having(array="answer of another row")),
     "DAT011": (HeldOutRead, having(array="trained on too")),
-    "DAT013": (
-        TokensRead,
-        having(array="prompts of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3)),
-    ),
+    "DAT013": (TokensRead, having(array="prompts of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),

@@ -23,12 +23,12 @@ _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 """Lists of special tokens without a name."""
 
 
-class Row(NamedTuple):
+class ReadRow(NamedTuple):
     """An example as token ids."""
 
     prompt: tuple[int, ...]
     rest: tuple[int, ...] = ()
-    """What follows the prompt; empty where it is sampled."""
+    """Tokens after the prompt; empty where they are sampled."""
     trained: tuple[bool, ...] = ()
     """Tokens of the rest that are in the loss: of each answer those up to its last special token."""
 
@@ -95,12 +95,12 @@ class SecondTokenizer:
             return self._encode(self._render(example.messages, to_answer=True))
         return (*self._begin(example.prompt), *self._encode(example.prompt))
 
-    def row(self, example: Example) -> Row:
+    def row(self, example: Example) -> ReadRow:
         """Token ids of an example of fine-tuning: up to its first answer, and from there on."""
         if not example.messages:
             end = self.end
             rest = (*self._encode(example.response), *(() if end is None else (end,))) if example.response else ()
-            return Row(self.prompt(example), rest, (True,) * len(rest))
+            return ReadRow(self.prompt(example), rest, (True,) * len(rest))
         done, parts = "", list[tuple[int, ...]]()
         for at, message in enumerate(example.messages):
             if message.role == "assistant":
@@ -110,7 +110,7 @@ class SecondTokenizer:
                 done = after
         trained = [self._answer(part) if at % 2 else (False,) * len(part) for at, part in enumerate(parts)]
         rest = tuple(token for part in parts[1:] for token in part)
-        return Row(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
+        return ReadRow(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
 
     def _answer(self, turn: Sequence[int]) -> tuple[bool, ...]:
         """Tokens of an assistant's turn that it writes itself: those up to the last special one."""
@@ -136,7 +136,7 @@ class SecondTokenizer:
         return rest + message
 
     def _frame(self, said: str) -> tuple[str, str]:
-        """What the template writes after the end of a turn, and from there to the next one, for what a tool says."""
+        """Text of the template after the end of a turn, and from there to the next one, for what a tool says."""
         talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
         turn = self._render(talk, to_answer=False)
         whole = self._render((*talk, Message(role="tool", content=said)), to_answer=True)

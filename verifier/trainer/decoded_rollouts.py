@@ -12,7 +12,7 @@ from verifier.core.records_data import TokensRead
 from verifier.core.records_trainer import RolloutTexts
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
-from verifier.data.second_tokenizer import Row, SecondTokenizer, why_unread
+from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)
@@ -53,11 +53,11 @@ def record_tokens(
         return
     reader = _second(tokenizer.folder)
     keys = [item.id if whole else item.group for item in rollouts]
-    known: dict[str, Row] = {}
+    known: dict[str, ReadRow] = {}
     for place, key in enumerate(keys):
         if key not in known:
             example = example_of(place)
-            known[key] = reader.row(example) if whole else Row(reader.prompt(example))
+            known[key] = reader.row(example) if whole else ReadRow(reader.prompt(example))
     given = [item.tokens if whole else item.tokens[: item.prompt_length] for item in rollouts]
     read = [known[key] for key in keys]
     texts = () if whole else tuple(reader.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts)
