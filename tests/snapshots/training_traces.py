@@ -149,7 +149,7 @@ ARRAYS["recorded"] = {
     "versions": np.array([-1, 0, 0, -1, 1] * 2, np.int32),
 }  # fmt: skip
 ARRAYS["prompts read again"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7])}
-ARRAYS["prompts of another template"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7, 5])}
+ARRAYS["prompt of another template"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7, 5])}
 ARRAYS["another mask"] = {
     **ARRAYS["recorded"], "mask": np.array([False, False, True, False, True, False, True, True, False, True])
 }  # fmt: skip
@@ -383,7 +383,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT010": (ExamplesRead, having(array="answer of another row")),
     "DAT011": (HeldOutRead, having(array="trained on too")),
-    "DAT013": (TokensRead, having(array="prompts of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
+    "DAT013": (TokensRead, having(array="prompt of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
