@@ -22,7 +22,7 @@ CLOCK_S = 1e-6
 
 def rates_and_times(item: WrittenMetrics) -> Iterator[Comparison]:
     """Each rate of a line is the quotient of two of its numbers, and no time is shorter than its parts together."""
-    values = item.values
+    values = item.values if item.recorded else {}  # a line of another process may have no rates
     for rate, (amount, seconds) in QUOTIENTS.items():
         if (spent := _number(values, seconds)) and (of := _number(values, amount)) is not None:
             shown = _number(values, rate)

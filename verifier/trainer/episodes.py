@@ -57,7 +57,8 @@ class Episodes:
         self._options, self._tokenizer = options, tokenizer
         self._environment = None
         if options.has_turns:
-            self._environment = SealedEnvironment(open_environment(options.environment), self._framed)
+            encoded = None if self._second is None else self._second.reply
+            self._environment = SealedEnvironment(open_environment(options.environment), self._framed, encoded)
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
         if self._environment is not None:
@@ -110,7 +111,7 @@ class Episodes:
             return None
         turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
         said = [self._tokenizer.decode(turn.reply) for _, _, turn in turns]
-        before, after = self._around_reply
+        (before, after), encoded = self._around_reply, self._environment.take_encoded()
         return EpisodeTurns(
             name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
             step_wise=self._options.step_wise, before=before, after=after, end=self._tokenizer.eos_id,
@@ -119,7 +120,7 @@ class Episodes:
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
             said=tuple(said), seals=self._environment.take_seals(),
-            read_replies=() if self._second is None else tuple(map(self._read, said)),
+            read_replies=() if self._second is None else tuple(encoded.get(text, ()) for text in said),
             read_texts=() if self._second is None else tuple(
                 self._second.decode(self._unended(turn.sample.tokens)) for _, _, turn in turns
             ),
@@ -142,14 +143,6 @@ class Episodes:
         if self._second is not None:
             return self._second.framed(said)
         return self._tokenizer.decode(self._reply_ids(said))
-
-    def _read(self, said: str) -> tuple[int, ...]:
-        """Token ids of the text of a reply by the second reader; none where it does not stand in its frame."""
-        before, after = self._around_reply
-        assert self._second is not None
-        if not said.startswith(before) or not said.endswith(after):
-            return ()
-        return self._second.reply(said[len(before) : len(said) - len(after)])
 
     def _unended(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[:-1] if self._has_ended(tokens) else tokens
