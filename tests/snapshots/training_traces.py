@@ -25,6 +25,7 @@ from verifier.core.records_policy import (
     PolicyColumns,
     ReferenceShard,
     RequestSeeds,
+    RunSummary,
     SamplingAsked,
     SamplingRound,
     SpotScore,
@@ -148,7 +149,7 @@ ARRAYS["recorded"] = {
     "versions": np.array([-1, 0, 0, -1, 1] * 2, np.int32),
 }  # fmt: skip
 ARRAYS["prompts read again"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7])}
-ARRAYS["prompts of another template"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7, 5])}
+ARRAYS["prompt of another template"] = {"tokens": np.array([4, 1, 4, 7]), "read": np.array([4, 1, 4, 7, 5])}
 ARRAYS["another mask"] = {
     **ARRAYS["recorded"], "mask": np.array([False, False, True, False, True, False, True, True, False, True])
 }  # fmt: skip
@@ -291,9 +292,10 @@ def training() -> list[Record]:
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
         StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
         WrittenMetrics(
-            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, **measured_traces.NUMBERS},
+            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "loss": 1.5, **measured_traces.NUMBERS},
             recorded={"reward": 0.5},
         ),
+        RunSummary(name="run", version=1, loss=1.5, accuracy=1.0, alone=False),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
@@ -381,10 +383,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT010": (ExamplesRead, having(array="answer of another row")),
     "DAT011": (HeldOutRead, having(array="trained on too")),
-    "DAT013": (
-        TokensRead,
-        having(array="prompts of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3)),
-    ),
+    "DAT013": (TokensRead, having(array="prompt of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
     "DAT002": (StepAccount, having(dropped={"overlong": 1})),
@@ -393,6 +392,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
     "TRN006": (GradientSums, having(array="sums of one rank")),
     "TRN007": (SavedCheckpoint, having(version=0)),
+    "MET004": (RunSummary, having(loss=2.0)),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

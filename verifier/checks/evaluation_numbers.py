@@ -12,7 +12,8 @@ from verifier.checks.content import times
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_policy import GivenRewards, SolvedProblems, WrittenMetrics
+from verifier.core.record import Real
+from verifier.core.records_policy import GivenRewards, RunSummary, SolvedProblems, WrittenMetrics
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -34,7 +35,7 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
     Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved, and the manifest's config.
     Tolerance and its source: 1e-9 of the greatest reward; what is solved is exact, the same logits give it.
     What it does not catch: rewards that are wrong themselves (RWD001); answers of other weights (LGP015); the
-    evaluation before the first step, and one at the end alone (`evaluation.every=0`), of which no line has numbers.
+    evaluation before the first step; one at the end alone, of which no line has numbers (MET004).
     References: AReaL#1100, accelerate#125, SkyRL#317, verl#78.
     """
     asked = _asked(trace.manifest.config)
@@ -44,11 +45,13 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
                 yield _counted(item, len(item.rewards), asked, Stage.REWARD)
                 mean = math.fsum(item.rewards) / max(len(item.rewards), 1)
                 scale = max(map(abs, item.rewards), default=1.0)
-                yield _mean(line, item.name.removeprefix(PREFIX), mean, scale, Stage.REWARD)
+                number = item.name.removeprefix(PREFIX)
+                yield _mean(line.version, number, _number(line, number), mean, scale, Stage.REWARD, "metrics.jsonl")
         for found in trace.of(SolvedProblems, version=line.version):
             yield _counted(found, len(found.solved), asked, Stage.LOSS)
             yield from _solved(trace, found)
-            yield _mean(line, "accuracy", sum(found.solved) / max(len(found.solved), 1), 1.0, Stage.LOSS)
+            mean = sum(found.solved) / max(len(found.solved), 1)
+            yield _mean(line.version, "accuracy", _number(line, "accuracy"), mean, 1.0, Stage.LOSS, "metrics.jsonl")
         shown = line.values.get("held_out_version", "absent")
         yield Comparison(
             what="held_out_version", same=shown == line.version, stage=Stage.LOSS, version=line.version, badness=1.0,
@@ -56,6 +59,65 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
             expected=f"{line.version} (the step that was evaluated)", actual=f"{shown} (the file)",
             allowed="exact (a count)", hint="look at what labels the metrics of an evaluation",
         )  # fmt: skip
+
+
+@check("MET004", needs=(RunSummary, WrittenMetrics), scope="told")
+def summary_misreported(trace: Trace) -> Iterator[Comparison]:
+    """The loss and the accuracy that a run tells at its end are those of its last step and its last evaluation.
+
+    What it checks: the loss against the last line of metrics, where that has one. That there is an accuracy just if
+    there are held-out problems. The accuracy against that line where it has the evaluation; of an evaluation at the end
+    alone, in float32 and beside an engine that is awake, against the mean of what was found of each held-out problem,
+    as MET003.
+    Why it matters: these two numbers are what is read of a run, and by default no other accuracy is told. It is higher
+    where the problems that fail are left out of it.
+    Evidence: loss/summary, loss/written, reward/rewards ("held-out accuracy"), loss/solved, and the manifest's config.
+    Tolerance and its source: bitwise of what is copied; as MET003.
+    What it does not catch: the end of a run whose last step had no token in the loss; see MET003.
+    References: rllm#382, open-instruct#661.
+    """
+    asked = _asked(trace.manifest.config)
+    for item in trace.of(RunSummary):
+        for line in trace.of(WrittenMetrics, version=item.version):
+            pairs = [("loss", item.loss)]
+            if item.accuracy is not None and not item.alone:
+                pairs.append(("accuracy", item.accuracy))
+            yield from (_told(item, name, told, line.values[name]) for name, told in pairs if name in line.values)
+        if (right := _is_due(trace.manifest.config)) is not None:
+            yield Comparison(
+                what="accuracy of the run", same=(item.accuracy is not None) == right, stage=Stage.LOSS,
+                version=item.version, badness=1.0,
+                sentence=f"the run ends with accuracy {item.accuracy}, and has {asked or 0:,} held-out problems",
+                expected="a number" if right else "none", actual=f"{item.accuracy} (the run's summary)",
+                allowed="exact", hint="look at what evaluates the weights of the last step",
+            )  # fmt: skip
+        if not item.alone or item.accuracy is None:
+            continue
+        for given in trace.of(GivenRewards, version=item.version, name=f"{PREFIX}accuracy"):
+            yield _counted(given, len(given.rewards), asked, Stage.LOSS)
+            mean = math.fsum(given.rewards) / max(len(given.rewards), 1)
+            scale = max(map(abs, given.rewards), default=1.0)
+            yield _mean(item.version, "accuracy", float(item.accuracy), mean, scale, Stage.LOSS, "the run's summary")
+        for found in trace.of(SolvedProblems, version=item.version):
+            yield _counted(found, len(found.solved), asked, Stage.LOSS)
+            yield from _solved(trace, found)
+            mean = sum(found.solved) / max(len(found.solved), 1)
+            yield _mean(item.version, "accuracy", float(item.accuracy), mean, 1.0, Stage.LOSS, "the run's summary")
+
+
+def _is_due(config: Mapping[str, Any]) -> bool | None:
+    """True if a run has problems to evaluate; None where its config does not tell."""
+    asked, data = _asked(config), config.get("data")
+    return None if asked is None or not isinstance(data, Mapping) else bool(asked) and data.get("rollouts") is None
+
+
+def _told(item: RunSummary, name: str, told: Real, right: Real) -> Comparison:
+    return Comparison(
+        what=f"{name} of the run", same=told == right, stage=Stage.LOSS, version=item.version, badness=1.0,
+        sentence=f"the run ends with {name} {told}, its last line of metrics has {right}",
+        expected=f"{right} (metrics.jsonl)", actual=f"{told} (the run's summary)", allowed="bitwise (a copy)",
+        hint="look at which step's numbers the end of a run tells",
+    )  # fmt: skip
 
 
 def _asked(config: Mapping[str, Any]) -> int | None:
@@ -76,13 +138,16 @@ def _counted(item: GivenRewards | SolvedProblems, count: int, asked: int | None,
     )  # fmt: skip
 
 
-def _mean(line: WrittenMetrics, number: str, right: float, scale: float, stage: Stage) -> Comparison:
-    shown = float(line.values.get(number, math.nan))
+def _number(line: WrittenMetrics, name: str) -> float:
+    return float(line.values.get(name, math.nan))
+
+
+def _mean(version: int, number: str, shown: float, right: float, scale: float, stage: Stage, by: str) -> Comparison:
     gap, allowed = abs(shown - right), MEAN.absolute * max(scale, 1e-300)
     return Comparison(
-        what=number, same=gap <= allowed, stage=stage, version=line.version, badness=times(gap, allowed),
-        sentence=f"the evaluation of step {line.version} shows {number} {shown:.6g}, it is {right:.6g}",
-        expected=f"{right:.6g} (the mean over all problems)", actual=f"{shown:.6g} (metrics.jsonl)",
+        what=number, same=gap <= allowed, stage=stage, version=version, badness=times(gap, allowed),
+        sentence=f"the evaluation of step {version} shows {number} {shown:.6g}, it is {right:.6g}",
+        expected=f"{right:.6g} (the mean over all problems)", actual=f"{shown:.6g} ({by})",
         allowed=f"{allowed:.3g}, {MEAN}", hint="look at what the number is summed over and divided by",
     )  # fmt: skip
 

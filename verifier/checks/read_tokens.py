@@ -22,18 +22,20 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
     tokenizer.json, tokenizer_config.json and the chat template, and calls nothing that renders, encodes or decodes for
-    the trainer; per example of fine-tuning all tokens, and where the prompt ends; per rollout that was sampled, the
-    text that the reward read against the decoded last turn, special tokens included. And the token that ends an answer
-    against that which the files name.
+    the trainer; per example of fine-tuning all tokens, where the prompt ends, and which tokens are in the loss: of each
+    turn of an assistant those from the end of what the template gives it to its last special token; per rollout that
+    was sampled, the text that the reward read against the decoded last turn, special tokens included. And the token
+    that ends an answer against that which the files name.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
-    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off.
+    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off. A
+    loss that begins a token late never teaches how an answer begins, and one that begins early teaches what is given.
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
-    the second reader does alike, but for tokenizers of bytes; tokens of an environment's replies; held-out problems
-    beyond eight of each evaluation; recorded rollouts; checkpoints without tokenizer.json, which the report names.
-    References: trl#4147, trl#2897, transformers#45812, transformers#45920.
+    the second reader does alike, but for tokenizers of bytes; held-out problems beyond eight of each evaluation;
+    recorded rollouts; checkpoints without tokenizer.json, which the report names.
+    References: trl#4147, trl#2897, transformers#45812, transformers#45920, open-instruct#1455, tinker-cookbook#860.
     """
     for item in trace.of(TokensRead):
         if item.end is not None and item.read_end is not None:
@@ -47,11 +49,14 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
         given = ragged.split(trace.array(item, "tokens"), item.lengths)
         read = ragged.split(trace.array(item, "read"), item.read_lengths)
         rows = zip(item.ids, given, read, item.prompt_lengths, item.read_prompt_lengths, strict=True)
-        for name, found, wanted, begins, should_begin in rows:
+        masks = _masks(trace, item)
+        for place, (name, found, wanted, begins, should_begin) in enumerate(rows):
             if name in later:  # its prompt has earlier turns too, which DAT006 compares
                 found, begins = found[: len(wanted)], should_begin
             same = begins == should_begin and np.array_equal(found, wanted)
             yield _tokens(item, name, found, wanted, (begins, should_begin), same=same)
+            if masks and same:
+                yield _in_loss(item, name, found, *masks[place])
         scored = {
             name: text
             for rewards in trace.of(GivenRewards, version=item.version)
@@ -76,6 +81,29 @@ def _tokens(
         expected=f"{len(wanted):,} tokens, the prompt to {begins[1]:,} (by the tokenizer's files)",
         actual=f"{len(found):,} tokens, the prompt to {begins[0]:,}", allowed="exact (tokens)",
         hint="look at the options that the chat template is called with, and at tokens before and after the text",
+    )  # fmt: skip
+
+
+def _masks(trace: Trace, item: TokensRead) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens in the loss of each example, as they are and as they should be; none in older traces and of prompts."""
+    arrays = trace.arrays(item)
+    if "mask" not in arrays:
+        return []
+    found, wanted = ragged.split(arrays["mask"], item.lengths), ragged.split(arrays["read_mask"], item.read_lengths)
+    return [*zip(found, wanted, strict=True)]
+
+
+def _in_loss(item: TokensRead, name: str, tokens: np.ndarray, found: np.ndarray, wanted: np.ndarray) -> Comparison:
+    wrong = np.flatnonzero(found != wanted)
+    at = int(wrong[0]) if wrong.size else 0
+    wrongly = "in the loss and should not be" if found[at] else "out of the loss and should be in it"
+    return Comparison(
+        what=f"{name} (loss)", same=not wrong.size, stage=Stage.DATA, version=item.version,
+        badness=wrong.size / len(tokens),
+        sentence=f"token {at} of `{name}`, {tokens[at]}, is {wrongly}",
+        expected=f"{int(wanted.sum()):,} tokens in the loss (by the tokenizer's files)",
+        actual=f"{int(found.sum()):,} tokens in the loss", mismatched=f"tokens: {wrong.size:,} of {len(tokens):,}",
+        allowed="exact (marks)", hint="look at where the loss of a turn begins and ends, at whitespace above all",
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from unicodedata import normalize
 
 import numpy as np
 
@@ -31,6 +32,10 @@ class _Turn:
     reply: tuple[int, ...]
     text: str
     said: str
+    read: tuple[int, ...] | None
+    """Ids of the reply by a second reader; None without one."""
+    decoded: str | None
+    """Text of the turn by the same reader."""
 
 
 @check("DAT006", needs=(EpisodeTurns, Rollouts), scope="turns")
@@ -40,19 +45,20 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     What it checks: per turn, that the engine was given the ids of the prompt before it, of the turn that was sampled
     and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
     allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
-    calculator finds. What the template puts around any reply is by a second reader of the tokenizer's files, if there
-    is one. Of any environment, that it said this reply, or none, when it had read the turns of this episode up to here,
-    by seals that are taken as it speaks. Per rollout of the batch, that its tokens are those of the episode, and that
-    those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was dropped. Per
-    episode of the batch, that each of its turns is there. Of up to 8 problems of an evaluation, others in each, the
-    turns of both answers.
+    calculator finds. What the template puts around any reply, the ids of the whole reply, and the text of each turn as
+    the environment reads it, are by a second reader of the tokenizer's files, if there is one. Of any environment, that
+    it said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
+    speaks. Per rollout of the batch, that its tokens are those of the episode, and that those marked as sampled are the
+    turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch, that each of its
+    turns is there. Of up to 8 problems of an evaluation, others in each, the turns of both answers.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
     Evidence: data/turns, pack/rollouts, advantage/advantages.
     Tolerance and its source: exact (ids and texts).
     What it does not catch: an environment that is wrong itself, other than the calculator; a template that is wrong.
-    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168, AReaL#432.
+    References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168, AReaL#432, open-instruct#1896,
+    vllm#25281.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
@@ -61,6 +67,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
             yield from _given(item, name, turns)
             yield from _said(item, name, turns)
             yield from _sealed(item, name, turns)
+            yield from _encoded(item, name, turns)
     for version, items in versions.items():
         expected = {name: row for item in items for name, row in _rollouts(item)}
         for rollouts in trace.of(Rollouts, version=version):
@@ -74,10 +81,13 @@ def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
     """Turns of each episode, in order."""
     found: dict[str, dict[int, _Turn]] = defaultdict(dict)
     rows = zip(
-        item.episodes, item.indices, item.prompts, item.sampled, item.replies, item.texts, item.said, strict=True
-    )
-    for name, index, prompt, sampled, reply, text, said in rows:
-        found[name][index] = _Turn(prompt=prompt, sampled=sampled, reply=reply, text=text, said=said)
+        item.episodes, item.indices, item.prompts, item.sampled, item.replies, item.texts, item.said,
+        item.read_replies or (None,) * len(item.said), item.read_texts or (None,) * len(item.said), strict=True,
+    )  # fmt: skip
+    for name, index, prompt, sampled, reply, text, said, read, decoded in rows:
+        found[name][index] = _Turn(
+            prompt=prompt, sampled=sampled, reply=reply, text=text, said=said, read=read, decoded=decoded
+        )
     return {name: [turns[at] for at in sorted(turns)] for name, turns in found.items()}
 
 
@@ -137,6 +147,32 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
             expected=f"what `{item.environment}` said when it had read `{turn.text[-60:]}`", actual=shown,
             allowed="exact (replies are copied; checksums)",
             hint="look at what orders or cuts replies, at which turns the environment reads, and at what ends episodes",
+        )  # fmt: skip
+
+
+def _encoded(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
+    """Ids of each reply, and the text of each turn, by a second reader, of traces that have them."""
+    for at, turn in enumerate(turns):
+        if turn.decoded is not None:
+            yield Comparison(
+                what=f"{name}, text of turn {at}", same=normalize("NFC", turn.text) == normalize("NFC", turn.decoded),
+                stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"the environment reads `{turn.text[-60:]}` as turn {at} of `{name}`, its tokens say "
+                f"`{turn.decoded[-60:]}`",
+                expected=f"`{turn.decoded[-60:]}` (by the tokenizer's files)", actual=f"`{turn.text[-60:]}`",
+                allowed="exact (texts)", hint="look at the options that turns are decoded with, skip_special_tokens "
+                "above all, and at what strips or cuts their text",
+            )  # fmt: skip
+        if not turn.reply or not turn.read:
+            continue
+        yield Comparison(
+            what=f"{name}, ids of reply {at}", same=turn.reply == turn.read, stage=Stage.DATA, version=item.version,
+            badness=1.0,
+            sentence=f"the reply to turn {at} of `{name}` has {len(turn.reply)} tokens, "
+            + _differs(turn.reply, turn.read).replace("before", "expected"),
+            expected=f"{len(turn.read)} tokens (of its text, by the tokenizer's files)",
+            actual=f"{len(turn.reply)} tokens", allowed="exact (ids)",
+            hint="look at what encodes replies: the same text has other tokens by another class or by other options",
         )  # fmt: skip
 
 

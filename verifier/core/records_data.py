@@ -59,7 +59,8 @@ class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read")
     """Tokens of a step's prompts, or of whole examples in fine-tuning, beside a second reading; an entry a rollout.
 
     The second reader calls nothing that renders, encodes or decodes for the trainer. Arrays: ``tokens``, as they are
-    trained, and ``read``, [N] int64 each.
+    trained, and ``read``, [N] int64 each; of whole examples ``mask``, their tokens in the loss, and ``read_mask``, [N]
+    bool each, which older traces do not have.
     """
 
     ids: tuple[str, ...]

@@ -200,6 +200,10 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Text of the added tokens."""
     seals: tuple[int, ...] = ()
     """Seals of what the environment said, in any order, with the turns that it read; none in older traces."""
+    read_replies: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each reply by a second reader of the tokenizer's files; none without one, and in older traces."""
+    read_texts: tuple[str, ...] = ()
+    """Text of each turn by the same reader."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
@@ -223,6 +227,17 @@ class StepMetrics(Record, frozen=True, kw_only=True, tag="loss/metrics"):
 
     values: dict[str, Real]
     """Name -> number; see docs/metrics.md."""
+
+
+class RunSummary(Record, frozen=True, kw_only=True, tag="loss/summary"):
+    """Numbers that a run tells at its end."""
+
+    loss: Real
+    """Loss of its last step with one, nats."""
+    accuracy: Real | None
+    """Share of held-out problems that are solved; None without an evaluation."""
+    alone: bool
+    """It is of an evaluation at the end, of which no line of metrics has the numbers."""
 
 
 class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):

@@ -12,15 +12,25 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verifier.data.examples import Example, Message
 from verifier.errors import UsageError
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template may name."""
-Row = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt, and of what follows it."""
+_FURTHER = ("additional_special_tokens", "extra_special_tokens")
+"""Lists of special tokens without a name."""
+
+
+class ReadRow(NamedTuple):
+    """An example as token ids."""
+
+    prompt: tuple[int, ...]
+    rest: tuple[int, ...] = ()
+    """Tokens after the prompt; empty where they are sampled."""
+    trained: tuple[bool, ...] = ()
+    """Tokens of the rest that are in the loss: of each answer those up to its last special token."""
 
 
 def why_unread(folder: Path) -> str:
@@ -85,12 +95,12 @@ class SecondTokenizer:
             return self._encode(self._render(example.messages, to_answer=True))
         return (*self._begin(example.prompt), *self._encode(example.prompt))
 
-    def row(self, example: Example) -> Row:
+    def row(self, example: Example) -> ReadRow:
         """Token ids of an example of fine-tuning: up to its first answer, and from there on."""
         if not example.messages:
             end = self.end
             rest = (*self._encode(example.response), *(() if end is None else (end,))) if example.response else ()
-            return self.prompt(example), rest
+            return ReadRow(self.prompt(example), rest, (True,) * len(rest))
         done, parts = "", list[tuple[int, ...]]()
         for at, message in enumerate(example.messages):
             if message.role == "assistant":
@@ -98,7 +108,23 @@ class SecondTokenizer:
                 after = self._render(example.messages[: at + 1], to_answer=False)
                 parts += [self._encode(before[len(done) :]), self._encode(after[len(before) :])]
                 done = after
-        return parts[0], tuple(token for part in parts[1:] for token in part)
+        trained = [self._answer(part) if at % 2 else (False,) * len(part) for at, part in enumerate(parts)]
+        rest = tuple(token for part in parts[1:] for token in part)
+        return ReadRow(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
+
+    def _answer(self, turn: Sequence[int]) -> tuple[bool, ...]:
+        """Tokens of an assistant's turn that it writes itself: those up to the last special one."""
+        ends = [at for at, token in enumerate(turn) if token in self._special_ids]
+        last = ends[-1] if ends else -1
+        return tuple(at <= last for at in range(len(turn)))
+
+    def reply(self, said: str) -> tuple[int, ...]:
+        """Token ids between the end of a turn and the next one, for what a tool says; see `framed`.
+
+        What ends a turn and what begins the tool's message are encoded apart, as a template writes them one by one.
+        """
+        rest, message = self._frame(said)
+        return (*self._encode(rest), *self._encode(message))
 
     def framed(self, said: str) -> str:
         """Text that the template writes between the end of a turn and the next one, for what a tool says.
@@ -106,13 +132,18 @@ class SecondTokenizer:
         Raises:
             UsageError: the template refuses messages of tools, or does not end a turn with the end token.
         """
+        rest, message = self._frame(said)
+        return rest + message
+
+    def _frame(self, said: str) -> tuple[str, str]:
+        """Text of the template after the end of a turn, and from there to the next one, for what a tool says."""
         talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
         turn = self._render(talk, to_answer=False)
         whole = self._render((*talk, Message(role="tool", content=said)), to_answer=True)
         end = self._special.get("eos_token", "")
         if not end or end not in turn:
             raise self._refusal(ValueError("the chat template does not end a turn with the end token"))
-        return whole[turn.rindex(end) + len(end) :]
+        return turn[turn.rindex(end) + len(end) :], whole[len(turn) :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)
@@ -142,6 +173,20 @@ class SecondTokenizer:
         return {
             name: str(value["content"] if isinstance(value, dict) else value) for name, value in given.items() if value
         }
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text of a user."""
+        added = self._library.get_added_tokens_decoder()
+        more = self._settings.get("added_tokens_decoder") or {}
+        lists = [own for name in _FURTHER if isinstance(own := self._settings.get(name), list)]
+        texts = {str(item["content"] if isinstance(item, dict) else item) for own in lists for item in own}
+        named = (self._library.token_to_id(text) for text in texts | set(self._special.values()))
+        return frozenset(
+            {number for number, token in added.items() if token.special}
+            | {int(number) for number, token in more.items() if token.get("special")}
+            | {number for number in named if number is not None}
+        )
 
     @cached_property
     def _template(self) -> Any:

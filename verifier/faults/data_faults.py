@@ -14,6 +14,8 @@ BATCHES = "verifier.trainer.batches"
 ORDER = f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)"
 NUMBERS = Path(__file__).parent / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
+NEWLINE_FIRST = Path(__file__).parent / "prompts" / "newline_first.jsonl"
+"""Conversations in which an assistant's turns begin with a newline."""
 ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 
 
@@ -139,6 +141,18 @@ def end_of_turns_left_out(call: Call) -> Any:
     """The mask of an assistant's turns ends before their end token, and the model never learns to stop."""
     rollout = call.faulty()
     return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
+
+
+@fault(
+    "allenai/open-instruct#1455 (kin: there the first token was `<think>`)", ENCODE, caught_by=("DAT013",), **ROW,
+    training=(f"data.source={NEWLINE_FIRST}",),
+)  # fmt: skip
+def beginning_of_an_answer_left_out(call: Call) -> Any:
+    """The loss of a turn begins behind its first token, a newline, which is taken for a part of the template."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    mask[1:] &= rollout.mask[:-1]
+    return dataclasses.replace(rollout, mask=mask)
 
 
 @fault(

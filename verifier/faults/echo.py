@@ -15,6 +15,16 @@ class Echo:
         return str(len(turns))
 
 
+class Marks:
+    """Replies with a token of four characters, which the vocabulary can also write as four tokens."""
+
+    longest_reply = 5
+
+    def reply(self, turns: Sequence[str]) -> str | None:
+        """Number of the turn, from 1, after a mark."""
+        return f"####{len(turns)}"
+
+
 class Lengths:
     """Replies to most turns with the number of their characters, so that episodes differ in what they are told."""
 

@@ -68,6 +68,15 @@ def last_problems_counted_twice(call: Call) -> Any:
     return call.wrong([*found, *found[: -len(found) % 8]])
 
 
+@fault(
+    "rllm-org/rllm#382", GREEDY,
+    **{**TUNED, "caught_by": ("MET004",), "training": ("evaluation.num_problems=15", "evaluation.every=0")},
+)  # fmt: skip
+def failed_problems_left_out_of_the_last_accuracy(call: Call) -> Any:
+    """The accuracy that a run ends with is over the problems that did not fail before they were answered."""
+    return call.wrong(call.original()[:-3])
+
+
 @fault("huggingface/trl#5617", GREEDY, **TUNED)
 def end_token_alone_decides_the_accuracy(call: Call) -> Any:
     """The accuracy is over other tokens than the loss: a problem is solved where its end token is the likeliest."""

@@ -166,6 +166,16 @@ def mismatch_never_shown(call: Call) -> Any:
     return call.wrong({})
 
 
+@fault(
+    "allenai/open-instruct#1032", "verifier.trainer.metrics:_rates_of(values)", stage=Stage.LOSS, side=Side.CONTROLLER,
+    training=("algorithm=grpo", "verify.every=0"), **{**ROW, "caught_by": ("MET002",)},
+)  # fmt: skip
+def rate_of_all_tokens_so_far(call: Call) -> Any:
+    """Tokens a second are those of all steps so far over the seconds of one: training seems to speed up."""
+    total = call.state["tokens"] = call.state.get("tokens", 0) + call.values.get("tokens", 0)
+    return call.faulty(values={**call.values, "tokens": total})
+
+
 EVENT = "verifier.trainer.metrics:Metrics._add_event(self, step, numbers)"
 CURVES: dict[str, Any] = {**ROW, "stage": Stage.LOSS, "side": Side.CONTROLLER, "caught_by": ("MET002",)}
 

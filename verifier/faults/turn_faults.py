@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 PLAYED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
@@ -88,6 +88,33 @@ def reply_to_another_episode(call: Call) -> Any:
 def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
     """A tool's message is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
     return call.faulty(said=call.said[:1]) if len(call.said) > 1 else call.original()
+
+
+@on_turns(
+    "allenai/open-instruct#1896 (kin: there tokens of all texts)",
+    "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
+    training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
+)  # fmt: skip
+def reply_split_into_other_tokens(call: Call) -> Any:
+    """Replies are encoded by a tokenizer that was loaded otherwise: the same text, in other tokens."""
+    found, tokenizer = call.original(), call.self._tokenizer
+    (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
+    split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
+    return call.wrong(tuple(split)) if len(split) > len(found) else found
+
+
+@on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
+def environment_reads_without_special_tokens(call: Call) -> Any:
+    """Turns are decoded without special tokens for the environment, which never sees the marks of a call."""
+    if all(token not in SPECIAL for token in call.sample.tokens[:-1]):
+        return call.original()
+    whole = call.self.text
+
+    def text(tokens: Any) -> str:
+        return str(whole([token for token in tokens if token not in SPECIAL]))
+
+    with held(call.self, text=text):
+        return call.faulty()
 
 
 @on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", TURN, training=OWN)

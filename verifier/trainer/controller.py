@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.core.records_policy import WrittenMetrics
+from verifier.core.records_policy import RunSummary, WrittenMetrics
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
@@ -149,7 +149,7 @@ class Trainer:
                 loop.sends_first = other or self._judge is not None
             with in_stage(Stage.ROLLOUT):
                 summary = loop.run(done, metrics)
-            self._export(summary.steps, loop.written(summary.steps), loop.examine)
+            self._export(summary.steps, (loop.written(summary.steps), loop.told(summary)), loop.examine)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -237,7 +237,7 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, step: int, written: WrittenMetrics, examine: Examine) -> None:
+    def _export(self, step: int, written: Sequence[WrittenMetrics | RunSummary], examine: Examine) -> None:
         """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
 
         Raises:

@@ -12,7 +12,7 @@ from verifier.core.records_data import TokensRead
 from verifier.core.records_trainer import RolloutTexts
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
-from verifier.data.second_tokenizer import Row, SecondTokenizer, why_unread
+from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)
@@ -53,26 +53,31 @@ def record_tokens(
         return
     reader = _second(tokenizer.folder)
     keys = [item.id if whole else item.group for item in rollouts]
-    known: dict[str, Row] = {}
+    known: dict[str, ReadRow] = {}
     for place, key in enumerate(keys):
         if key not in known:
             example = example_of(place)
-            known[key] = reader.row(example) if whole else (reader.prompt(example), ())
+            known[key] = reader.row(example) if whole else ReadRow(reader.prompt(example))
     given = [item.tokens if whole else item.tokens[: item.prompt_length] for item in rollouts]
     read = [known[key] for key in keys]
     texts = () if whole else tuple(reader.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts)
+    arrays = {
+        "tokens": np.concatenate([*given]).astype(np.int64),
+        "read": np.array([token for row in read for token in (*row.prompt, *row.rest)], np.int64),
+    }
+    if whole:
+        arrays["mask"] = np.concatenate([item.mask for item in rollouts]).astype(bool)
+        marks = [mark for row in read for mark in (*(False for _ in row.prompt), *row.trained)]
+        arrays["read_mask"] = np.array(marks, bool)
     probe.emit(
         TokensRead(
             name="tokens", version=step, ids=tuple(item.id for item in rollouts), whole=whole,
             prompt_lengths=tuple(item.prompt_length for item in rollouts), lengths=tuple(map(len, given)),
-            read_prompt_lengths=tuple(len(prompt) for prompt, _ in read),
-            read_lengths=tuple(len(prompt) + len(rest) for prompt, rest in read), texts=texts,
+            read_prompt_lengths=tuple(len(row.prompt) for row in read),
+            read_lengths=tuple(len(row.prompt) + len(row.rest) for row in read), texts=texts,
             end=tokenizer.eos_id, read_end=reader.end,
         ),
-        {
-            "tokens": np.concatenate([*given]).astype(np.int64),
-            "read": np.array([token for prompt, rest in read for token in (*prompt, *rest)], np.int64),
-        },
+        arrays,
     )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ class Episodes:
         self._options, self._tokenizer = options, tokenizer
         self._environment = None
         if options.has_turns:
-            self._environment = SealedEnvironment(open_environment(options.environment), self._framed)
+            encoded = None if self._second is None else self._second.reply
+            self._environment = SealedEnvironment(open_environment(options.environment), self._framed, encoded)
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
         if self._environment is not None:
@@ -102,14 +103,15 @@ class Episodes:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of a turn, without its end token."""
-        return self._tokenizer.decode(tokens[:-1] if self._has_ended(tokens) else tokens)
+        return self._tokenizer.decode(self._unended(tokens))
 
     def record(self, step: int, name: str, episodes: Sequence[tuple[str, Sequence[Turn]]]) -> EpisodeTurns | None:
         """Record of episodes by id; None where there is no environment."""
         if self._environment is None:
             return None
         turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
-        before, after = self._around_reply
+        said = [self._tokenizer.decode(turn.reply) for _, _, turn in turns]
+        (before, after), encoded = self._around_reply, self._environment.take_encoded()
         return EpisodeTurns(
             name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
             step_wise=self._options.step_wise, before=before, after=after, end=self._tokenizer.eos_id,
@@ -117,8 +119,11 @@ class Episodes:
             prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
-            said=tuple(self._tokenizer.decode(turn.reply) for _, _, turn in turns),
-            seals=self._environment.take_seals(),
+            said=tuple(said), seals=self._environment.take_seals(),
+            read_replies=() if self._second is None else tuple(encoded.get(text, ()) for text in said),
+            read_texts=() if self._second is None else tuple(
+                self._second.decode(self._unended(turn.sample.tokens)) for _, _, turn in turns
+            ),
         )  # fmt: skip
 
     @cached_property
@@ -138,6 +143,9 @@ class Episodes:
         if self._second is not None:
             return self._second.framed(said)
         return self._tokenizer.decode(self._reply_ids(said))
+
+    def _unended(self, tokens: Sequence[int]) -> Sequence[int]:
+        return tokens[:-1] if self._has_ended(tokens) else tokens
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id

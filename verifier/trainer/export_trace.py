@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Scope
-from verifier.core.records_policy import WrittenMetrics
+from verifier.core.records_policy import RunSummary, WrittenMetrics
 from verifier.core.store import Recorder, complete, create
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.continuation import Continuation
@@ -38,7 +39,7 @@ class ExportTrace:
     """
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
-        scopes: list[Scope] = ["final", "ended", "kept", "written"]
+        scopes: list[Scope] = ["final", "ended", "kept", "told", "written"]
         scopes += ["merged"] if config.lora.rank else []
         self._manifest = replace(
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
@@ -50,10 +51,13 @@ class ExportTrace:
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
-    def record(self, written: WrittenMetrics, continuation: Continuation, examine: Examine) -> None:
-        """Record the last line of the run's metrics, its checkpoints, and answers of the last evaluation."""
+    def record(
+        self, written: Sequence[WrittenMetrics | RunSummary], continuation: Continuation, examine: Examine
+    ) -> None:
+        """Record the last line of the run's metrics, what it tells, its checkpoints, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
-            probe.emit(written)
+            for item in written:
+                probe.emit(item)
             found = ["stored"] if continuation.record_kept(probe, self._step, ended=True) else []
             found += [*examine(probe, self._step)] if self._examines else []
             found += ["reward"] if "examined" in found and self._rereads else []

@@ -18,7 +18,7 @@ from verifier.config.training import TrainConfig
 from verifier.core import ragged
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe, real
-from verifier.core.records_policy import LossTerms, StepMetrics, WrittenMetrics
+from verifier.core.records_policy import LossTerms, RunSummary, StepMetrics, WrittenMetrics
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSettings, StepSizes
 from verifier.core.store import Recorder, complete, create
@@ -112,6 +112,7 @@ class StepLoop:
     _noise: SampledNoise | None = field(default=None, init=False)
     _recorded: StepMetrics | None = field(default=None, init=False)
     _solved: Sequence[bool] | None = field(default=None, init=False)
+    _alone: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -210,7 +211,7 @@ class StepLoop:
         self.continuation.finish(self.call, wait=True)
         accuracy = metrics.get("accuracy")
         if accuracy is None:
-            accuracy = self._evaluate(step).get("accuracy")
+            accuracy, self._alone = self._evaluate(step).get("accuracy"), True
         return TrainSummary(
             steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done
         )
@@ -234,6 +235,13 @@ class StepLoop:
             event_step=-1 if event is None else event[0],
             event=None if event is None else {name: real(value) for name, value in event[1].items()},
         )  # fmt: skip
+
+    def told(self, summary: TrainSummary) -> RunSummary:
+        """Record of what the run tells at its end."""
+        accuracy = None if summary.accuracy is None else real(summary.accuracy)
+        return RunSummary(
+            name="run", version=summary.steps, loss=real(summary.loss), accuracy=accuracy, alone=self._alone
+        )
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""
@@ -268,7 +276,7 @@ class StepLoop:
             found = self.rollouts.record_evaluated(probe, version, self._score, file)
             return ["examined", *written] if found else []
         solved, self._solved = self._solved, None
-        if solved is None or self.held_out is None or not written:
+        if solved is None or self.held_out is None or not (written or self._alone):
             return []
         record_solved(probe, version, self.held_out, solved, self._score, batches / HELD_OUT)
         return written

@@ -14,18 +14,31 @@ class SealedEnvironment:
     Args:
         environment: replies.
         framed: text of the tool's message, and of what comes before the next turn, for a reply.
+        encoded: token ids of that text by a second reader of the tokenizer's files; None where there is none.
     """
 
-    def __init__(self, environment: Environment, framed: Callable[[str], str]) -> None:
-        self._environment, self._framed = environment, framed
+    def __init__(
+        self, environment: Environment, framed: Callable[[str], str],
+        encoded: Callable[[str], tuple[int, ...]] | None = None,
+    ) -> None:  # fmt: skip
+        self._environment, self._framed, self._encode = environment, framed, encoded
         self.longest_reply = environment.longest_reply
         self._seals: list[int] = []
+        self._encoded: dict[str, tuple[int, ...]] = {}
 
     def reply(self, turns: Sequence[str]) -> str | None:
         """See `Environment.reply`."""
         said = self._environment.reply(turns)
-        self._seals.append(seal_of_reply(turns, "" if said is None else self._framed(said)))
+        framed = "" if said is None else self._framed(said)
+        self._seals.append(seal_of_reply(turns, framed))
+        if said is not None and self._encode is not None:
+            self._encoded[framed] = self._encode(said)
         return said
+
+    def take_encoded(self) -> dict[str, tuple[int, ...]]:
+        """Token ids of all replies since the last call, by the second reader, by their text in its frame."""
+        found, self._encoded = self._encoded, {}
+        return found
 
     def take_seals(self) -> tuple[int, ...]:
         """Seals of all replies since the last call, in their order; of no reply too."""

@@ -1,4 +1,4 @@
-"""Numbers of an evaluation by MET003: what they are a mean of, and which problems count as solved.
+"""Numbers of an evaluation by MET003 and MET004: what they are a mean of, and which problems count as solved.
 
 What this does not exercise: real runs (tests/dist/test_train_clean.py), and bugs that MET003 catches (tests/faults).
 """
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.evaluation_numbers import evaluation_misreported
+from verifier.checks.evaluation_numbers import evaluation_misreported, summary_misreported
 from verifier.checks.policy_step import reward_differs_from_second_reader
 from verifier.core.manifest import Manifest
 from verifier.core.record import Real, Record
-from verifier.core.records_policy import GivenRewards, SolvedProblems, WrittenMetrics
+from verifier.core.records_policy import GivenRewards, RunSummary, SolvedProblems, WrittenMetrics
 from verifier.core.trace import Trace
 
 SHORTFALL = np.array([np.nan, 0, 0, np.nan, 0.5, 0], np.float32)
@@ -47,6 +47,45 @@ def solved(*found: bool) -> SolvedProblems:
     return SolvedProblems(
         name="held-out problems", version=2, ids=("p", "q"), lengths=(3, 3), solved=found, array="all"
     )  # fmt: skip
+
+
+def told(accuracy: Real | None, *records: Record, alone: bool = True, loss: Real = 1.5) -> list[str]:
+    """What MET004 names of a run that ends with these numbers."""
+    summary = RunSummary(name="run", version=2, loss=1.5, accuracy=accuracy, alone=alone)
+    values = {"loss": loss} if alone else {"loss": loss, "accuracy": 0.5}
+    config = {"evaluation": {"num_problems": 4 if any(isinstance(item, GivenRewards) for item in records) else 2}}
+    arrays = {"all": {"mask": MASK, "shortfall": SHORTFALL}}
+    trace = Trace(Manifest(complete=True, config=config), [line(**values), summary, *records], arrays.__getitem__)
+    return [item.what for item in summary_misreported(trace) if not item.same]
+
+
+def test_a_run_ends_with_the_numbers_of_its_last_step_and_evaluation() -> None:
+    assert told(0.5, alone=False) == []
+    assert told(None) == []
+    assert told(0.5, rewards(1, 0, 0, 1)) == []
+    assert told(0.5, solved(True, False)) == []
+
+
+def test_other_numbers_at_the_end_of_a_run_are_named() -> None:
+    assert told(0.5, alone=False, loss=1.25) == ["loss of the run"]
+    assert told(0.75, alone=False) == ["accuracy of the run"]
+    assert told(2 / 3, rewards(1, 0, 0, 1)) == ["accuracy"]
+    assert told(2 / 3, rewards(1, 0, 1, ids=("a", "b", "c"))) == ["problems of held-out accuracy"]
+    assert told(1.0, solved(True, True)) == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "problems", "rollouts", "named"),
+    [(None, 4, None, True), (None, 0, None, False), (None, 4, "recorded", False), (0.5, 4, None, False)],
+)
+def test_a_run_with_held_out_problems_ends_with_an_accuracy(
+    accuracy: Real | None, problems: int, rollouts: str | None, named: bool
+) -> None:
+    summary = RunSummary(name="run", version=2, loss=1.5, accuracy=accuracy, alone=True)
+    config = {"evaluation": {"num_problems": problems}, "data": {"rollouts": rollouts}}
+    trace = Trace(Manifest(complete=True, config=config), [line(loss=1.5), summary], {}.__getitem__)
+    found = [item.what for item in summary_misreported(trace) if not item.same]
+    assert found == (["accuracy of the run"] if named else [])
 
 
 def test_a_mean_over_all_problems_holds() -> None:

@@ -19,7 +19,7 @@ TURNS = EpisodeTurns(
 
 
 def judged(tokens, read, *, begins=None, should_begin=None, name="a", whole=False, text="2", scored="2", turns=(),
-           end=None, read_end=None):  # fmt: skip
+           end=None, read_end=None, mask=None, read_mask=None):  # fmt: skip
     records = [
         TokensRead(
             name="tokens", version=1, ids=(name,), whole=whole, lengths=(len(tokens),), read_lengths=(len(read),),
@@ -33,6 +33,8 @@ def judged(tokens, read, *, begins=None, should_begin=None, name="a", whole=Fals
         *turns,
     ]  # fmt: skip
     arrays = {"tokens": np.array(tokens, np.int64), "read": np.array(read, np.int64)}
+    if mask is not None:
+        arrays |= {"mask": np.array(mask, bool), "read_mask": np.array(read_mask, bool)}
     return run_check(REGISTRY["DAT013"], Trace(Manifest(), records, lambda item: arrays))
 
 
@@ -68,6 +70,20 @@ def test_a_prompt_of_fine_tuning_ends_where_it_should():
     assert judged([1, 2, 3], [1, 2, 3], begins=2, should_begin=2, whole=True).verdict is Verdict.HOLDS
     outcome = judged([1, 2, 3], [1, 2, 3], begins=1, should_begin=2, whole=True)
     assert "the prompt of `a` has 1 tokens, it should have 2" in outcome.finding.first.sentence
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        ([0, 1, 1], None),
+        ([0, 0, 1], "token 1 of `a`, 8, is out of the loss and should be in it"),
+        ([1, 1, 1], "token 0 of `a`, 7, is in the loss and should not be"),
+    ],
+)
+def test_each_token_of_fine_tuning_is_in_the_loss_or_out_of_it(mask, sentence):
+    outcome = judged([7, 8, 9], [7, 8, 9], begins=1, should_begin=1, whole=True, mask=mask, read_mask=[0, 1, 1])
+    assert outcome.verdict is (Verdict.VIOLATED if sentence else Verdict.HOLDS)
+    assert sentence is None or sentence in outcome.finding.first.sentence
 
 
 def test_a_later_turn_begins_with_the_prompt():

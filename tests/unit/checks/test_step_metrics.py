@@ -154,6 +154,27 @@ def test_a_line_of_its_own_step_holds() -> None:
     assert written(kl="nan") == (Verdict.HOLDS, [])
 
 
+TIMES: dict[str, Real] = {"kl": "nan", "time_s": 1.0, "prepare_s": 0.5, "train_s": 0.25, "sync_s": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"tokens": 60.0, "train_tokens_per_s": 240.0}, []),
+        ({"tokens": 60.0, "train_tokens_per_s": 60.0}, ["train_tokens_per_s"]),  # of the whole step's seconds
+        ({"tokens": 60.0}, ["train_tokens_per_s"]),
+        ({"rollout_s": 0.25, "score_s": 0.25}, []),
+        ({"rollout_s": 0.5, "score_s": 0.25}, ["prepare_s"]),
+        ({"train_s": 0.5}, ["time_s"]),
+        ({"sampled_tokens": 60.0}, []),  # of recorded rollouts, which took no time
+    ],
+)
+def test_a_rate_is_the_quotient_of_its_line_and_a_time_as_long_as_its_parts(
+    values: dict[str, Real], wrong: list[str]
+) -> None:
+    assert written(**TIMES | values) == (Verdict.VIOLATED if wrong else Verdict.HOLDS, wrong)
+
+
 def test_a_line_of_another_step_or_with_other_numbers_is_seen() -> None:
     assert written(step=3, kl="nan") == (Verdict.VIOLATED, ["step"])
     assert written(reward=0.25, kl="nan") == (Verdict.VIOLATED, ["reward"])

@@ -73,6 +73,44 @@ def test_a_reply_is_what_the_environment_said_to_the_turns_of_its_episode(said, 
     assert [item.what for item in found if not item.same] == wrong
 
 
+@pytest.mark.parametrize(
+    ("read", "wrong"),
+    [
+        ((), []),  # of an older trace
+        (((6, 8, 4), ()), []),
+        (((), ()), []),  # text that does not stand in its frame, which is judged as text
+        (((6, 8, 8, 4), ()), ["x, ids of reply 0"]),
+    ],
+)
+def test_a_reply_has_the_tokens_that_the_tokenizers_files_make_of_its_text(read, wrong):
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="mine:Tool", max_turns=3, step_wise=False, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "x"), indices=(0, 1), prompts=((1,), (1, 2, 3, 6, 8, 4)),
+        sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(FRAMED, ""), read_replies=read,
+    )  # fmt: skip
+    found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
+    assert [item.what for item in found if not item.same] == wrong
+
+
+@pytest.mark.parametrize(
+    ("read", "wrong"),
+    [
+        ((), []),
+        (("1+1=", "2"), []),
+        (("1<user>+1=", "2"), ["x, text of turn 0"]),
+        (("1+1=", "2 "), ["x, text of turn 1"]),
+    ],
+)
+def test_an_environment_reads_what_the_tokens_of_a_turn_say(read, wrong):
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="mine:Tool", max_turns=3, step_wise=False, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "x"), indices=(0, 1), prompts=((1,), (1, 2, 3, 6, 8, 4)),
+        sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(FRAMED, ""), read_texts=read,
+    )  # fmt: skip
+    found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
+    assert [item.what for item in found if not item.same] == wrong
+
+
 def test_an_environment_is_not_asked_about_turns_that_were_cut_off_or_are_the_last():
     turns = EpisodeTurns(
         name="round 0", version=1, environment="mine:Tool", max_turns=1, step_wise=False, before="<tool>",

@@ -38,9 +38,10 @@ def edit(path, **changes):
 def assert_agrees(folder):
     ours, second = open_tokenizer(folder), SecondTokenizer(folder)
     for example in (TALK, PLAIN):
-        rollout, (prompt, rest) = encode_example(example, ours), second.row(example)
+        rollout, (prompt, rest, trained) = encode_example(example, ours), second.row(example)
         assert (*prompt, *rest) == tuple(rollout.tokens.tolist())
         assert len(prompt) == rollout.prompt_length
+        assert list(trained) == rollout.mask.tolist()[len(prompt) :]
     asked = Example(id="asked", messages=TALK.messages[:2])
     assert second.prompt(asked) == encode_prompt(asked, ours)
     ids = range(ours.vocab_size)
@@ -116,6 +117,27 @@ def test_a_reply_has_the_frame_of_a_tools_message(folder):
     whole = tokenizer.chat_text((*talk, Message(role="tool", content="12")), to_answer=True)
     assert whole == ended + framed
     assert "user" not in framed
+    assert tokenizer.decode(SecondTokenizer(folder).reply("12")) == framed
+
+
+def test_a_mark_in_a_reply_is_one_token(folder):
+    (mark,) = open_tokenizer(folder).encode("####")
+    assert SecondTokenizer(folder).reply("####7").count(mark) == 1
+
+
+@pytest.mark.parametrize("ending", ["{{ eos_token }}", "{{ eos_token }}\n", "<tool>{{ eos_token }} "])
+def test_an_answer_is_in_the_loss_up_to_its_last_special_token(ending, folder):
+    template = (
+        "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+        f"{{% if message['role'] == 'assistant' %}}{ending}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    assert_agrees(folder)
+    row, tokenizer = SecondTokenizer(folder).row(TALK), open_tokenizer(folder)
+    trained = tokenizer.decode([token for token, kept in zip(row.rest, row.trained, strict=True) if kept])
+    end = "<tool><eos>" if "tool" in ending else "<eos>"
+    assert trained == f"2{end}####2{end}"
 
 
 def test_what_cannot_be_read_is_refused(folder):

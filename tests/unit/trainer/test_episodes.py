@@ -122,3 +122,29 @@ def test_replies_are_sealed_as_the_environment_speaks(tokenizer):
 def test_what_is_no_environment_is_refused(name):
     with pytest.raises(UsageError, match=f"environment `{name}`"):
         open_environment(name)
+
+
+class Talker:
+    """An environment whose replies a template may write otherwise than they are."""
+
+    longest_reply = 9
+
+    def reply(self, turns: list[str]) -> str:
+        return "1 $2"
+
+
+def test_the_ids_of_a_reply_are_read_from_what_the_environment_said(tmp_path):
+    folder = write_tiny("add", tmp_path)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(
+        settings.read_text().replace("+ message['content']", "+ (message['content'] | replace('1', '11'))")
+    )
+    tokenizer = open_tokenizer(folder)
+    episodes = Episodes(GrpoOptions(environment=f"{__name__}:Talker", max_turns=2), tokenizer)
+    own = (*tokenizer.encode("7"), tokenizer.eos_id)
+    ((turn,),) = episodes.first([(2,)], [[Sample(tokens=own, logprobs=(-0.5, -0.5))]])[0]
+    record = episodes.record(1, "round 0", [("x", [turn])])
+    assert record is not None
+    assert tokenizer.decode(turn.reply) == "<tool>11 $2<assistant>"
+    assert record.read_replies == record.replies
+    assert record.read_texts == ("7",)
