@@ -17,12 +17,14 @@ from typing import Any, Literal, cast
 import torch
 
 from verifier.core.record import real
+from verifier.core.records_gradients import GradientProducts
 from verifier.core.records_trainer import GradientSums, SummedTensor
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
 from verifier.train.optimizer_megatron import owned_parts
 from verifier.train.written_megatron import Stepped
+from verifier.trainer.gradient_products_megatron import Products
 
 TENSORS = 16
 """Tensors of a rank that an update adds up, at most."""
@@ -159,6 +161,7 @@ class UpdateSums:
     _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _used: dict[Any, torch.Tensor] = field(default_factory=dict)
     _norms: list[torch.Tensor] = field(default_factory=list)
+    _products: Products | None = None
 
     def begin(self) -> None:
         """Watch the chosen parameters."""
@@ -181,6 +184,7 @@ class UpdateSums:
             hook.remove()
         self._used = {item: _cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
+        self._products = Products(self.sums.trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
                 if part := self._parts.get(parameter):
@@ -190,6 +194,7 @@ class UpdateSums:
                     self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
                 if self.sums.knows_all and self.sums.stands_for(parameter):
                     counted.append(own)
+                    self._products.take(self.sums.places[parameter].global_name, parameter, offset, own)
         self._norms = list(torch._foreach_norm(counted, 2, dtype=torch.float64)) if counted else []
 
     def record(self, probe: Recorder, name: str, version: int, coordinate: str) -> None:
@@ -225,6 +230,13 @@ class UpdateSums:
             ),
             {key: _joined(values) for key, values in arrays.items()},
         )  # fmt: skip
+
+        if self.sums.knows_all and self._products is not None:
+            bent = bool(getattr(self.sums.trainer.provider, "final_logit_softcapping", None))
+            found = self._products.found()
+            probe.emit(
+                GradientProducts(name=name, version=version, coordinate=coordinate, products=found, bent=bent)
+            )
 
 
 def _joined(parts: list[torch.Tensor]) -> Any:

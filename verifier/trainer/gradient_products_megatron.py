@@ -1,0 +1,80 @@
+"""Inner products of a rank's weights and gradients in one update, by tensor: the whole gradient in a few numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from verifier.core.record import real
+from verifier.core.records_gradients import TensorProduct
+from verifier.train.optimizer_megatron import owned_parts
+
+ELEMENTS = 2**22
+"""Elements that are multiplied at once."""
+_NORM = re.compile(r"(layer_?norm_weight|layernorm\.weight|final_norm\.weight)$")
+_FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
+_QKV = re.compile(r"linear_qkv\.(weight|bias)$")
+Mask = Callable[[torch.Tensor], torch.Tensor]
+"""Indices in a flattened parameter -> those of rows of one kind."""
+
+
+class Products:
+    """Inner products of one update on one rank; `take` before the step, `found` after it."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        self._sums: dict[str, torch.Tensor] = {}
+        """Name -> [2] float64: sum of products, and of their squares."""
+
+    @torch.no_grad()
+    def take(self, name: str, parameter: torch.Tensor, offset: int, gradient: torch.Tensor) -> None:
+        """Add a part of a parameter.
+
+        Args:
+            name: global name of the parameter.
+            parameter: whole, as the passes used it.
+            offset: of the part's first element in the flattened parameter.
+            gradient: flat, of the part.
+        """
+        weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
+        shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
+        kinds = dict(self._kinds(name, parameter))
+        for begin in range(0, len(gradient), ELEMENTS):
+            part = slice(begin, begin + ELEMENTS)
+            terms = (weights[part].float() + shift) * gradient[part].float()
+            self._add(name, terms)
+            for kind, mask in kinds.items():
+                at = torch.arange(offset + begin, offset + begin + len(terms), device=terms.device)
+                self._add(f"{name}#{kind}", torch.where(mask(at), terms, 0))
+
+    def _add(self, name: str, terms: torch.Tensor) -> None:
+        sums = torch.stack([terms.sum(dtype=torch.float64), terms.square().sum(dtype=torch.float64)])
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def _kinds(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Mask]]:
+        """Kinds of rows of a parameter that have a product of their own: of a linear before a gated activation the rows
+        that it is linear in, of queries, keys and values the values.
+        """
+        provider, size = self._provider, parameter.numel()
+        bent = getattr(provider, "glu_linear_offset", 0.0) or getattr(provider, "activation_func_clamp_value", None)
+        if _FIRST.search(name) and provider.gated_linear_unit and not bent:
+            yield "up", lambda at: at >= size // 2
+        gates = getattr(provider, "attention_output_gate", False)
+        if _QKV.search(name) and not gates and not provider.multi_latent_attention:
+            width = size // parameter.shape[0]
+            head = provider.kv_channels
+            queries = provider.num_attention_heads // (provider.num_query_groups or provider.num_attention_heads)
+            yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
+
+    def found(self) -> tuple[TensorProduct, ...]:
+        """Products by tensor."""
+        if not self._sums:
+            return ()
+        rows = torch.stack(list(self._sums.values())).cpu().tolist()
+        return tuple(
+            TensorProduct(name=name, product=real(product), squares=real(squares))
+            for name, (product, squares) in zip(self._sums, rows, strict=True)
+        )
