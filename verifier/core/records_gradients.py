@@ -24,6 +24,6 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     coordinate: str
     """Mesh coordinate of the rank."""
     products: tuple[TensorProduct, ...]
-    """Those that the rank stands for among the ranks that hold the same bits; sums over ranks are those of the model."""
+    """Those that the rank stands for among the ranks that hold the same bits: summed over ranks, those of the model."""
     bent: bool = False
     """Logits are bent to a bound, so that they are not linear in the last norm's output."""

@@ -10,34 +10,41 @@ import torch
 
 from verifier.core.record import real
 from verifier.core.records_gradients import TensorProduct
-from verifier.train.optimizer_megatron import owned_parts
 
 ELEMENTS = 2**22
 """Elements that are multiplied at once."""
-_NORM = re.compile(r"(layer_?norm_weight|layernorm\.weight|final_norm\.weight)$")
+_NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
 _QKV = re.compile(r"linear_qkv\.(weight|bias)$")
 Mask = Callable[[torch.Tensor], torch.Tensor]
-"""Indices in a flattened parameter -> those of rows of one kind."""
+"""Indices in a flattened parameter -> True for those in rows of one kind."""
 
 
 class Products:
-    """Inner products of one update on one rank; `take` before the step, `found` after it."""
+    """Inner products of one update on one rank.
+
+    Args:
+        provider: of the model, which says how rows of fused linears lie.
+    """
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider
         self._sums: dict[str, torch.Tensor] = {}
-        """Name -> [2] float64: sum of products, and of their squares."""
+
+    @property
+    def bent(self) -> bool:
+        """Logits are bent to a bound."""
+        return bool(getattr(self._provider, "final_logit_softcapping", None))
 
     @torch.no_grad()
     def take(self, name: str, parameter: torch.Tensor, offset: int, gradient: torch.Tensor) -> None:
-        """Add a part of a parameter.
+        """Add a part of a parameter, without a wait for the device.
 
         Args:
             name: global name of the parameter.
-            parameter: whole, as the passes used it.
-            offset: of the part's first element in the flattened parameter.
-            gradient: flat, of the part.
+            parameter: as the passes used it.
+            offset: index of the part's first element in the flattened parameter.
+            gradient: of the part, flat.
         """
         weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
         shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
@@ -55,25 +62,26 @@ class Products:
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def _kinds(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Mask]]:
-        """Kinds of rows of a parameter that have a product of their own: of a linear before a gated activation the rows
-        that it is linear in, of queries, keys and values the values.
+        """Rows that have a product of their own: those that a gated activation is linear in, and values of attention.
+
+        Source:
+            megatron-core 0.19.2: transformer/mlp.py (``torch.chunk`` of the local output: gate above up within each
+            shard), transformer/attention.py (`get_query_key_value_tensors`: query, key and value rows by query group).
         """
         provider, size = self._provider, parameter.numel()
         bent = getattr(provider, "glu_linear_offset", 0.0) or getattr(provider, "activation_func_clamp_value", None)
         if _FIRST.search(name) and provider.gated_linear_unit and not bent:
             yield "up", lambda at: at >= size // 2
         gates = getattr(provider, "attention_output_gate", False)
-        if _QKV.search(name) and not gates and not provider.multi_latent_attention:
-            width = size // parameter.shape[0]
-            head = provider.kv_channels
+        whole = (provider.num_query_groups or 0) % provider.tensor_model_parallel_size == 0
+        if _QKV.search(name) and whole and not gates and not provider.multi_latent_attention:
+            width, head = size // parameter.shape[0], provider.kv_channels
             queries = provider.num_attention_heads // (provider.num_query_groups or provider.num_attention_heads)
             yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
 
     def found(self) -> tuple[TensorProduct, ...]:
         """Products by tensor."""
-        if not self._sums:
-            return ()
-        rows = torch.stack(list(self._sums.values())).cpu().tolist()
+        rows = torch.stack(list(self._sums.values())).cpu().tolist() if self._sums else []
         return tuple(
             TensorProduct(name=name, product=real(product), squares=real(squares))
             for name, (product, squares) in zip(self._sums, rows, strict=True)

@@ -232,10 +232,9 @@ class UpdateSums:
         )  # fmt: skip
 
         if self.sums.knows_all and self._products is not None:
-            bent = bool(getattr(self.sums.trainer.provider, "final_logit_softcapping", None))
-            found = self._products.found()
+            own = self._products
             probe.emit(
-                GradientProducts(name=name, version=version, coordinate=coordinate, products=found, bent=bent)
+                GradientProducts(name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent)
             )
 
 

@@ -11,6 +11,7 @@ from verifier.trainer import gradient_sums_megatron
 from verifier.trainer.gradient_sums_megatron import ELEMENTS, Sums
 
 MESH = Mesh(tp=2, dp=2)
+PROVIDER = SimpleNamespace(layernorm_zero_centered_gamma=False)
 
 
 def place(name, *axes):
@@ -26,7 +27,7 @@ class Case:
         for parameter in self.model.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
         default = {(0, "weight"): place("weight", "cp", "dp"), (0, "bias"): place("bias", "tp", "cp", "dp")}
-        trainer = SimpleNamespace(chunks=[self.model], mesh=MESH, data_parallel=None)
+        trainer = SimpleNamespace(chunks=[self.model], mesh=MESH, data_parallel=None, provider=PROVIDER)
         self.sums = Sums(trainer, default if places is None else places, rank)
 
     def update(self, monkeypatch, *, passes=3, number=1):
