@@ -12,6 +12,8 @@ LOGPROB = (
     "verifier.train.step_megatron:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, vocab_size, group, "
     "temperature, chunk_tokens, entropy)"
 )
+MICRO_BATCHES = 3
+"""Micro-batches of each step of the trials."""
 ROW: dict[str, Any] = {"stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LSS007",)}
 
 
@@ -43,17 +45,17 @@ def gradient_of_the_first_token_for_all(call: Call) -> Any:
 
 @fault(
     "deepspeedai/DeepSpeed#8154", "megatron.core.pipeline_parallel.schedules:backward_step("
-    "input_tensor, output_tensor, output_tensor_grad, config)", mesh=Mesh(pp=2), **ROW,
+    "input_tensor, output_tensor, output_tensor_grad, config)", mesh=Mesh(pp=2), training=("dtype=bf16",), **ROW,
 )  # fmt: skip
 def gradient_scaled_at_every_stage(call: Call) -> Any:
-    """Each pipeline stage scales the gradient that it is given, which the stage behind it has scaled before."""
+    """Each pipeline stage divides by the number of micro-batches, also a gradient that the stage behind it divided."""
     import torch
 
     given = call.output_tensor_grad
     if not torch.is_tensor(given if not isinstance(given, list) else given[0]):
         return call.original()
-    half = [each / 2 for each in given] if isinstance(given, list) else given / 2
-    return call.faulty(output_tensor_grad=half)
+    scaled = [each / MICRO_BATCHES for each in given] if isinstance(given, list) else given / MICRO_BATCHES
+    return call.faulty(output_tensor_grad=scaled)
 
 
 @fault(

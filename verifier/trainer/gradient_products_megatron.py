@@ -73,10 +73,12 @@ class Products:
         if _FIRST.search(name) and provider.gated_linear_unit and not bent:
             yield "up", lambda at: at >= size // 2
         gates = getattr(provider, "attention_output_gate", False)
-        whole = (provider.num_query_groups or 0) % provider.tensor_model_parallel_size == 0
-        if _QKV.search(name) and whole and not gates and not provider.multi_latent_attention:
+        if _QKV.search(name) and not gates and not provider.multi_latent_attention:
+            groups = provider.num_query_groups or provider.num_attention_heads
+            if groups % provider.tensor_model_parallel_size:  # a rank has a part of a group
+                return
             width, head = size // parameter.shape[0], provider.kv_channels
-            queries = provider.num_attention_heads // (provider.num_query_groups or provider.num_attention_heads)
+            queries = provider.num_attention_heads // groups
             yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
 
     def found(self) -> tuple[TensorProduct, ...]:
