@@ -25,10 +25,9 @@ BOUNDS = {
     "bfloat16": Tolerance(absolute=0.05, unit=UNIT, source="bf16: clean runs 0.014, the smallest known bug 0.2"),
 }
 """Greatest difference of two sides, by the run's dtype."""
-RESIDUAL = Tolerance(absolute=1e-3, unit=UNIT, source="the epsilon of norms, which nothing scales: clean runs 5e-5")
-"""The same of the residual stream, if that is more."""
 ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-7}
 """Four roundings: of the rows' contributions, whose sum may be small where they are not."""
+_NORMS = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 NORM, SCORES, GATED, VALUES, STREAM, ROWS = "norm", "queries", "gated rows", "values", "residual stream", "last norm"
@@ -109,9 +108,11 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
         if len(ranks) < trace.manifest.world_size:
             continue
         sums, rows = _summed(ranks), _of_rows(trace, name, version)
+        norms = math.fsum(abs(own.product) for each, own in sums.items() if _NORMS.search(each))
+        damped = norms * max(float(item.damping) for item in ranks)
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
-            yield _compared(trace, name, version, pair, sides, rows)
+            yield _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
@@ -195,12 +196,14 @@ def _there(names: Collection[str], *wanted: str) -> tuple[str, ...]:
 
 
 def _compared(
-    trace: Trace, name: str, version: int, pair: _Pair, sides: Sequence[_Sum], rows: _Rows
-) -> Comparison:  # fmt: skip
+    trace: Trace, name: str, version: int, pair: _Pair, sides: Sequence[_Sum], rows: _Rows, damped: float = 0.0
+) -> Comparison:
+    """Compare both sides; `damped` is what norms that have an epsilon do not undo."""
     left, right = sides
     dtype, first = trace.manifest.dtype, pair.left[0]
-    bound = max(BOUNDS[dtype], RESIDUAL, key=lambda item: item.absolute) if pair.kind == STREAM else BOUNDS[dtype]
+    bound = BOUNDS[dtype]
     allowed = bound.absolute * math.sqrt(left.squares + right.squares) + ROUNDING[dtype] * math.sqrt(rows.sum.squares)
+    allowed += damped
     gap, by = abs(left.product - right.product), _other_side(pair)
     also = f" and {len(pair.left) - 1} more" if len(pair.left) > 1 else ""
     return Comparison(

@@ -25,5 +25,7 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Mesh coordinate of the rank."""
     products: tuple[TensorProduct, ...]
     """Those that the rank stands for among the ranks that hold the same bits: summed over ranks, those of the model."""
+    damping: Real = 0.0
+    """Epsilon of the norms as a share of the mean square of embeddings, of a rank that has some."""
     bent: bool = False
     """Logits are bent to a bound, so that they are not linear in the last norm's output."""

@@ -16,6 +16,7 @@ ELEMENTS = 2**22
 _NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
 _QKV = re.compile(r"linear_qkv\.(weight|bias)$")
+EMBEDDING = "embedding.word_embeddings.weight"
 Mask = Callable[[torch.Tensor], torch.Tensor]
 """Indices in a flattened parameter -> True for those in rows of one kind."""
 
@@ -30,6 +31,8 @@ class Products:
     def __init__(self, provider: Any) -> None:
         self._provider = provider
         self._sums: dict[str, torch.Tensor] = {}
+        self._embedded: list[torch.Tensor] = []
+        """Mean squares of parts of the embeddings."""
 
     @property
     def bent(self) -> bool:
@@ -49,6 +52,8 @@ class Products:
         weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
         shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
         kinds = dict(self._kinds(name, parameter))
+        if name == EMBEDDING:
+            self._embedded.append(weights.float().square().mean())
         for begin in range(0, len(gradient), ELEMENTS):
             part = slice(begin, begin + ELEMENTS)
             terms = (weights[part].float() + shift) * gradient[part].float()
@@ -80,6 +85,11 @@ class Products:
             width, head = size // parameter.shape[0], provider.kv_channels
             queries = provider.num_attention_heads // groups
             yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
+
+    @property
+    def damping(self) -> float:
+        """Epsilon of the norms as a share of the mean square of the rank's embeddings; 0 without any."""
+        return max((self._provider.layernorm_epsilon / max(float(each), 1e-30) for each in self._embedded), default=0.0)
 
     def found(self) -> tuple[TensorProduct, ...]:
         """Products by tensor."""

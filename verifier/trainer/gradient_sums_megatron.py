@@ -234,7 +234,14 @@ class UpdateSums:
         if self.sums.knows_all and self._products is not None:
             own = self._products
             probe.emit(
-                GradientProducts(name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent)
+                GradientProducts(
+                    name=name,
+                    version=version,
+                    coordinate=coordinate,
+                    products=own.found(),
+                    bent=own.bent,
+                    damping=real(own.damping),
+                )
             )
 
 
