@@ -43,13 +43,13 @@ _OWN_NORM = "layer_norm_weight"
 _MIXTURE_READS = re.compile(
     r"(router\.weight|experts\.linear_fc1\.weight\d+|shared_experts\.(linear_fc1\.weight|gate_weight))$"
 )
-"""Below ``mlp.``, what multiplies the output of the norm before a mixture."""
+"""Names below ``mlp.`` that multiply the output of the norm before a mixture."""
 _MIXTURE_REST = re.compile(r"(linear_fc1\.(weight|bias)\d*#up|linear_fc1\.bias\d*|linear_fc2\.(weight|bias)\d*)$")
 _ATTENTION_READS = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj", "linear_qkv")
 _WRITES = re.compile(
     r"\.(self_attention\.linear_proj|mixer\.out_proj|mlp\.(experts\.|shared_experts\.)?linear_fc2)\.(weight|bias)\d*$"
 )
-"""What is added to the residual stream."""
+"""Weights and biases whose products are added to the residual stream."""
 _INSIDE = re.compile(
     r"\.(self_attention\.(linear_(qkv|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)"
     r"\.(weight|bias|layer_norm_(weight|bias))(#value)?|[qk]_layernorm\.weight)|(input|pre_mlp)_layernorm\.(weight|bias)"
@@ -57,7 +57,7 @@ _INSIDE = re.compile(
     r"|shared_experts\.gate_weight)|mixer\.(in_proj\.(weight|layer_norm_weight)|conv1d_(weight|bias)|A_log|D|dt_bias"
     r"|norm\.weight))$"
 )
-"""What reads the residual stream through a norm. With other names in a layer the stream is not judged."""
+"""Names that read the residual stream through a norm. With others in a layer the stream is not judged."""
 
 
 class _Sum(NamedTuple):
@@ -68,7 +68,7 @@ class _Sum(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What the rows of an update's loss say of scaling its logits."""
+    """Change of an update's loss by a scale of its logits, as the rows of the loss say it."""
 
     sum: _Sum
     told: bool
@@ -141,7 +141,7 @@ def _joined(parts: Sequence[_Sum]) -> _Sum:
 
 
 def _of_rows(trace: Trace, name: str, version: int) -> _Rows:
-    """What scaling all logits changes the loss of an update by, from its rows: of each, c (log p + H)."""
+    """Change of an update's loss by a scale of all logits, from its rows: of each, c (log p + H)."""
     steps = [item for item in trace.of(TrainerStep, version=version) if item.name == name]
     for update in updates_of(trace) if steps else ():
         if (update.columns.name, update.columns.version) == (name, version):
