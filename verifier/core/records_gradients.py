@@ -24,7 +24,7 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     coordinate: str
     """Mesh coordinate of the rank."""
     products: tuple[TensorProduct, ...]
-    """Products that the rank stands for among the ranks that hold the same bits: their sums over ranks are the model's."""
+    """Products that the rank stands for among the ranks that hold the same bits: summed over ranks, the model's."""
     damping: Real = 0.0
     """Epsilon of the norms as a share of the mean square of embeddings, of a rank that has some."""
     bent: bool = False
