@@ -22,7 +22,7 @@ from verifier.core.records_trainer import GradientSums, SummedTensor
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.optimizer_megatron import owned_parts
+from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
 from verifier.trainer.gradient_products_megatron import Products
 
@@ -148,6 +148,15 @@ class Sums:
         axes = set(self.places[parameter].replicated_over) - sharded
         return not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
 
+    def miscounted(self) -> tuple[str, ...]:
+        """Tensors that the norm's marks count on other tensor-parallel ranks than one of each part of them."""
+        found = []
+        for parameter, place in self.places.items() if self.knows_all else ():
+            axes = {"tp", "etp"} & set(place.replicated_over)
+            first = not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
+            found += [place.global_name] if in_norm(parameter) != first else []
+        return tuple(found)
+
 
 @dataclass(slots=True)
 class UpdateSums:
@@ -226,7 +235,7 @@ class UpdateSums:
         probe.emit(
             GradientSums(
                 name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
-                squares=real(squares) if self.sums.knows_all else None,
+                squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted(),
             ),
             {key: _joined(values) for key, values in arrays.items()},
         )  # fmt: skip
