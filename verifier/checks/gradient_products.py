@@ -6,11 +6,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from verifier.checks.adam_audit import compare_used
 from verifier.checks.content import times
+from verifier.checks.gradient_sums import is_summed
 from verifier.checks.loss_rows import updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -96,7 +99,9 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a gradient of another size behind the loss, summed over ranks that have it whole, scaled at each
     pipeline stage, or of one token for all, comes with right values and a loss that falls. Gradients are compared with
     an oracle's on sampled steps alone, and large models have none.
-    Evidence: train/products, loss/rows, train/done.
+    Where gradients are summed wrongly (TRN006), or passes use other weights than those that were stepped (TRN005),
+    the loss is not the stage that is named.
+    Evidence: train/products, train/sums, loss/rows, train/done.
     Tolerance and its source: of the root of the sum of squares of all elements' products, 1e-5 in fp32 and 0.05 in
     bf16, measured, and four roundings of the rows'. Norms have an epsilon, which nothing scales: of the residual stream
     also all norms' products, times epsilon over the mean square of embeddings.
@@ -105,6 +110,8 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     bent to a bound; adapters; the residual stream of layers with further norms.
     References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464.
     """
+    behind = is_summed(trace) and all(found.same for found in compare_used(trace))
+    stage = Stage.LOSS if behind else Stage.TRAIN
     for (version, name), ranks in _by_update(trace).items():
         if len(ranks) < trace.manifest.world_size:
             continue
@@ -113,11 +120,12 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
         damped = norms * max(float(item.damping) for item in ranks)
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
-            yield _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
+            found = _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
+            yield replace(found, stage=stage)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
-            yield _compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows)
+            yield replace(_compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows), stage=stage)
 
 
 def _by_update(trace: Trace) -> Mapping[tuple[int, str], list[GradientProducts]]:

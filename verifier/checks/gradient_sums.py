@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -49,6 +49,27 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     """
     steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
     sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
+    yield from _all_summed(trace, sums, steps)
+    squares: dict[str, dict[int, float]] = defaultdict(dict)
+    for item in sums:
+        if item.squares is not None:
+            yield _marked(item)
+            squares[item.name][item.rank] = float(item.squares)
+    for (name, rank), step in steps.items():
+        if len(squares[name]) == trace.manifest.world_size:
+            yield _normed(step, rank, math.sqrt(sum(squares[name].values())))
+
+
+def is_summed(trace: Trace) -> bool:
+    """Tell whether every gradient that was audited is the sum that it should be."""
+    steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
+    sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
+    return all(found.same for found in _all_summed(trace, sums, steps))
+
+
+def _all_summed(
+    trace: Trace, sums: Sequence[GradientSums], steps: Mapping[tuple[str, int], TrainerStep]
+) -> Iterator[Comparison]:
     added: dict[Place, list[np.ndarray]] = defaultdict(list)
     for item in sums:
         for tensor, own in zip(item.tensors, _cut(trace, item, "added"), strict=True):
@@ -58,14 +79,6 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
             parts = added[item.name, tensor.group, tensor.begin]
             if len(parts) == tensor.copies and tensor.owned:
                 yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
-    squares: dict[str, dict[int, float]] = defaultdict(dict)
-    for item in sums:
-        if item.squares is not None:
-            yield _marked(item)
-            squares[item.name][item.rank] = float(item.squares)
-    for (name, rank), step in steps.items():
-        if len(squares[name]) == trace.manifest.world_size:
-            yield _normed(step, rank, math.sqrt(sum(squares[name].values())))
 
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
