@@ -24,8 +24,8 @@ from verifier.core.trace import Trace
 
 UNIT = "of the root of the sum of squares of all that is added"
 BOUNDS = {
-    "float32": Tolerance(absolute=1e-5, unit=UNIT, source="fp32: clean runs 6e-7, the smallest known bug 0.2"),
-    "bfloat16": Tolerance(absolute=0.05, unit=UNIT, source="bf16: clean runs 0.014, the smallest known bug 0.2"),
+    "float32": Tolerance(absolute=1e-5, unit=UNIT, source="fp32: clean runs 6e-7 at most"),
+    "bfloat16": Tolerance(absolute=0.05, unit=UNIT, source="bf16: clean runs 0.014 at most"),
 }
 """Greatest difference of two sides, by the run's dtype."""
 ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-7}
