@@ -48,7 +48,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "rollout": {
             "answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout", "term",
         },
-        "loss": {"loss", "policy", "metric", "router", "evaluation", "loop"},
+        "loss": {"backward", "loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},
         "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop", "handing", "term"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading", "loop"},

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Real, Record
+from verifier.core.records_gradients import GradientProducts, TensorProduct
 from verifier.core.records_policy import RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
@@ -47,6 +48,14 @@ SHOWN: dict[str, Real] = {
     "mismatch_k3": 0.0,
 }  # fmt: skip
 """Numbers of the step that the metrics have."""
+PRODUCTS = (
+    (
+        TensorProduct(name="decoder.final_layernorm.weight", product=-0.25, squares=0.02),
+        TensorProduct(name="output_layer.weight", product=-0.2, squares=0.01),
+    ),
+    (TensorProduct(name="output_layer.weight", product=-0.05, squares=0.01),),
+)
+"""Products of both ranks: of copies of the last norm the first rank's counts, and the head is divided."""
 
 
 def measured() -> list[Record]:
@@ -57,6 +66,13 @@ def measured() -> list[Record]:
                 name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", layers=(2,),
                 numbers=(0,), rows=(1,), kept=(1,), experts_of_row=1, scores="softmax", dtype="float32",
                 array="router gradients",
+            )
+            for rank in range(2)
+        ),
+        *(
+            GradientProducts(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
+                products=PRODUCTS[rank],
             )
             for rank in range(2)
         ),
@@ -90,6 +106,10 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "LGP017": (ScoredRows, _with("scored otherwise")),
     "CKP004": (WrittenTensors, _with("bits of the checkpoint before")),
     "LSS006": (RouterGradients, _with("router gradients that are none")),
+    "LSS007": (
+        GradientProducts,
+        lambda item: replace(item, products=(PRODUCTS[0][0], replace(PRODUCTS[0][1], product=-0.3))),
+    ),
     "MET003": (SolvedProblems, _with("not solved")),
 }
 """Check -> kind of the fact that is wrong, and how."""

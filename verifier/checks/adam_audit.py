@@ -98,10 +98,10 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             expected="every parameter, but for the base of an adapter", actual=f"{len(audit.frozen)} are frozen",
             allowed="exact", hint="look at what sets requires_grad",
         )  # fmt: skip
-    yield from _used(trace)
+    yield from compare_used(trace)
 
 
-def _used(trace: Trace) -> Iterator[Comparison]:
+def compare_used(trace: Trace) -> Iterator[Comparison]:
     """Compare the weights of each rank's passes with those of the rank whose optimizer holds them."""
     used: dict[tuple[str, str, int], list[tuple[GradientSums, SummedTensor, np.ndarray]]] = defaultdict(list)
     for item in trace.of(GradientSums):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -35,7 +35,8 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rank and update, on up to 256 elements of up to 16 tensors, others in each update: the gradient
     that the optimizer is given against the sum, in float64, of what every micro-batch's backward pass gave on every
     rank that holds the same weights, divided by the number of tokens; and the norm that each rank clipped by against
-    the root of the sum of squares of all gradients, each counted once.
+    the root of the sum of squares of all gradients, each counted once. And that the marks by which Megatron counts a
+    tensor in the norm are those of where it is whole and where divided, however small its gradient is.
     Why it matters: gradients of one rank, or of the last micro-batch alone, make a loss that falls as well, of a batch
     that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
     Evidence: train/sums, train/done.
@@ -43,10 +44,32 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     and scaling, of the sum of magnitudes (Higham 2002, section 4.2); the norm 1e-5, as TRN001.
     What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors
     whose turn has not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
-    References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715, Megatron-LM#844, Megatron-LM#7227.
+    References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715, Megatron-LM#844, Megatron-LM#7227,
+    Megatron-LM#7452.
     """
     steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
     sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
+    yield from _all_summed(trace, sums, steps)
+    squares: dict[str, dict[int, float]] = defaultdict(dict)
+    for item in sums:
+        if item.squares is not None:
+            yield _marked(item)
+            squares[item.name][item.rank] = float(item.squares)
+    for (name, rank), step in steps.items():
+        if len(squares[name]) == trace.manifest.world_size:
+            yield _normed(step, rank, math.sqrt(sum(squares[name].values())))
+
+
+def is_summed(trace: Trace) -> bool:
+    """Tell whether every gradient that was audited is the sum that it should be."""
+    steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
+    sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
+    return all(found.same for found in _all_summed(trace, sums, steps))
+
+
+def _all_summed(
+    trace: Trace, sums: Sequence[GradientSums], steps: Mapping[tuple[str, int], TrainerStep]
+) -> Iterator[Comparison]:
     added: dict[Place, list[np.ndarray]] = defaultdict(list)
     for item in sums:
         for tensor, own in zip(item.tensors, _cut(trace, item, "added"), strict=True):
@@ -56,13 +79,6 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
             parts = added[item.name, tensor.group, tensor.begin]
             if len(parts) == tensor.copies and tensor.owned:
                 yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
-    squares: dict[str, dict[int, float]] = defaultdict(dict)
-    for item in sums:
-        if item.squares is not None:
-            squares[item.name][item.rank] = float(item.squares)
-    for (name, rank), step in steps.items():
-        if len(squares[name]) == trace.manifest.world_size:
-            yield _normed(step, rank, math.sqrt(sum(squares[name].values())))
 
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
@@ -89,6 +105,18 @@ def _summed(
         actual=f"{actual[worst]:.6g} (the gradient that the optimizer reads)",
         allowed=f"{allowed[worst]:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})",
         hint="look at what zeroes the gradient buffer, at its reduction over ranks, and at what scales it",
+    )  # fmt: skip
+
+
+def _marked(item: GradientSums) -> Comparison:
+    first, *more = item.miscounted or ("",)
+    return Comparison(
+        what=f"tensors in the norm of {item.name} on rank {item.rank}", same=not item.miscounted, stage=Stage.TRAIN,
+        version=item.version, badness=1.0, owner=owner_of(item),
+        sentence=f"the norm of {item.name} counts `{first}`{f' and {len(more)} more' if more else ''} never or twice: "
+        f"rank {item.rank} is marked otherwise than it holds them",
+        expected="each part of a tensor in the norm once", actual=f"{len(item.miscounted)} tensors marked otherwise",
+        allowed="exact (marks of tensors)", hint="look at the `tensor_model_parallel` and `shared` marks of the tensor",
     )  # fmt: skip
 
 

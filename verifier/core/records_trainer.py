@@ -227,6 +227,8 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
     tensors: tuple[SummedTensor, ...]
     squares: Real | None = None
     """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
+    miscounted: tuple[str, ...] = ()
+    """Tensors that the norm's marks leave out where the rank stands for them, or count where another one does."""
 
 
 class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):

@@ -10,6 +10,7 @@ from verifier.core import (
     records_activations,
     records_config,
     records_data,
+    records_gradients,
     records_policy,
     records_run,
     records_tokens,
@@ -27,6 +28,7 @@ KINDS: dict[str, type[Record]] = {
         records_tokens,
         records_activations,
         records_trainer,
+        records_gradients,
         records_policy,
         records_run,
     )

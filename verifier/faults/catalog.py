@@ -4,6 +4,7 @@ from verifier.faults import (  # noqa: F401
     adam_faults,
     advantage_faults,
     answer_faults,
+    backward_faults,
     checkpoint_faults,
     column_faults,
     conversion_faults,

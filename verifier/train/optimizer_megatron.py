@@ -186,6 +186,21 @@ def owned_parts(chunk: Any, *, sharded: bool) -> Iterator[tuple[torch.Tensor, in
                     yield parameter, begin - first, buffer.grad_data[begin:end]
 
 
+def in_norm(parameter: torch.Tensor) -> bool:
+    """Tell whether Megatron's marks have this rank count a parameter in the norm of all gradients.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/optimizer.py, `MegatronOptimizer._filter_grads_for_norm`.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.optimizer import optimizer as norms
+
+    return norms.param_is_not_shared(parameter) and tensor_parallel.param_is_not_tensor_parallel_duplicate(
+        parameter, tp_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+    )  # fmt: skip
+
+
 def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Copy a part of Adam's state of each parameter, all data-parallel ranks' shards together. A collective.
 

@@ -17,12 +17,15 @@ from typing import Any, Literal, cast
 import torch
 
 from verifier.core.record import real
+from verifier.core.records_gradients import GradientProducts
 from verifier.core.records_trainer import GradientSums, SummedTensor
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.optimizer_megatron import owned_parts
+from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
+from verifier.trainer.gradient_products_megatron import Products
+from verifier.trainer.step_trace import compares_products
 
 TENSORS = 16
 """Tensors of a rank that an update adds up, at most."""
@@ -146,6 +149,15 @@ class Sums:
         axes = set(self.places[parameter].replicated_over) - sharded
         return not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
 
+    def miscounted(self) -> tuple[str, ...]:
+        """Tensors that the norm's marks count on other tensor-parallel ranks than one of each part of them."""
+        found = []
+        for parameter, place in self.places.items() if self.knows_all else ():
+            axes = {"tp", "etp"} & set(place.replicated_over)
+            first = not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
+            found += [place.global_name] if in_norm(parameter) != first else []
+        return tuple(found)
+
 
 @dataclass(slots=True)
 class UpdateSums:
@@ -159,6 +171,7 @@ class UpdateSums:
     _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _used: dict[Any, torch.Tensor] = field(default_factory=dict)
     _norms: list[torch.Tensor] = field(default_factory=list)
+    _products: Products | None = None
 
     def begin(self) -> None:
         """Watch the chosen parameters."""
@@ -181,6 +194,9 @@ class UpdateSums:
             hook.remove()
         self._used = {item: _cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
+        trainer = self.sums.trainer
+        if compares_products(trainer.tier, str(trainer.provider.params_dtype).removeprefix("torch.")):
+            self._products = Products(trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
                 if part := self._parts.get(parameter):
@@ -190,6 +206,8 @@ class UpdateSums:
                     self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
                 if self.sums.knows_all and self.sums.stands_for(parameter):
                     counted.append(own)
+                    if self._products is not None:
+                        self._products.take(self.sums.places[parameter].global_name, parameter, offset, own)
         self._norms = list(torch._foreach_norm(counted, 2, dtype=torch.float64)) if counted else []
 
     def record(self, probe: Recorder, name: str, version: int, coordinate: str) -> None:
@@ -221,10 +239,19 @@ class UpdateSums:
         probe.emit(
             GradientSums(
                 name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
-                squares=real(squares) if self.sums.knows_all else None,
+                squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted(),
             ),
             {key: _joined(values) for key, values in arrays.items()},
         )  # fmt: skip
+
+        if self.sums.knows_all and self._products is not None:
+            own = self._products
+            probe.emit(
+                GradientProducts(
+                    name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent,
+                    damping=real(own.damping),
+                )
+            )  # fmt: skip
 
 
 def _joined(parts: list[torch.Tensor]) -> Any:

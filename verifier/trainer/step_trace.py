@@ -69,6 +69,18 @@ def has_router_losses(config: TrainConfig) -> bool:
     return not config.grpo.replay_routes and bool(options.moe_aux_loss or options.moe_z_loss)
 
 
+def compares_products(tier: str, dtype: str) -> bool:
+    """Tell whether gradients of weights that scale the same numbers are compared (LSS007).
+
+    In bfloat16 the noise of models that are larger than those of the CPU tier has not been measured.
+
+    Args:
+        tier: "cpu" or "cuda".
+        dtype: of the model.
+    """
+    return tier == "cpu" or dtype == "float32"
+
+
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
     """Tell whether each rank compares its export with its shards at every sync: on a GPU, of small models alone.
 
@@ -175,6 +187,8 @@ def step_manifest(
     audited = can_audit(config)
     scopes += ["audited"] if audited and not dropped else []
     scopes += ["summed"] if audited and not dropped and model.layout is not None else []
+    multiplied = compares_products(model.tier, model.dtype) and not config.lora.rank
+    scopes += ["products"] if "summed" in scopes and multiplied else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "scaled", "begun"] if step == 1 else ["frozen", "scaled"]
     if restarted:

@@ -18,7 +18,7 @@ def judged(change=lambda item: item):
 
 
 def test_sums_of_both_ranks_hold():
-    assert judged() == (Verdict.HOLDS, 4, None)
+    assert judged() == (Verdict.HOLDS, 6, None)
 
 
 def test_a_gradient_of_one_rank_is_seen():
@@ -36,6 +36,14 @@ def test_a_norm_that_leaves_squares_out_is_seen():
     )  # fmt: skip
 
 
+def test_a_divided_tensor_that_is_marked_whole_is_seen_however_small_its_gradient_is():
+    verdict, _, sentence = judged(lambda item: replace(item, miscounted=("sinks",)) if item.rank else item)
+    assert verdict is Verdict.VIOLATED
+    assert (
+        sentence == "the norm of update 1 counts `sinks` never or twice: rank 1 is marked otherwise than it holds them"
+    )
+
+
 def test_where_a_rank_does_not_know_its_squares_the_norm_is_not_judged():
     assert judged(lambda item: replace(item, squares=None)) == (Verdict.HOLDS, 2, None)
 
@@ -43,7 +51,7 @@ def test_where_a_rank_does_not_know_its_squares_the_norm_is_not_judged():
 def test_a_tensor_that_not_all_ranks_recorded_is_not_judged():
     tensor = replace(SUMMED[0], copies=3)
     verdict, compared, _ = judged(lambda item: replace(item, tensors=(replace(tensor, owned=item.tensors[0].owned),)))
-    assert (verdict, compared) == (Verdict.HOLDS, 2)
+    assert (verdict, compared) == (Verdict.HOLDS, 4)
 
 
 def test_rounding_of_bf16_sums_holds_and_that_of_fp32_does_not():

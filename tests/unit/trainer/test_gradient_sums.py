@@ -11,6 +11,7 @@ from verifier.trainer import gradient_sums_megatron
 from verifier.trainer.gradient_sums_megatron import ELEMENTS, Sums
 
 MESH = Mesh(tp=2, dp=2)
+PROVIDER = SimpleNamespace(params_dtype=torch.float32, layernorm_zero_centered_gamma=False)
 
 
 def place(name, *axes):
@@ -25,14 +26,16 @@ class Case:
         self.model = torch.nn.Linear(80, 20)
         for parameter in self.model.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
+            parameter.in_norm = parameter.ndim > 1 or rank % 2 == 0
         default = {(0, "weight"): place("weight", "cp", "dp"), (0, "bias"): place("bias", "tp", "cp", "dp")}
-        trainer = SimpleNamespace(chunks=[self.model], mesh=MESH, data_parallel=None)
+        trainer = SimpleNamespace(chunks=[self.model], mesh=MESH, data_parallel=None, provider=PROVIDER, tier="cpu")
         self.sums = Sums(trainer, default if places is None else places, rank)
 
     def update(self, monkeypatch, *, passes=3, number=1):
         found = []
         parts = [(item, 0, item.main_grad.view(-1)) for item in self.model.parameters()]
         monkeypatch.setattr(gradient_sums_megatron, "owned_parts", lambda chunk, *, sharded: parts)
+        monkeypatch.setattr(gradient_sums_megatron, "in_norm", lambda parameter: parameter.in_norm)
         audit = self.sums.of(number)
         audit.begin()
         for _ in range(passes):
@@ -77,6 +80,13 @@ def test_copies_are_counted_once(monkeypatch, rank, counted):
     record, _ = case.update(monkeypatch)
     whole = sum(float(getattr(case.model, name).main_grad.double().square().sum()) for name in counted)
     assert float(record.squares) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize(("rank", "counts", "miscounted"), [(0, True, ()), (1, False, ("weight",)), (1, True, ())])
+def test_a_divided_tensor_has_to_be_in_the_norm_of_every_rank(monkeypatch, rank, counts, miscounted):
+    case = Case(rank)
+    case.model.weight.in_norm = counts
+    assert case.update(monkeypatch)[0].miscounted == miscounted
 
 
 def test_a_parameter_without_a_place_leaves_the_norm_unknown(monkeypatch):

@@ -1,0 +1,105 @@
+"""LSS007 on hand-written products: a gradient of another size anywhere disagrees with what scales the same numbers."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from tests.snapshots.check_traces import make_trace
+from tests.snapshots.training_traces import training
+from verifier.core.check import REGISTRY, run_check
+from verifier.core.finding import Verdict
+from verifier.core.record import real
+from verifier.core.records_gradients import GradientProducts, TensorProduct
+from verifier.core.records_policy import LossRows
+from verifier.core.records_trainer import LossColumns, TrainerStep
+
+LAYER = "decoder.layers.0"
+MODEL = {
+    "embedding.word_embeddings.weight": -0.5,
+    f"{LAYER}.self_attention.linear_qkv.layer_norm_weight": 0.25, f"{LAYER}.self_attention.linear_qkv.weight": 0.25,
+    f"{LAYER}.self_attention.linear_qkv.weight#value": 0.2, f"{LAYER}.self_attention.linear_proj.weight": 0.2,
+    f"{LAYER}.self_attention.q_layernorm.weight": 0.1, f"{LAYER}.self_attention.k_layernorm.weight": 0.1,
+    f"{LAYER}.pre_mlp_layernorm.weight": 0.75, f"{LAYER}.mlp.router.weight": 0.25,
+    f"{LAYER}.mlp.experts.linear_fc1.weight3": 0.5, f"{LAYER}.mlp.experts.linear_fc1.weight3#up": 0.3,
+    f"{LAYER}.mlp.experts.linear_fc2.weight3": 0.3,
+    "decoder.final_layernorm.weight": -0.25, "output_layer.weight": -0.25,
+}  # fmt: skip
+"""Products of a mixture of one layer; those of embeddings, projection and expert have a sum of 0."""
+
+
+def judged(changes=(), *, rows=True, bent=False, dtype="float32", without=()):
+    """Outcome on the products above, with others for some, of which the second rank has a half of each."""
+    values = {name: value for name, value in {**MODEL, **dict(changes)}.items() if name not in without}
+    products = tuple(TensorProduct(name=name, product=real(value / 2), squares=0.01) for name, value in values.items())
+    kinds = (TrainerStep, LossColumns, *([LossRows] if rows else []))
+    others = [item for item in training() if isinstance(item, kinds)]
+    records = [
+        GradientProducts(name="update 1", version=1, rank=rank, coordinate="tp=0", products=products, bent=bent)
+        for rank in range(2)
+    ]
+    trace = make_trace([*records, *others])
+    trace.manifest = replace(trace.manifest, dtype=dtype)
+    return run_check(REGISTRY["LSS007"], trace)
+
+
+def said(outcome):
+    return [item.what.partition(" in ")[0] for item in outcome.finding.bad] if outcome.finding else []
+
+
+def test_products_of_one_model_agree():
+    outcome = judged()
+    assert (outcome.verdict, outcome.num_compared, outcome.error) == (Verdict.HOLDS, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "kinds"),
+    [
+        (f"{LAYER}.self_attention.linear_qkv.layer_norm_weight", 2, ["norm"]),
+        (f"{LAYER}.mlp.router.weight", 0.5, ["norm"]),
+        (f"{LAYER}.self_attention.k_layernorm.weight", 0.5, ["queries"]),
+        (f"{LAYER}.mlp.experts.linear_fc1.weight3#up", 2, ["gated rows"]),
+        (f"{LAYER}.self_attention.linear_proj.weight", 2, ["residual stream", "values"]),
+        ("embedding.word_embeddings.weight", 0.5, ["residual stream"]),
+        ("output_layer.weight", 2, ["norm"]),
+        ("decoder.final_layernorm.weight", 2, ["last norm", "norm"]),
+    ],
+)
+def test_a_gradient_of_another_size_is_seen(name, factor, kinds):
+    outcome = judged({name: MODEL[name] * factor})
+    assert outcome.verdict is Verdict.VIOLATED
+    assert sorted(item.partition(":")[0] for item in said(outcome)) == kinds
+
+
+def test_all_gradients_of_twice_their_size_are_seen_by_the_rows():
+    outcome = judged({name: 2 * value for name, value in MODEL.items()})
+    assert said(outcome) == ["last norm: decoder.final_layernorm.weight"]
+
+
+def test_a_tied_head_is_what_the_stream_has_a_sum_of():
+    tied = {"embedding.word_embeddings.weight": -0.75}
+    assert judged(tied, without=["output_layer.weight"]).verdict is Verdict.HOLDS
+    assert said(judged(without=["output_layer.weight"])) == ["residual stream: embedding.word_embeddings.weight"]
+
+
+def test_what_is_not_told_is_not_compared():
+    assert judged(rows=False).num_compared == 7
+    assert judged(bent=True).num_compared == 7
+    assert judged({f"{LAYER}.mlp.router.own_norm": 1.0}).num_compared == 6
+
+
+def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare():
+    records = [item for item in training() if isinstance(item, GradientProducts | TrainerStep)]
+    kept = [item for item in records if not isinstance(item, GradientProducts) or item.rank == 0]
+    assert run_check(REGISTRY["LSS007"], make_trace(kept)).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_product_that_is_no_number_is_seen():
+    assert judged({"output_layer.weight": math.nan}).verdict is Verdict.VIOLATED
+
+
+def test_bf16_has_a_bound_of_its_own():
+    changed = {"output_layer.weight": -0.25 * 1.02}
+    assert judged(changed).verdict is Verdict.VIOLATED
+    assert judged(changed, dtype="bfloat16").verdict is Verdict.HOLDS

@@ -1,0 +1,235 @@
+"""Every update of a training run: weights that scale the same numbers have gradients that tell of one change."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from verifier.checks.adam_audit import compare_used
+from verifier.checks.content import times
+from verifier.checks.gradient_sums import is_summed
+from verifier.checks.loss_rows import updates_of
+from verifier.core.check import check
+from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_gradients import GradientProducts
+from verifier.core.records_trainer import TrainerStep
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+UNIT = "of the root of the sum of squares of all that is added"
+BOUNDS = {
+    "float32": Tolerance(absolute=1e-5, unit=UNIT, source="fp32: clean runs 6e-7 at most"),
+    "bfloat16": Tolerance(absolute=0.05, unit=UNIT, source="bf16: clean runs 0.014 at most"),
+}
+"""Greatest difference of two sides, by the run's dtype."""
+ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-7}
+"""Four roundings: of the rows' contributions, whose sum may be small where they are not."""
+_NORMS = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
+FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+NORM, SCORES, GATED, VALUES, STREAM, ROWS = "norm", "queries", "gated rows", "values", "residual stream", "last norm"
+_HINTS = {
+    NORM: "look at what sums the gradients of the norm and of the linears behind it over ranks, and at their scales",
+    SCORES: "look at the backward pass of attention, for queries and for keys",
+    GATED: "look at the backward pass of the activation, and at the gradients of the linears around it",
+    VALUES: "look at the backward pass of attention for values, and at what gathers them over ranks",
+    STREAM: "look at what scales the gradient on its way from one layer or pipeline stage to the one before",
+    ROWS: "look at the backward pass from the loss of each token to the logits and the last norm",
+}
+_OWN_NORM = "layer_norm_weight"
+_MIXTURE_READS = re.compile(
+    r"(router\.weight|experts\.linear_fc1\.weight\d+|shared_experts\.(linear_fc1\.weight|gate_weight))$"
+)
+"""Names below ``mlp.`` that multiply the output of the norm before a mixture."""
+_MIXTURE_REST = re.compile(r"(linear_fc1\.(weight|bias)\d*#up|linear_fc1\.bias\d*|linear_fc2\.(weight|bias)\d*)$")
+_ATTENTION_READS = ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj", "linear_qkv")
+_WRITES = re.compile(
+    r"\.(self_attention\.linear_proj|mixer\.out_proj|mlp\.(experts\.|shared_experts\.)?linear_fc2)\.(weight|bias)\d*$"
+)
+"""Weights and biases whose products are added to the residual stream."""
+_INSIDE = re.compile(
+    r"\.(self_attention\.(linear_(qkv|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)"
+    r"\.(weight|bias|layer_norm_(weight|bias))(#value)?|[qk]_layernorm\.weight)|(input|pre_mlp)_layernorm\.(weight|bias)"
+    r"|mlp\.((experts\.|shared_experts\.)?linear_fc1\.(weight|bias|layer_norm_(weight|bias))\d*(#up)?|router\.weight"
+    r"|shared_experts\.gate_weight)|mixer\.(in_proj\.(weight|layer_norm_weight)|conv1d_(weight|bias)|A_log|D|dt_bias"
+    r"|norm\.weight))$"
+)
+"""Names that read the residual stream through a norm. With others in a layer the stream is not judged."""
+
+
+class _Sum(NamedTuple):
+    """Inner product of weights and gradients over the whole model, and the sum of the squares of what is added."""
+
+    product: float
+    squares: float
+
+
+class _Rows(NamedTuple):
+    """Change of an update's loss by a scale of its logits, as the rows of the loss say it."""
+
+    sum: _Sum
+    told: bool
+    """The rows are recorded, and their loss reads the logits through log-probabilities of labels alone."""
+
+
+class _Pair(NamedTuple):
+    """Names whose products, added up on either side, are equal."""
+
+    kind: str
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+
+
+@check("LSS007", needs=(GradientProducts, TrainerStep), scope="products")
+def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
+    """Weights that scale the same numbers have gradients that tell of one change, down from the rows of the loss.
+
+    What it checks: per update, inner products of weights and their gradients, over all ranks. Such a product is what
+    scaling the weight changes the loss by. It is the same for a norm and all linears that read it; the norms of
+    queries and of keys; rows that a gated activation is linear in and the linear behind it; values and the projection
+    of attention. Embeddings and all that is added to the residual stream have a sum of 0, since norms read it: with a
+    tied head, that of the head. That of the last norm, which scales all logits, is the sum over the rows of the loss
+    of the gradient of each log-probability times the log-probability and the entropy.
+    Why it matters: a gradient of another size behind the loss, summed over ranks that have it whole, scaled at each
+    pipeline stage, or of one token for all, comes with right values and a loss that falls. Gradients are compared with
+    an oracle's on sampled steps alone, and large models have none.
+    Where gradients are summed wrongly (TRN006), or passes use other weights than those that were stepped (TRN005),
+    the loss is not the stage that is named.
+    Evidence: train/products, train/sums, loss/rows, train/done.
+    Tolerance and its source: of the root of the sum of squares of all elements' products, 1e-5 in fp32 and 0.05 in
+    bf16, measured, and four roundings of the rows'. Norms have an epsilon, which nothing scales: of the residual stream
+    also all norms' products, times epsilon over the mean square of embeddings.
+    What it does not catch: a gradient that is lost or changed within a layer alike for all weights that it reaches
+    (LSS001), such as a router detached from its experts; the last norm where the loss has an entropy, or logits are
+    bent to a bound; adapters; the residual stream of layers with further norms; runs in bf16 on a GPU, whose noise has
+    not been measured.
+    References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464.
+    """
+    behind = is_summed(trace) and all(found.same for found in compare_used(trace))
+    stage = Stage.LOSS if behind else Stage.TRAIN
+    for (version, name), ranks in _by_update(trace).items():
+        if len(ranks) < trace.manifest.world_size:
+            continue
+        sums, rows = _summed(ranks), _of_rows(trace, name, version)
+        norms = math.fsum(abs(own.product) for each, own in sums.items() if _NORMS.search(each))
+        damped = norms * max(float(item.damping) for item in ranks)
+        for pair in _pairs(sums):
+            sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
+            found = _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
+            yield replace(found, stage=stage)
+        final = _there(sums, *FINAL)
+        if final and rows.told and not any(item.bent for item in ranks):
+            sides = [_joined([sums[each] for each in final]), rows.sum]
+            yield replace(_compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows), stage=stage)
+
+
+def _by_update(trace: Trace) -> Mapping[tuple[int, str], list[GradientProducts]]:
+    found: dict[tuple[int, str], list[GradientProducts]] = defaultdict(list)
+    for item in trace.of(GradientProducts):
+        found[item.version, item.name].append(item)
+    return found
+
+
+def _summed(ranks: Sequence[GradientProducts]) -> Mapping[str, _Sum]:
+    """Sums over ranks, by name."""
+    parts: dict[str, list[_Sum]] = defaultdict(list)
+    for item in ranks:
+        for each in item.products:
+            parts[each.name].append(_Sum(float(each.product), float(each.squares)))
+    return {name: _joined(own) for name, own in parts.items()}
+
+
+def _joined(parts: Sequence[_Sum]) -> _Sum:
+    return _Sum(sum(part.product for part in parts), sum(part.squares for part in parts))
+
+
+def _of_rows(trace: Trace, name: str, version: int) -> _Rows:
+    """Change of an update's loss by a scale of all logits, from its rows: of each, c (log p + H)."""
+    steps = [item for item in trace.of(TrainerStep, version=version) if item.name == name]
+    for update in updates_of(trace) if steps else ():
+        if (update.columns.name, update.columns.version) == (name, version):
+            rows = {key: values.astype(np.float64) for key, values in update.rows.items()}
+            terms = rows["gradient"] * (rows["current"] + rows["entropy"]) / max(steps[0].num_tokens, 1)
+            found = _Sum(float(terms.sum()), float(np.square(terms).sum()))
+            return _Rows(found, told=not rows["entropy_gradient"].any())
+    return _Rows(_Sum(0.0, 0.0), told=False)
+
+
+def _pairs(names: Collection[str]) -> Iterator[_Pair]:
+    """Both sides of all that is equal among the products of these names."""
+    for name in names:
+        base, _, leaf = name.rpartition(".")
+        if leaf == _OWN_NORM and f"{base}.weight" in names:
+            yield _Pair(NORM, _there(names, name, f"{base}.layer_norm_bias"), (f"{base}.weight",))
+        elif name.endswith(".pre_mlp_layernorm.weight"):
+            inside = name.removesuffix("pre_mlp_layernorm.weight") + "mlp."
+            own = [other for other in names if other.startswith(inside)]
+            reads = tuple(other for other in own if _MIXTURE_READS.search(other))
+            if reads and all(other in reads or _MIXTURE_REST.search(other) for other in own):
+                yield _Pair(NORM, _there(names, name, f"{base}.bias"), reads)
+        elif name.endswith(".input_layernorm.weight"):
+            inside = name.removesuffix("input_layernorm.weight") + "self_attention."
+            if reads := _there(names, *(f"{inside}{linear}.weight" for linear in _ATTENTION_READS)):
+                yield _Pair(NORM, _there(names, name, f"{base}.bias"), reads)
+        elif name.endswith(".q_layernorm.weight"):
+            if keys := _there(names, name.removesuffix("q_layernorm.weight") + "k_layernorm.weight"):
+                yield _Pair(SCORES, (name,), keys)
+        elif up := re.fullmatch(r"(.*)linear_fc1\.weight(\d*)#up", name):
+            if down := _there(names, f"{up[1]}linear_fc2.weight{up[2]}"):
+                yield _Pair(GATED, _there(names, name, f"{up[1]}linear_fc1.bias{up[2]}#up"), down)
+        elif name.endswith("linear_qkv.weight#value"):
+            inside = name.removesuffix("linear_qkv.weight#value")
+            if projection := _there(names, f"{inside}linear_proj.weight"):
+                yield _Pair(VALUES, _there(names, name, f"{inside}linear_qkv.bias#value"), projection)
+    yield from _whole(names)
+
+
+def _whole(names: Collection[str]) -> Iterator[_Pair]:
+    """The same of what all layers share: the last norm and an untied head, and the residual stream."""
+    final = _there(names, *FINAL)
+    if final and HEAD in names:
+        yield _Pair(NORM, final, (HEAD,))
+    layers = [name for name in names if name.startswith("decoder.layers.")]
+    writes = [name for name in layers if _WRITES.search(name)]
+    if final and EMBEDDING in names and all(name in writes or _INSIDE.search(name) for name in layers):
+        yield _Pair(STREAM, (EMBEDDING, *writes), () if HEAD in names else final)
+
+
+def _there(names: Collection[str], *wanted: str) -> tuple[str, ...]:
+    return tuple(name for name in wanted if name in names)
+
+
+def _compared(
+    trace: Trace, name: str, version: int, pair: _Pair, sides: Sequence[_Sum], rows: _Rows, damped: float = 0.0
+) -> Comparison:
+    """Compare both sides; `damped` is what norms that have an epsilon do not undo."""
+    left, right = sides
+    dtype, first = trace.manifest.dtype, pair.left[0]
+    bound = BOUNDS[dtype]
+    allowed = bound.absolute * math.sqrt(left.squares + right.squares) + ROUNDING[dtype] * math.sqrt(rows.sum.squares)
+    allowed += damped
+    gap, by = abs(left.product - right.product), _other_side(pair)
+    also = f" and {len(pair.left) - 1} more" if len(pair.left) > 1 else ""
+    return Comparison(
+        what=f"{pair.kind}: {first} in {name}", same=gap <= allowed, stage=Stage.LOSS, version=version,
+        badness=times(gap, allowed) if math.isfinite(gap) else math.inf,
+        sentence=f"in {name} scaling `{first}`{also} changes the loss by {left.product:.6g} times the factor's change, "
+        f"by {by} it is {right.product:.6g}",
+        expected=f"{right.product:.6g} ({by})", actual=f"{left.product:.6g} (weight times gradient, over all ranks)",
+        allowed=f"{allowed:.3g}, {bound}", hint=_HINTS[pair.kind],
+    )  # fmt: skip
+
+
+def _other_side(pair: _Pair) -> str:
+    if pair.kind == ROWS:
+        return "the rows of the loss"
+    if not pair.right:
+        return "the norms that read it"
+    more = f" and {len(pair.right) - 1} more" if len(pair.right) > 1 else ""
+    return f"the gradient of `{pair.right[0]}`{more}"

@@ -1,0 +1,100 @@
+"""Inner products of a rank's weights and gradients in one update, by tensor: the whole gradient in a few numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from verifier.core.record import real
+from verifier.core.records_gradients import TensorProduct
+
+ELEMENTS = 2**22
+"""Elements that are multiplied at once."""
+_NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
+_FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
+_QKV = re.compile(r"linear_qkv\.(weight|bias)$")
+EMBEDDING = "embedding.word_embeddings.weight"
+Mask = Callable[[torch.Tensor], torch.Tensor]
+"""Indices in a flattened parameter -> True for those in rows of one kind."""
+
+
+class Products:
+    """Inner products of one update on one rank.
+
+    Args:
+        provider: of the model, which says how rows of fused linears lie.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        self._sums: dict[str, torch.Tensor] = {}
+        self._embedded: list[torch.Tensor] = []
+        """Mean squares of parts of the embeddings."""
+
+    @property
+    def bent(self) -> bool:
+        """Logits are bent to a bound."""
+        return bool(getattr(self._provider, "final_logit_softcapping", None))
+
+    @torch.no_grad()
+    def take(self, name: str, parameter: torch.Tensor, offset: int, gradient: torch.Tensor) -> None:
+        """Add a part of a parameter, without a wait for the device.
+
+        Args:
+            name: global name of the parameter.
+            parameter: as the passes used it.
+            offset: index of the part's first element in the flattened parameter.
+            gradient: of the part, flat.
+        """
+        weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
+        shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
+        kinds = dict(self._kinds(name, parameter))
+        if name == EMBEDDING:
+            self._embedded.append(weights.float().square().mean())
+        for begin in range(0, len(gradient), ELEMENTS):
+            part = slice(begin, begin + ELEMENTS)
+            terms = (weights[part].float() + shift) * gradient[part].float()
+            self._add(name, terms)
+            for kind, mask in kinds.items():
+                at = torch.arange(offset + begin, offset + begin + len(terms), device=terms.device)
+                self._add(f"{name}#{kind}", torch.where(mask(at), terms, 0))
+
+    def _add(self, name: str, terms: torch.Tensor) -> None:
+        sums = torch.stack([terms.sum(dtype=torch.float64), terms.square().sum(dtype=torch.float64)])
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def _kinds(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Mask]]:
+        """Rows that have a product of their own: those that a gated activation is linear in, and values of attention.
+
+        Source:
+            megatron-core 0.19.2: transformer/mlp.py (``torch.chunk`` of the local output: gate above up within each
+            shard), transformer/attention.py (`get_query_key_value_tensors`: query, key and value rows by query group).
+        """
+        provider, size = self._provider, parameter.numel()
+        bent = getattr(provider, "glu_linear_offset", 0.0) or getattr(provider, "activation_func_clamp_value", None)
+        if _FIRST.search(name) and provider.gated_linear_unit and not bent:
+            yield "up", lambda at: at >= size // 2
+        gates = getattr(provider, "attention_output_gate", False)
+        if _QKV.search(name) and not gates and not provider.multi_latent_attention:
+            groups = provider.num_query_groups or provider.num_attention_heads
+            if groups % provider.tensor_model_parallel_size:  # a rank has a part of a group
+                return
+            width, head = size // parameter.shape[0], provider.kv_channels
+            queries = provider.num_attention_heads // groups
+            yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
+
+    @property
+    def damping(self) -> float:
+        """Epsilon of the norms as a share of the mean square of the rank's embeddings; 0 without any."""
+        return max((self._provider.layernorm_epsilon / max(float(each), 1e-30) for each in self._embedded), default=0.0)
+
+    def found(self) -> tuple[TensorProduct, ...]:
+        """Products by tensor."""
+        rows = torch.stack(list(self._sums.values())).cpu().tolist() if self._sums else []
+        return tuple(
+            TensorProduct(name=name, product=real(product), squares=real(squares))
+            for name, (product, squares) in zip(self._sums, rows, strict=True)
+        )
