@@ -64,3 +64,17 @@ def decay_dtypes(context: RankContext) -> dict[str, str]:
     return {
         name: str(tensor.dtype) for name, tensor in named if name.rpartition(".")[2] in stored and ".mixer." in name
     }
+
+
+def sinks_in_norm(context: RankContext) -> list[bool]:
+    """Whether this rank counts the sinks of each layer in the norm of gradients."""
+    from verifier.mesh import Mesh
+    from verifier.model.provider_megatron import DataParallel, build
+    from verifier.train.optimizer_megatron import in_norm
+
+    args = context.args
+    built = build(
+        args["checkpoint"], Mesh(tp=2), dtype="float32", tier="cpu", data_parallel=DataParallel(), fixes=args["fixes"]
+    )
+    named = [item for chunk in built.chunks for item in chunk.named_parameters()]
+    return [in_norm(parameter) for name, parameter in named if name.endswith(".softmax_offset")]

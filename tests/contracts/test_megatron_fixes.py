@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from verifier.model.architectures_hf import write_scaled
 from verifier.model.tiny import write_tiny
-from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_INDEX
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_INDEX, MEGATRON_SINKS
 
 
 @pytest.fixture
@@ -42,3 +43,19 @@ def test_2777_such_an_optimizer_cannot_be_saved(run):
 def test_975_the_decay_of_a_bf16_model_is_rounded(run):
     assert set(run("decay_dtypes").values()) == {"torch.bfloat16"}
     assert set(run("decay_dtypes", MEGATRON_DECAY).values()) == {"torch.float32"}
+
+
+def test_7452_sinks_of_other_ranks_than_the_first_are_not_in_the_norm(trainer_launcher, checkpoints, tmp_path):
+    args = {"checkpoint": str(write_scaled("gpt_oss", checkpoints))}
+    counted = {
+        fixes: trainer_launcher.run(
+            "megatron_fix_functions:sinks_in_norm", world_size=2, run_dir=tmp_path / str(len(fixes)),
+            args={**args, "fixes": fixes},
+        )
+        for fixes in ((), (MEGATRON_SINKS,))
+    }  # fmt: skip
+    first, second = counted[()]
+    assert first
+    assert all(first)
+    assert not any(second)
+    assert all(map(all, counted[(MEGATRON_SINKS,)]))

@@ -23,7 +23,7 @@ from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.rotary import misfit
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
-from verifier.platform.upstream_fixes import MEGATRON_DECAY
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -174,6 +174,8 @@ def build(
             stored = {name.rpartition(".")[2] for name, meta in metas.items() if meta.dtype == "float32"}
             keep = partial(upstream_fixes_megatron.keep_float32, stored=stored)
             provider.register_pre_wrap_hook(keep, prepend=True)
+        if MEGATRON_SINKS in fixes:
+            provider.register_pre_wrap_hook(upstream_fixes_megatron.mark_sinks, prepend=True)
         if load_weights:
             provider.register_pre_wrap_hook(_poison, prepend=True)
         if adapt is not None:

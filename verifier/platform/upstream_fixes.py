@@ -136,6 +136,7 @@ CUDNN_WIDTH = "cudnn-9.19"
 BRIDGE_ADAPTERS = "bridge-5840"
 BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
+MEGATRON_SINKS = "megatron-7452"
 
 FIXES: dict[str, UpstreamFix] = {
     fix.id: fix
@@ -218,6 +219,17 @@ FIXES: dict[str, UpstreamFix] = {
             names=r"layer \d+ in update \d+ on rank \d+",
             checks=("TRN004",),
             applies=lambda model, run: run.balanced and run.dtype == "bfloat16",
+        ),
+        UpstreamFix(
+            id=MEGATRON_SINKS,
+            issue="Megatron-LM #7452",
+            package="megatron-core",
+            version="0.19.2",
+            summary="attention sinks are divided over tensor-parallel ranks and not marked so: the norm by which "
+            "gradients are clipped has those of the first rank alone",
+            names=r"tensors in the norm of update \d+ on rank \d+",
+            checks=("TRN006",),
+            applies=lambda model, run: run.training and run.tp > 1 and model.get("model_type") == "gpt_oss",
         ),
         UpstreamFix(
             id=BRIDGE_ADAPTERS,

@@ -117,6 +117,23 @@ def index_states(optimizer: Any) -> None:
                 part.model_param_group_index_map[parameter] = group, order
 
 
+def mark_sinks(chunks: list[Any]) -> list[Any]:
+    """Mark attention sinks as divided over tensor-parallel ranks, so that the norm of gradients has those of all.
+
+    `chunks` are this rank's loaded modules, not yet wrapped: an optimizer copies the marks when it is made. By then
+    megatron-core has marked them as whole, as all parameters that have no mark.
+
+    Source:
+        Megatron-LM #7452; megatron-core 0.19.2, core/transformer/dot_product_attention.py, where `softmax_offset` has
+        one score for each head of a rank.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".softmax_offset"):
+                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    return chunks
+
+
 def keep_float32(chunks: list[Any], stored: Collection[str]) -> list[Any]:
     """Keep in float32 those parameters of state-space layers that the checkpoint does.
 

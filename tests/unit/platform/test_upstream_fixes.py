@@ -17,6 +17,7 @@ DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
 GEMMA = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SINKS = {"model_type": "gpt_oss"}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
 
@@ -61,6 +62,9 @@ def reach(model, **run):
         ),
         (LATENT, {"dtype": "bfloat16", "balanced": True}, [fixes.MEGATRON_COUNTS]),
         (LATENT, {"balanced": True}, []),
+        (SINKS, {"training": True, "tp": 2}, [fixes.MEGATRON_SINKS]),
+        (SINKS, {"training": True}, []),
+        (SINKS, {"tp": 2}, []),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):
@@ -71,7 +75,7 @@ def test_a_bug_reaches_some_runs(model, run, found):
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
     asked = (fixes.VLLM_BUFFERS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
-    asked += (fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
+    asked += (fixes.MEGATRON_SINKS, fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
     assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {
