@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -248,8 +249,9 @@ def test_engines_that_wait_leave_the_cores_to_others(pair: Pair) -> None:
     for engine in servers:
         engine.client(START_S).logprobs([[1, 2, 3]])
     members = [pid for engine in servers for pid in group_members(engine.pid)]
-    time.sleep(0.1)
-    before = sum(map(processor_s, members))
-    time.sleep(1)
     assert len(members) >= len(servers)
-    assert sum(map(processor_s, members)) - before < 0.2
+    used = [sum(map(processor_s, members))]
+    for _ in range(4):  # what the answers leave to be done may be in the first
+        time.sleep(0.2)
+        used.append(sum(map(processor_s, members)))
+    assert min(after - before for before, after in pairwise(used)) < 0.05, used
