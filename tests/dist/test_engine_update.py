@@ -229,20 +229,6 @@ def test_update_refused_midway_can_be_poisoned_and_mended(pair: Pair) -> None:
     case.group.close()
 
 
-def test_workers_die_with_a_killed_host(pair: Pair) -> None:
-    """The last test of a pair: its cold engine is gone after it."""
-    host = pair.cold.pid
-    client = pair.cold.client(START_S)
-    assert group_members(host)
-    os.kill(host, signal.SIGKILL)
-    with pytest.raises(EngineGone, match=r"the engine's process ended by itself \(killed by SIGKILL"):
-        client.state()
-    until = time.monotonic() + 15
-    while group_members(host) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert group_members(host) == []
-
-
 def test_engines_that_wait_leave_the_cores_to_others(pair: Pair) -> None:
     """vLLM's driver and workers looked for the next message for a second after each, on a core of their own."""
     servers = (pair.synced, pair.cold)
@@ -255,3 +241,17 @@ def test_engines_that_wait_leave_the_cores_to_others(pair: Pair) -> None:
         time.sleep(0.2)
         used.append(sum(map(processor_s, members)))
     assert min(after - before for before, after in pairwise(used)) < 0.05, used
+
+
+def test_workers_die_with_a_killed_host(pair: Pair) -> None:
+    """The last test of a pair: its cold engine is gone after it."""
+    host = pair.cold.pid
+    client = pair.cold.client(START_S)
+    assert group_members(host)
+    os.kill(host, signal.SIGKILL)
+    with pytest.raises(EngineGone, match=r"the engine's process ended by itself \(killed by SIGKILL"):
+        client.state()
+    until = time.monotonic() + 15
+    while group_members(host) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert group_members(host) == []
