@@ -110,9 +110,10 @@ def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     the loss falls.
     Evidence: data/recorded, advantage/advantages, advantage/policy, reward/rewards, pack/rollouts, replay/routes,
     data/drops.
-    Tolerance and its source: exact; copies, log-probabilities as float32.
+    Tolerance and its source: exact; copies, log-probabilities as float32. Files come in the order of the numbers in
+    their names, 2 before 10.
     What it does not catch: what is wrong in the file.
-    References: slime#1205, NeMo-RL#3837, prime-rl#1807.
+    References: slime#1205, NeMo-RL#3837, prime-rl#1807, OpenNMT-py#1755, litData#829.
     """
     for item in trace.of(RolloutsRead):
         read, seen = _read(trace, item), set()

@@ -38,7 +38,7 @@ class DataOptions:
     held_out: str | None = knob("File or folder of held-out examples; arithmetic holds out its own.", None)
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)
-    rollouts: Path | None = knob("Folder of recorded rollouts, a JSONL file a step.", None)
+    rollouts: Path | None = knob("Folder of recorded rollouts, a JSONL file a step, 2 before 10.", None)
 
     def __post_init__(self) -> None:
         check(self)

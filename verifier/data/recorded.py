@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -18,6 +19,8 @@ from verifier.data.rollout import Rollout, check_groups, check_rollouts, make_ro
 from verifier.data.trajectories import Step, check_steps
 from verifier.errors import UsageError
 
+_LONGEST_NAME = 255
+"""Bytes of a file's name, at most, on Linux."""
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Routes = tuple[tuple[tuple[Whole, ...], ...], ...]
@@ -62,6 +65,15 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def tokens(self) -> list[int]:
         """Prompt and response."""
         return [*self.prompt, *self.response]
+
+
+def recorded_files(folder: Path) -> list[Path]:
+    """Files of recorded rollouts in the order of their steps: by name, where numbers count as numbers, 2 before 10."""
+
+    def padded(file: Path) -> tuple[str, str]:
+        return re.sub("[0-9]+", lambda digits: digits[0].zfill(_LONGEST_NAME), file.name), file.name
+
+    return sorted(folder.glob("*.jsonl"), key=padded)
 
 
 def rollout_of(row: RolloutRow) -> Rollout:

@@ -11,7 +11,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import xxhash
 
 from verifier.errors import UsageError
 
+DIGITS = frozenset("0123456789")
 PARTS = ("id", "question", "prompt", "response", "answer")
 """Parts of a row. The question is what held-out data may not share; the prompt has all messages and their roles."""
 
@@ -58,16 +59,24 @@ def read_again(source: str, task: str, *, split: str = "train", count: int | Non
 
 
 def rows_of_step(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Recorded rollouts of a step, from 1, as plain JSON: those of the file whose name is in this place.
+    """Recorded rollouts of a step, from 1, as plain JSON: those of the file whose name is in this place, 2 before 10.
 
     Raises:
         UsageError: they cannot be read.
     """
     try:
-        name = sorted(name for name in os.listdir(folder) if name.endswith(".jsonl"))[step - 1]
+        name = _by_number([name for name in os.listdir(folder) if name.endswith(".jsonl")])[step - 1]
         return list(_lines(folder / name))
     except (OSError, ValueError, IndexError) as problem:
         raise UsageError(f"`{folder}` cannot be read a second time: {type(problem).__name__}, {problem}") from problem
+
+
+def _by_number(names: Sequence[str]) -> list[str]:
+    """Names in the order of the numbers in them, those of other text apart."""
+    runs = {name: [(digit, "".join(own)) for digit, own in groupby(name, DIGITS.__contains__)] for name in names}
+    width = max((len(run) for own in runs.values() for digit, run in own if digit), default=0)
+    keys = {name: "".join(run.rjust(width, "0") if digit else run for digit, run in own) for name, own in runs.items()}
+    return sorted(names, key=lambda name: (keys[name], name))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

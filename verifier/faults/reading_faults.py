@@ -15,6 +15,8 @@ MASKED = Path(__file__).parent / "rollouts" / "masked"
 """Rollouts with sampled tokens that their masks leave out of the loss."""
 ROUTED = Path(__file__).parent / "rollouts" / "routed"
 """Rollouts with the experts that an engine reported of each token."""
+UNPADDED = Path(__file__).parent / "rollouts" / "unpadded"
+"""Rollouts in files 8, 9 and 10."""
 WITH_SYSTEM = Path(__file__).parent / "prompts" / "with_system.jsonl"
 """Conversations that begin with a system's message."""
 LIVE = (
@@ -108,6 +110,15 @@ def recorded_mask_not_read(call: Call) -> Any:
     from msgspec.structs import replace
 
     return call.faulty(row=replace(call.row, mask=call.row.sampled))
+
+
+@fault(
+    "OpenNMT/OpenNMT-py#1755 (kin: there shards of a data set)", "verifier.trainer.grpo_plan:recorded_files(folder)",
+    caught_by=("DAT012",), training=("algorithm=grpo", f"data.rollouts={UNPADDED}"), **DATA,
+)  # fmt: skip
+def files_in_the_order_of_their_text(call: Call) -> Any:
+    """Files of a step each are sorted as text, and the tenth comes before the second."""
+    return call.wrong(sorted(call.folder.glob("*.jsonl")))
 
 
 @fault(

@@ -19,7 +19,7 @@ from verifier.algorithms.off_policy import CorrectionOptions, correction
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
-from verifier.data.recorded import RolloutRow, read_recorded, rollout_of
+from verifier.data.recorded import RolloutRow, read_recorded, recorded_files, rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
 from verifier.errors import UsageError
@@ -67,7 +67,7 @@ class RecordedRollouts:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         folder = config.data.rollouts
         assert folder is not None
-        self._folder, self._files = folder, sorted(folder.glob("*.jsonl"))
+        self._folder, self._files = folder, recorded_files(folder)
         if len(self._files) < config.steps:
             raise UsageError(
                 f"data.rollouts, `{folder}`, has {len(self._files)} files *.jsonl and steps is {config.steps}: "

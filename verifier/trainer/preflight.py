@@ -17,7 +17,7 @@ from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
-from verifier.data.recorded import read_recorded
+from verifier.data.recorded import read_recorded, recorded_files
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError
 from verifier.launch.fork_launcher import ForkLauncher
@@ -145,7 +145,7 @@ def _one_step(config: TrainConfig, model: ModelUnderTest) -> tuple[TrainConfig, 
 def _longest(config: TrainConfig, data: DataOptions, checkpoint: Checkpoint) -> DataOptions:
     """Write the longest samples of the run's data into its folder, as data of one step."""
     if data.rollouts is not None:
-        files = sorted(data.rollouts.glob("*.jsonl"))[: config.steps]
+        files = recorded_files(data.rollouts)[: config.steps]
         if not files:
             raise UsageError(f"data.rollouts, `{data.rollouts}`, has no files *.jsonl")
         folder = config.run / "longest"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from verifier.data.examples import Example
+from verifier.data.recorded import recorded_files
 from verifier.data.second_reading import PARTS, digests, read_again, rows_of_step
 from verifier.data.text_dataset import load_examples
 from verifier.errors import UsageError
@@ -95,3 +96,19 @@ def test_files_of_steps_are_in_the_order_of_their_names(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name}) + "\n")
     (tmp_path / "b.txt").write_text("")
     assert [rows_of_step(tmp_path, step)[0]["id"] for step in (1, 2, 3)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("2", "10", "100"), ("000009", "000010", "000011"), ("a", "a1", "a02", "a2", "b1"), ("1-9", "1-10", "2-1"),
+        ("01", "1", "002"), ("step_9_of_10", "step_10_of_10"), ("99999999999999999999999", "100000000000000000000000"),
+        ("1", "\u0663", "\u00b2"),
+    ],
+)  # fmt: skip
+def test_numbers_in_names_count_as_numbers_for_both_readers(tmp_path, names):
+    for name in sorted(names):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name}) + "\n")
+    found = [file.stem for file in recorded_files(tmp_path)]
+    assert found == [rows_of_step(tmp_path, step + 1)[0]["id"] for step in range(len(names))]
+    assert names[-1].isascii() is False or found == list(names)
