@@ -100,3 +100,13 @@ def adapter_gradient_of_one_shard(call: Call) -> Any:
                 call.fire()
                 module.disable_grad_reduce, module.allreduce_dgrad = True, False
     return chunks
+
+
+@fault(
+    "jingyaogong/minimind#858 (kin: there with one expert a token)",
+    "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)",
+    training=("dtype=bf16", *APART), **{**ROW, "model": "tiny:add-moe"},
+)  # fmt: skip
+def routers_without_gradient(call: Call) -> Any:
+    """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
+    return call.wrong(call.original().detach())
