@@ -34,6 +34,7 @@ _NORMS = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$"
 FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 NORM, SCORES, GATED, VALUES, STREAM, ROWS = "norm", "queries", "gated rows", "values", "residual stream", "last norm"
+ADAPTER = "adapter"
 _HINTS = {
     NORM: "look at what sums the gradients of the norm and of the linears behind it over ranks, and at their scales",
     SCORES: "look at the backward pass of attention, for queries and for keys",
@@ -41,7 +42,17 @@ _HINTS = {
     VALUES: "look at the backward pass of attention for values, and at what gathers them over ranks",
     STREAM: "look at what scales the gradient on its way from one layer or pipeline stage to the one before",
     ROWS: "look at the backward pass from the loss of each token to the logits and the last norm",
+    ADAPTER: "look at the backward pass of the adapter: its scale, and what sums gradients between its matrices over "
+    "ranks",
 }
+LEAST_ENTROPY = 1e-6
+"""Entropy in nats of a token whose gradient by the logits does not vanish by rounding."""
+_A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+_REACHED = re.compile(
+    r"(^embedding\.word_embeddings|layers\.\d+\.(self_attention\.linear_(qkv|proj)|mlp\.(router|linear_fc[12])))"
+    r"(\.adapter\.linear_(in|out))?\.weight$"
+)
+"""Names of tensors that every token in the loss gives a gradient."""
 _OWN_NORM = "layer_norm_weight"
 _MIXTURE_READS = re.compile(
     r"(router\.weight|experts\.linear_fc1\.weight\d+|shared_experts\.(linear_fc1\.weight|gate_weight))$"
@@ -76,6 +87,8 @@ class _Rows(NamedTuple):
     sum: _Sum
     told: bool
     """The rows are recorded, and their loss reads the logits through log-probabilities of labels alone."""
+    uncertain: bool = False
+    """A token with a gradient has an entropy, so that the gradient by its logits is not 0."""
 
 
 class _Pair(NamedTuple):
@@ -93,9 +106,11 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     What it checks: per update, inner products of weights and their gradients, over all ranks. Such a product is what
     scaling the weight changes the loss by. It is the same for a norm and all linears that read it; the norms of
     queries and of keys; rows that a gated activation is linear in and the linear behind it; values and the projection
-    of attention. Embeddings and all that is added to the residual stream have a sum of 0, since norms read it: with a
-    tied head, that of the head. That of the last norm, which scales all logits, is the sum over the rows of the loss
-    of the gradient of each log-probability times the log-probability and the entropy.
+    of attention; both matrices of an adapter. Embeddings and all that is added to the residual stream have a sum of 0,
+    since norms read it: with a tied head, that of the head. That of the last norm, which scales all logits, is the sum
+    over the rows of the loss of the gradient of each log-probability times the log-probability and the entropy. And
+    that no tensor that all tokens reach, an adapter's too, has a gradient of 0 where rows of the loss have one; the
+    first matrix of an adapter once its second is not 0.
     Why it matters: a gradient of another size behind the loss, summed over ranks that have it whole, scaled at each
     pipeline stage, or of one token for all, comes with right values and a loss that falls. Gradients are compared with
     an oracle's on sampled steps alone, and large models have none.
@@ -105,11 +120,12 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: of the root of the sum of squares of all elements' products, 1e-5 in fp32 and 0.05 in
     bf16, measured, and four roundings of the rows'. Norms have an epsilon, which nothing scales: of the residual stream
     also all norms' products, times epsilon over the mean square of embeddings.
-    What it does not catch: a gradient that is lost or changed within a layer alike for all weights that it reaches
-    (LSS001), such as a router detached from its experts; the last norm where the loss has an entropy, or logits are
-    bent to a bound; adapters; the residual stream of layers with further norms; runs in bf16 on a GPU, whose noise has
-    not been measured.
-    References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464.
+    What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
+    as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
+    the loss has an entropy, or logits are bent to a bound; the residual stream of layers with further norms; runs in
+    bf16 on a GPU, whose noise has not been measured.
+    References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464, mcore-bridge#173,
+    Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
     """
     behind = is_summed(trace) and all(found.same for found in compare_used(trace))
     stage = Stage.LOSS if behind else Stage.TRAIN
@@ -123,6 +139,8 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
             found = _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
             yield replace(found, stage=stage)
+        if rows.uncertain:
+            yield replace(_reached(ranks, sums, name, version), stage=stage)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
@@ -157,7 +175,8 @@ def _of_rows(trace: Trace, name: str, version: int) -> _Rows:
             rows = {key: values.astype(np.float64) for key, values in update.rows.items()}
             terms = rows["gradient"] * (rows["current"] + rows["entropy"]) / max(steps[0].num_tokens, 1)
             found = _Sum(float(terms.sum()), float(np.square(terms).sum()))
-            return _Rows(found, told=not rows["entropy_gradient"].any())
+            uncertain = bool((rows["entropy"][rows["gradient"] != 0] > LEAST_ENTROPY).any())
+            return _Rows(found, told=not rows["entropy_gradient"].any(), uncertain=uncertain)
     return _Rows(_Sum(0.0, 0.0), told=False)
 
 
@@ -187,6 +206,8 @@ def _pairs(names: Collection[str]) -> Iterator[_Pair]:
             inside = name.removesuffix("linear_qkv.weight#value")
             if projection := _there(names, f"{inside}linear_proj.weight"):
                 yield _Pair(VALUES, _there(names, name, f"{inside}linear_qkv.bias#value"), projection)
+        elif name.endswith(_A) and (outward := _there(names, name.removesuffix(_A) + _B)):
+            yield _Pair(ADAPTER, (name,), outward)
     yield from _whole(names)
 
 
@@ -203,6 +224,25 @@ def _whole(names: Collection[str]) -> Iterator[_Pair]:
 
 def _there(names: Collection[str], *wanted: str) -> tuple[str, ...]:
     return tuple(name for name in wanted if name in names)
+
+
+def _reached(ranks: Sequence[GradientProducts], sums: Mapping[str, _Sum], name: str, version: int) -> Comparison:
+    """Compare the gradients of tensors that every token reaches with 0."""
+    heard = {each.name for item in ranks for each in item.products if each.name not in item.silent}
+    lost = []
+    for each in sums:
+        after = sums.get(each.removesuffix(_A) + _B) if each.endswith(_A) else None
+        if _REACHED.search(each) and each not in heard and (after is None or after.squares):
+            lost.append(each)
+    return Comparison(
+        what=f"tensors without a gradient in {name}", same=not lost, stage=Stage.LOSS, version=version,
+        badness=len(lost) / max(len(sums), 1),
+        sentence=f"in {name} the gradient of {len(lost)} tensors is 0, of `{''.join(lost[:1])}` the first, and rows of "
+        "the loss have one",
+        expected="a gradient of every tensor that all tokens in the loss reach",
+        actual=f"0 in {len(lost)} of {len(sums)} (over all ranks)", allowed="none",
+        hint="look at what detaches a module's input or output, and at recomputation behind frozen weights",
+    )  # fmt: skip
 
 
 def _compared(

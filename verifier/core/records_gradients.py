@@ -27,5 +27,7 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Products that the rank stands for among the ranks that hold the same bits: summed over ranks, the model's."""
     damping: Real = 0.0
     """Epsilon of the norms as a share of the mean square of embeddings, of a rank that has some."""
+    silent: tuple[str, ...] = ()
+    """Tensors of which no element that the rank stands for has a gradient."""
     bent: bool = False
     """Logits are bent to a bound, so that they are not linear in the last norm's output."""

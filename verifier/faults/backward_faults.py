@@ -12,6 +12,10 @@ LOGPROB = (
     "verifier.train.step_megatron:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, vocab_size, group, "
     "temperature, chunk_tokens, entropy)"
 )
+ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
+FORWARD = "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)"
+APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
+"""Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3
 """Micro-batches of each step of the trials."""
 ROW: dict[str, Any] = {"stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LSS007",)}
@@ -69,3 +73,40 @@ def gradient_of_keys_of_own_rows(call: Call) -> Any:
     if call.input_.requires_grad:
         call.fire()
     return call.original(tensor_parallel_output_grad=False)
+
+
+@fault(
+    "NVIDIA-NeMo/Megatron-Bridge#5634 (kin: there experts)",
+    FORWARD,
+    training=("lora.rank=8", "dtype=bf16", *APART),
+    **ROW,
+)
+def output_of_an_adapter_detached(call: Call) -> Any:
+    """The output of each second linear's adapter is cut from its gradient: it is added, and trains nothing."""
+    found = call.original()
+    return call.wrong(found.detach()) if call.self.base_linear_name.endswith("linear_fc2") else found
+
+
+@fault(
+    "modelscope/mcore-bridge#173 (kin: there over rows of the sequence)", ATTACH, mesh=Mesh(tp=2),
+    training=("lora.rank=8", "fixes=bridge-5840"), **ROW,
+)  # fmt: skip
+def adapter_gradient_of_one_shard(call: Call) -> Any:
+    """The gradient between the matrices of an adapter is not summed over ranks, which have other rows of B each."""
+    chunks = call.original()
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if name.endswith(".adapter.linear_out"):
+                call.fire()
+                module.disable_grad_reduce, module.allreduce_dgrad = True, False
+    return chunks
+
+
+@fault(
+    "jingyaogong/minimind#858 (kin: there with one expert a token)",
+    "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)",
+    training=("dtype=bf16", *APART), **{**ROW, "model": "tiny:add-moe"},
+)  # fmt: skip
+def routers_without_gradient(call: Call) -> Any:
+    """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
+    return call.wrong(call.original().detach())

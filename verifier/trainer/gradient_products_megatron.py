@@ -33,6 +33,8 @@ class Products:
         self._sums: dict[str, torch.Tensor] = {}
         self._embedded: list[torch.Tensor] = []
         """Mean squares of parts of the embeddings."""
+        self._reached: dict[str, torch.Tensor] = {}
+        """Tensor -> an element of it has a gradient."""
 
     @property
     def bent(self) -> bool:
@@ -52,6 +54,8 @@ class Products:
         weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
         shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
         kinds = dict(self._kinds(name, parameter))
+        reached = (gradient != 0).any()
+        self._reached[name] = self._reached[name] | reached if name in self._reached else reached
         if name == EMBEDDING:
             self._embedded.append(weights.float().square().mean())
         for begin in range(0, len(gradient), ELEMENTS):
@@ -90,6 +94,17 @@ class Products:
     def damping(self) -> float:
         """Epsilon of the norms as a share of the mean square of the rank's embeddings; 0 without any."""
         return max((self._provider.layernorm_epsilon / max(float(each), 1e-30) for each in self._embedded), default=0.0)
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Tensors without a gradient, but for routers that give each token one expert, whose weight may be 1."""
+        one = (getattr(self._provider, "moe_router_topk", None) or 0) < 2
+        reached = torch.stack(list(self._reached.values())).cpu().tolist() if self._reached else []
+        return tuple(
+            name
+            for name, there in zip(self._reached, reached, strict=True)
+            if not there and not (one and name.endswith("router.weight"))
+        )
 
     def found(self) -> tuple[TensorProduct, ...]:
         """Products by tensor."""

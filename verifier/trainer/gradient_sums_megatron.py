@@ -249,7 +249,7 @@ class UpdateSums:
             probe.emit(
                 GradientProducts(
                     name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent,
-                    damping=real(own.damping),
+                    damping=real(own.damping), silent=own.silent,
                 )
             )  # fmt: skip
 

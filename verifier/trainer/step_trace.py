@@ -187,8 +187,7 @@ def step_manifest(
     audited = can_audit(config)
     scopes += ["audited"] if audited and not dropped else []
     scopes += ["summed"] if audited and not dropped and model.layout is not None else []
-    multiplied = compares_products(model.tier, model.dtype) and not config.lora.rank
-    scopes += ["products"] if "summed" in scopes and multiplied else []
+    scopes += ["products"] if "summed" in scopes and compares_products(model.tier, model.dtype) else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "scaled", "begun"] if step == 1 else ["frozen", "scaled"]
     if restarted:

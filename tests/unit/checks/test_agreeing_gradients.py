@@ -29,14 +29,28 @@ MODEL = {
 """Products of a mixture of one layer; those of embeddings, projection and expert have a sum of 0."""
 
 
-def judged(changes=(), *, rows=True, bent=False, dtype="float32", without=()):
+A, B = (f"{LAYER}.mlp.linear_fc2.adapter.linear_{half}.weight" for half in ("in", "out"))
+
+
+def judged(changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=()):
     """Outcome on the products above, with others for some, of which the second rank has a half of each."""
     values = {name: value for name, value in {**MODEL, **dict(changes)}.items() if name not in without}
-    products = tuple(TensorProduct(name=name, product=real(value / 2), squares=0.01) for name, value in values.items())
+    products = tuple(
+        TensorProduct(name=name, product=real(value / 2), squares=0.0 if name in zero else 0.01)
+        for name, value in values.items()
+    )
     kinds = (TrainerStep, LossColumns, *([LossRows] if rows else []))
     others = [item for item in training() if isinstance(item, kinds)]
     records = [
-        GradientProducts(name="update 1", version=1, rank=rank, coordinate="tp=0", products=products, bent=bent)
+        GradientProducts(
+            name="update 1",
+            version=1,
+            rank=rank,
+            coordinate="tp=0",
+            products=products,
+            bent=bent,
+            silent=(*silent, *(halves if rank else ())),
+        )
         for rank in range(2)
     ]
     trace = make_trace([*records, *others])
@@ -50,7 +64,7 @@ def said(outcome):
 
 def test_products_of_one_model_agree():
     outcome = judged()
-    assert (outcome.verdict, outcome.num_compared, outcome.error) == (Verdict.HOLDS, 8, None)
+    assert (outcome.verdict, outcome.num_compared, outcome.error) == (Verdict.HOLDS, 9, None)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +99,38 @@ def test_a_tied_head_is_what_the_stream_has_a_sum_of():
 
 def test_what_is_not_told_is_not_compared():
     assert judged(rows=False).num_compared == 7
-    assert judged(bent=True).num_compared == 7
-    assert judged({f"{LAYER}.mlp.router.own_norm": 1.0}).num_compared == 6
+    assert judged(bent=True).num_compared == 8
+    assert judged({f"{LAYER}.mlp.router.own_norm": 1.0}).num_compared == 7
 
 
 def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare():
     records = [item for item in training() if isinstance(item, GradientProducts | TrainerStep)]
     kept = [item for item in records if not isinstance(item, GradientProducts) or item.rank == 0]
     assert run_check(REGISTRY["LSS007"], make_trace(kept)).verdict is Verdict.INCONCLUSIVE
+
+
+def test_both_matrices_of_an_adapter_scale_one_product():
+    assert judged({A: 0.1, B: 0.1}).verdict is Verdict.HOLDS
+    assert said(judged({A: 0.05, B: 0.1})) == [f"adapter: {A}"]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{LAYER}.mlp.router.weight", f"{LAYER}.self_attention.linear_qkv.weight", A, B, next(iter(MODEL))]
+)
+def test_a_tensor_without_a_gradient_is_seen_where_all_ranks_have_none(name):
+    both = {A: 0.1, B: 0.1}
+    outcome = judged(both, silent=[name])
+    assert said(outcome) == ["tensors without a gradient"]
+    assert f"`{name}`" in outcome.finding.bad[0].sentence
+    assert judged(both, halves=[name]).verdict is Verdict.HOLDS
+
+
+def test_a_gradient_of_0_has_its_causes():
+    """Experts without tokens, the first matrix of an adapter whose second is 0, and a step without any gradient."""
+    assert judged(silent=[f"{LAYER}.mlp.experts.linear_fc1.weight3"]).verdict is Verdict.HOLDS
+    assert judged({A: 0.0, B: 0.0}, silent=[A], zero=[A, B]).verdict is Verdict.HOLDS
+    assert said(judged({A: 0.0, B: 0.0}, silent=[B], zero=[A, B])) == ["tensors without a gradient"]
+    assert judged(rows=False, silent=MODEL).verdict is Verdict.HOLDS
 
 
 def test_a_product_that_is_no_number_is_seen():

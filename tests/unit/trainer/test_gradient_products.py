@@ -79,3 +79,24 @@ def test_a_norm_whose_factor_is_one_more_is_scaled_with_it():
 def test_logits_that_are_bent_are_told():
     assert Products(SimpleNamespace(final_logit_softcapping=30.0)).bent
     assert not Products(PROVIDER).bent
+
+
+@pytest.mark.parametrize(("chosen", "silent"), [(1, []), (2, ["decoder.layers.0.mlp.router.weight"])])
+def test_tensors_without_a_gradient_are_named_but_for_routers_of_one_expert(chosen, silent):
+    provider = SimpleNamespace(**{**vars(PROVIDER), "moe_router_topk": chosen})
+    found, weight = Products(provider), torch.ones(4, 2, requires_grad=True)
+    found.take("decoder.layers.0.mlp.router.weight", weight, 0, torch.zeros(8))
+    found.take(f"{MLP}.linear_fc2.weight", weight, 0, torch.zeros(4))
+    found.take(f"{MLP}.linear_fc2.weight", weight, 4, torch.ones(4))
+    assert list(found.silent) == silent
+
+
+def test_both_matrices_of_an_adapter_have_one_product():
+    torch.manual_seed(4)
+    inward, outward = (torch.randn(size, requires_grad=True) for size in ((3, 8), (6, 3)))
+    (torch.randn(5, 8) @ inward.T @ outward.T).sin().sum().backward()
+    of_inward, of_outward = products(
+        PROVIDER, (f"{MLP}.linear_fc2.adapter.linear_in.weight", inward, 0, 24),
+        (f"{MLP}.linear_fc2.adapter.linear_out.weight", outward, 0, 18),
+    ).values()  # fmt: skip
+    assert of_inward == pytest.approx(of_outward, rel=1e-4)
