@@ -194,9 +194,8 @@ class UpdateSums:
             hook.remove()
         self._used = {item: _cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
-        trainer = self.sums.trainer
-        if compares_products(trainer.tier, str(trainer.provider.params_dtype).removeprefix("torch.")):
-            self._products = Products(trainer.provider)
+        if compares_products(self.sums.trainer.tier):
+            self._products = Products(self.sums.trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
                 if part := self._parts.get(parameter):

@@ -69,16 +69,15 @@ def has_router_losses(config: TrainConfig) -> bool:
     return not config.grpo.replay_routes and bool(options.moe_aux_loss or options.moe_z_loss)
 
 
-def compares_products(tier: str, dtype: str) -> bool:
+def compares_products(tier: str) -> bool:
     """Tell whether gradients of weights that scale the same numbers are compared (LSS007).
 
-    In bfloat16 the noise of models that are larger than those of the CPU tier has not been measured.
+    The noise of GPU kernels, and of models that are larger than those of the CPU tier, has not been measured.
 
     Args:
         tier: "cpu" or "cuda".
-        dtype: of the model.
     """
-    return tier == "cpu" or dtype == "float32"
+    return tier == "cpu"
 
 
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
@@ -187,7 +186,7 @@ def step_manifest(
     audited = can_audit(config)
     scopes += ["audited"] if audited and not dropped else []
     scopes += ["summed"] if audited and not dropped and model.layout is not None else []
-    scopes += ["products"] if "summed" in scopes and compares_products(model.tier, model.dtype) else []
+    scopes += ["products"] if "summed" in scopes and compares_products(model.tier) else []
     if config.lora.rank and not dropped:
         scopes += ["frozen", "scaled", "begun"] if step == 1 else ["frozen", "scaled"]
     if restarted:

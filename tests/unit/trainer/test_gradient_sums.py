@@ -11,7 +11,7 @@ from verifier.trainer import gradient_sums_megatron
 from verifier.trainer.gradient_sums_megatron import ELEMENTS, Sums
 
 MESH = Mesh(tp=2, dp=2)
-PROVIDER = SimpleNamespace(params_dtype=torch.float32, layernorm_zero_centered_gamma=False)
+PROVIDER = SimpleNamespace(layernorm_zero_centered_gamma=False)
 
 
 def place(name, *axes):
