@@ -6,6 +6,7 @@ What this does not exercise: a real trainer as the sender (the roundtrip tests),
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import signal
 import time
@@ -227,6 +228,17 @@ def test_update_refused_midway_can_be_poisoned_and_mended(pair: Pair) -> None:
     cold = pair.cold.client(START_S)
     assert engine.state() == cold.state()
     case.group.close()
+
+
+def test_workers_are_forked(pair: Pair) -> None:
+    """An interpreter of its own imports vLLM again, 13 processor seconds for each worker."""
+    kinds = pair.synced.client(START_S).call(f"{__name__}:kind_of_process")
+    assert kinds == ["ForkProcess"] * pair.tp
+
+
+def kind_of_process(_worker: object) -> str:
+    """Runs in the engine's workers."""
+    return type(multiprocessing.current_process()).__name__
 
 
 def test_engines_that_wait_leave_the_cores_to_others(pair: Pair) -> None:

@@ -47,11 +47,7 @@ def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
                 scale = max(map(abs, item.rewards), default=1.0)
                 number = item.name.removeprefix(PREFIX)
                 yield _mean(line.version, number, _number(line, number), mean, scale, Stage.REWARD, "metrics.jsonl")
-        for found in trace.of(SolvedProblems, version=line.version):
-            yield _counted(found, len(found.solved), asked, Stage.LOSS)
-            yield from _solved(trace, found)
-            mean = sum(found.solved) / max(len(found.solved), 1)
-            yield _mean(line.version, "accuracy", _number(line, "accuracy"), mean, 1.0, Stage.LOSS, "metrics.jsonl")
+        yield from _fine_tuned(trace, line.version, _number(line, "accuracy"), asked, "metrics.jsonl")
         shown = line.values.get("held_out_version", "absent")
         yield Comparison(
             what="held_out_version", same=shown == line.version, stage=Stage.LOSS, version=line.version, badness=1.0,
@@ -98,11 +94,16 @@ def summary_misreported(trace: Trace) -> Iterator[Comparison]:
             mean = math.fsum(given.rewards) / max(len(given.rewards), 1)
             scale = max(map(abs, given.rewards), default=1.0)
             yield _mean(item.version, "accuracy", float(item.accuracy), mean, scale, Stage.LOSS, "the run's summary")
-        for found in trace.of(SolvedProblems, version=item.version):
-            yield _counted(found, len(found.solved), asked, Stage.LOSS)
-            yield from _solved(trace, found)
-            mean = sum(found.solved) / max(len(found.solved), 1)
-            yield _mean(item.version, "accuracy", float(item.accuracy), mean, 1.0, Stage.LOSS, "the run's summary")
+        yield from _fine_tuned(trace, item.version, float(item.accuracy), asked, "the run's summary")
+
+
+def _fine_tuned(trace: Trace, version: int, shown: float, asked: int | None, by: str) -> Iterator[Comparison]:
+    """Compare an accuracy of fine-tuning with what was found of each held-out problem."""
+    for found in trace.of(SolvedProblems, version=version):
+        yield _counted(found, len(found.solved), asked, Stage.LOSS)
+        yield from _solved(trace, found)
+        mean = sum(found.solved) / max(len(found.solved), 1)
+        yield _mean(version, "accuracy", shown, mean, 1.0, Stage.LOSS, by)
 
 
 def _is_due(config: Mapping[str, Any]) -> bool | None:

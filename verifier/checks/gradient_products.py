@@ -14,7 +14,7 @@ import numpy as np
 from verifier.checks.adam_audit import compare_used
 from verifier.checks.content import times
 from verifier.checks.gradient_sums import is_summed
-from verifier.checks.loss_rows import updates_of
+from verifier.checks.loss_rows import UpdateRows, updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_gradients import GradientProducts
@@ -127,24 +127,32 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464, mcore-bridge#173,
     Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
     """
-    behind = is_summed(trace) and all(found.same for found in compare_used(trace))
-    stage = Stage.LOSS if behind else Stage.TRAIN
+    found = [*_by_scale(trace)]
+    if all(item.same for item in found) or (is_summed(trace) and all(item.same for item in compare_used(trace))):
+        yield from found
+    else:
+        yield from (replace(item, stage=Stage.TRAIN) for item in found)
+
+
+def _by_scale(trace: Trace) -> Iterator[Comparison]:
+    """Comparisons of all updates, as of a wrong loss."""
+    updates = {(update.columns.version, update.columns.name): update for update in updates_of(trace)}
+    tokens = {(item.version, item.name): item.num_tokens for item in trace.of(TrainerStep)}
     for (version, name), ranks in _by_update(trace).items():
         if len(ranks) < trace.manifest.world_size:
             continue
-        sums, rows = _summed(ranks), _of_rows(trace, name, version)
+        sums, rows = _summed(ranks), _of_rows(updates.get((version, name)), tokens.get((version, name), 0))
         norms = math.fsum(abs(own.product) for each, own in sums.items() if _NORMS.search(each))
         damped = norms * max(float(item.damping) for item in ranks)
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
-            found = _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
-            yield replace(found, stage=stage)
+            yield _compared(trace, name, version, pair, sides, rows, damped if pair.kind == STREAM else 0.0)
         if rows.uncertain:
-            yield replace(_reached(ranks, sums, name, version), stage=stage)
+            yield _reached(ranks, sums, name, version)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
-            yield replace(_compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows), stage=stage)
+            yield _compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows)
 
 
 def _by_update(trace: Trace) -> Mapping[tuple[int, str], list[GradientProducts]]:
@@ -167,17 +175,15 @@ def _joined(parts: Sequence[_Sum]) -> _Sum:
     return _Sum(sum(part.product for part in parts), sum(part.squares for part in parts))
 
 
-def _of_rows(trace: Trace, name: str, version: int) -> _Rows:
+def _of_rows(update: UpdateRows | None, num_tokens: int) -> _Rows:
     """Change of an update's loss by a scale of all logits, from its rows: of each, c (log p + H)."""
-    steps = [item for item in trace.of(TrainerStep, version=version) if item.name == name]
-    for update in updates_of(trace) if steps else ():
-        if (update.columns.name, update.columns.version) == (name, version):
-            rows = {key: values.astype(np.float64) for key, values in update.rows.items()}
-            terms = rows["gradient"] * (rows["current"] + rows["entropy"]) / max(steps[0].num_tokens, 1)
-            found = _Sum(float(terms.sum()), float(np.square(terms).sum()))
-            uncertain = bool((rows["entropy"][rows["gradient"] != 0] > LEAST_ENTROPY).any())
-            return _Rows(found, told=not rows["entropy_gradient"].any(), uncertain=uncertain)
-    return _Rows(_Sum(0.0, 0.0), told=False)
+    if update is None or not num_tokens:
+        return _Rows(_Sum(0.0, 0.0), told=False)
+    rows = {key: values.astype(np.float64) for key, values in update.rows.items()}
+    terms = rows["gradient"] * (rows["current"] + rows["entropy"]) / num_tokens
+    found = _Sum(float(terms.sum()), float(np.square(terms).sum()))
+    uncertain = bool((rows["entropy"][rows["gradient"] != 0] > LEAST_ENTROPY).any())
+    return _Rows(found, told=not rows["entropy_gradient"].any(), uncertain=uncertain)
 
 
 def _pairs(names: Collection[str]) -> Iterator[_Pair]:

@@ -105,8 +105,6 @@ CONTRACTS = (
         _keeps("factory_makes_our_engine", *_SYNCED),
         _keeps("worker_takes_what_ours_passes", *_SYNCED),
         _keeps("our_engine_takes_what_the_worker_passes", *_SYNCED),
-        _keeps("forked_workers_need_no_binding", *_SYNCED, tiers=CPU),
-        _keeps("readers_spin_for_a_time_that_can_be_set", *_SYNCED, tiers=CPU),
     ),
     *_of(
         "state_space_hf",

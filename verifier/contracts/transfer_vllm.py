@@ -1,9 +1,8 @@
-"""Contracts of vLLM's weight transfer and workers: what it asks of a registered engine, and how workers are forked."""
+"""Contracts of vLLM's weight transfer: how its worker makes a registered engine, and what it asks of one."""
 
 from __future__ import annotations
 
 import inspect
-import os
 
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.gpu_worker import Worker
 
 from verifier.engine.vllm.worker_vllm import BACKEND, ChunkTransferEngine
@@ -45,20 +43,3 @@ def our_engine_takes_what_the_worker_passes() -> None:
         if inspect.isfunction(ours) and theirs is not None and name != "__init__":
             missing = set(parameters(theirs).split()) - set(parameters(ours).split())
             assert not missing, (name, missing)
-
-
-def forked_workers_need_no_binding() -> None:
-    """`nobind` leaves OpenMP's threads alone, and an executor's workers begin in the method that ours replaces."""
-    from vllm.utils.ompmultiprocessing import OMPProcessManager
-
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    assert OMPProcessManager(VllmConfig()).skip_setup
-    assert "_init_executor" in vars(MultiprocExecutor)
-
-
-def readers_spin_for_a_time_that_can_be_set() -> None:
-    """A reader of messages looks for `busy_loop_s` seconds, then sleeps for `timeout_ms` at most."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    assert "busy_loop_s" in parameters(SpinCondition.__init__).split()
-    inspect.signature(SpinCondition.wait).bind(None, timeout_ms=1)

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -149,6 +149,7 @@ class Sums:
         axes = set(self.places[parameter].replicated_over) - sharded
         return not getattr(parameter, "shared", False) and all(getattr(self.at, axis) == 0 for axis in axes)
 
+    @cached_property
     def miscounted(self) -> tuple[str, ...]:
         """Tensors that the norm's marks count on other tensor-parallel ranks than one of each part of them."""
         found = []
@@ -238,7 +239,7 @@ class UpdateSums:
         probe.emit(
             GradientSums(
                 name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
-                squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted(),
+                squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
             ),
             {key: _joined(values) for key, values in arrays.items()},
         )  # fmt: skip

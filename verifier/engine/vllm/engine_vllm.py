@@ -299,8 +299,7 @@ def _graph_sizes(max_num_seqs: int) -> list[int]:
 
 def _executor() -> type[ForkingExecutor] | None:
     """Executor of workers that read no binding of threads when they begin; None for vLLM's choice."""
-    unbound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
-    return ForkingExecutor if unbound and not torch.cuda.is_available() else None
+    return ForkingExecutor if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind" else None
 
 
 def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:

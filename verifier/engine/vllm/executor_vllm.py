@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ class ForkingExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         reader = getattr(shm_broadcast, "SpinCondition", None)
-        if reader is not None:  # workers inherit it
+        if reader is not None and "busy_loop_s" in inspect.signature(reader).parameters:  # workers inherit it
             reader.wait = _asleep(reader.wait)
         super()._init_executor()
 
