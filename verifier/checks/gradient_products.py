@@ -123,7 +123,7 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     the loss has an entropy, or logits are bent to a bound; the residual stream of layers with further norms; runs on
-    a GPU, where its noise has not been measured.
+    a GPU, where its cost has not been measured.
     References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464, mcore-bridge#173,
     Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
     """
