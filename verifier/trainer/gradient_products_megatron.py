@@ -11,7 +11,7 @@ import torch
 from verifier.core.record import real
 from verifier.core.records_gradients import TensorProduct
 
-ELEMENTS = 2**22
+ELEMENTS = 2**24
 """Elements that are multiplied at once."""
 _NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
@@ -19,6 +19,23 @@ _QKV = re.compile(r"linear_qkv\.(weight|bias)$")
 EMBEDDING = "embedding.word_embeddings.weight"
 Mask = Callable[[torch.Tensor], torch.Tensor]
 """Indices in a flattened parameter -> True for those in rows of one kind."""
+
+
+def pieces(size: int, cut: int | None) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of pieces of up to `ELEMENTS` elements, none of which goes over the cut."""
+    begin = 0
+    while begin < size:
+        end = min(begin + ELEMENTS, size)
+        if cut is not None and begin < cut < end:
+            end = cut
+        yield begin, end
+        begin = end
+
+
+def _sums(terms: torch.Tensor) -> torch.Tensor:
+    """Sum and sum of squares, [2] float64."""
+    squares = torch.linalg.vector_norm(terms, dtype=torch.float64).square()
+    return torch.stack([terms.sum(dtype=torch.float64), squares])
 
 
 class Products:
@@ -53,42 +70,56 @@ class Products:
         """
         weights = parameter.detach().reshape(-1)[offset : offset + len(gradient)]
         shift = 1.0 if self._provider.layernorm_zero_centered_gamma and _NORM.search(name) else 0.0
-        kinds = dict(self._kinds(name, parameter))
-        reached = (gradient != 0).any()
+        weights = weights.float() + shift if shift else weights
+        up, values = self._begin_of_up(name, parameter), self._values(name, parameter)
+        reached = gradient.any()
         self._reached[name] = self._reached[name] | reached if name in self._reached else reached
         if name == EMBEDDING:
             self._embedded.append(weights.float().square().mean())
-        for begin in range(0, len(gradient), ELEMENTS):
-            part = slice(begin, begin + ELEMENTS)
-            terms = (weights[part].float() + shift) * gradient[part].float()
-            self._add(name, terms)
-            for kind, mask in kinds.items():
-                at = torch.arange(offset + begin, offset + begin + len(terms), device=terms.device)
-                self._add(f"{name}#{kind}", torch.where(mask(at), terms, 0))
+        for begin, end in pieces(len(gradient), None if up is None else up - offset):
+            terms = torch.mul(weights[begin:end], gradient[begin:end].float())
+            sums = _sums(terms)
+            self._add(name, sums)
+            if up is not None:
+                self._add(f"{name}#up", sums if offset + begin >= up else torch.zeros_like(sums))
+            if values:
+                at = torch.arange(offset + begin, offset + end, device=terms.device)
+                self._add(f"{name}#value", _sums(torch.where(values(at), terms, 0)))
 
-    def _add(self, name: str, terms: torch.Tensor) -> None:
-        sums = torch.stack([terms.sum(dtype=torch.float64), terms.square().sum(dtype=torch.float64)])
+    def _add(self, name: str, sums: torch.Tensor) -> None:
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
-    def _kinds(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Mask]]:
-        """Rows that have a product of their own: those that a gated activation is linear in, and values of attention.
+    def _begin_of_up(self, name: str, parameter: torch.Tensor) -> int | None:
+        """Return the first of the elements that a gated activation is linear in, the last half; None if it has none.
 
         Source:
             megatron-core 0.19.2: transformer/mlp.py (``torch.chunk`` of the local output: gate above up within each
-            shard), transformer/attention.py (`get_query_key_value_tensors`: query, key and value rows by query group).
+            shard).
         """
-        provider, size = self._provider, parameter.numel()
+        provider = self._provider
         bent = getattr(provider, "glu_linear_offset", 0.0) or getattr(provider, "activation_func_clamp_value", None)
-        if _FIRST.search(name) and provider.gated_linear_unit and not bent:
-            yield "up", lambda at: at >= size // 2
-        gates = getattr(provider, "attention_output_gate", False)
-        if _QKV.search(name) and not gates and not provider.multi_latent_attention:
-            groups = provider.num_query_groups or provider.num_attention_heads
-            if groups % provider.tensor_model_parallel_size:  # a rank has a part of a group
-                return
-            width, head = size // parameter.shape[0], provider.kv_channels
-            queries = provider.num_attention_heads // groups
-            yield "value", lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
+        return parameter.numel() // 2 if _FIRST.search(name) and provider.gated_linear_unit and not bent else None
+
+    def _values(self, name: str, parameter: torch.Tensor) -> Mask | None:
+        """Return the mask of attention's values, or None if the parameter has none that are told apart.
+
+        Source:
+            megatron-core 0.19.2: transformer/attention.py (`get_query_key_value_tensors`: query, key and value rows by
+            query group).
+        """
+        provider = self._provider
+        if (
+            not _QKV.search(name)
+            or getattr(provider, "attention_output_gate", False)
+            or provider.multi_latent_attention
+        ):
+            return None
+        groups = provider.num_query_groups or provider.num_attention_heads
+        if groups % provider.tensor_model_parallel_size:  # a rank has a part of a group
+            return None
+        width, head = parameter.numel() // parameter.shape[0], provider.kv_channels
+        queries = provider.num_attention_heads // groups
+        return lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
 
     @property
     def damping(self) -> float:
