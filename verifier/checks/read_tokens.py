@@ -21,11 +21,12 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
-    tokenizer.json, tokenizer_config.json and the chat template, and calls nothing that renders, encodes or decodes for
-    the trainer; per example of fine-tuning all tokens, where the prompt ends, and which tokens are in the loss: of each
-    turn of an assistant those from the end of what the template gives it to its last special token; per rollout that
-    was sampled, the text that the reward read against the decoded last turn, special tokens included. And the token
-    that ends an answer against that which the files name.
+    tokenizer.json, tokenizer_config.json and the chat template of the run's checkpoint, wherever the trainer has its
+    tokenizer from, and calls nothing that renders, encodes or decodes for the trainer; per example of fine-tuning all
+    tokens, where the prompt ends, and which tokens are in the loss: of each turn of an assistant those from the end of
+    what the template gives it to its last special token; per rollout that was sampled, the text that the reward read
+    against the decoded last turn, special tokens included. And the token that ends an answer against that which the
+    files name.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
     Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off. A
@@ -35,7 +36,8 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
     the second reader does alike, but for tokenizers of bytes; held-out problems beyond eight of each evaluation;
     recorded rollouts; checkpoints without tokenizer.json, which the report names.
-    References: trl#4147, trl#2897, transformers#45812, transformers#45920, open-instruct#1455, tinker-cookbook#860.
+    References: trl#4147, trl#2897, transformers#45812, transformers#45920, open-instruct#1455, open-instruct#685,
+    tinker-cookbook#860.
     """
     for item in trace.of(TokensRead):
         if item.end is not None and item.read_end is not None:

@@ -22,6 +22,8 @@ from verifier.core.trace import Trace
 
 MOST_CHARACTERS = 32
 """Longest expression that the calculator reads, and longest value that it gives."""
+ENVIRONMENTS = {"calculator": "verifier.environments.calculator:Calculator"}
+"""Environments by their names, a second table; any other is named by its class."""
 DIGITS, OPERATORS = frozenset("0123456789"), frozenset("+-*")
 
 
@@ -48,9 +50,10 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     calculator finds. What the template puts around any reply, the ids of the whole reply, and the text of each turn as
     the environment reads it, are by a second reader of the tokenizer's files, if there is one. Of any environment, that
     it said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
-    speaks. Per rollout of the batch, that its tokens are those of the episode, and that those marked as sampled are the
-    turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch, that each of its
-    turns is there. Of up to 8 problems of an evaluation, others in each, the turns of both answers.
+    speaks, and that it is the one that the config names. Per rollout of the batch, that its tokens are those of the
+    episode, and that those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was
+    dropped. Per episode of the batch, that each of its turns is there. Of up to 8 problems of an evaluation, others in
+    each, the turns of both answers.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
@@ -58,11 +61,12 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: exact (ids and texts).
     What it does not catch: an environment that is wrong itself, other than the calculator; a template that is wrong.
     References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168, AReaL#432, open-instruct#1896,
-    vllm#25281.
+    vllm#25281, verifiers#1535.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
         versions[item.version].append(item)
+        yield from _made(trace, item)
         for name, turns in _episodes(item).items():
             yield from _given(item, name, turns)
             yield from _said(item, name, turns)
@@ -75,6 +79,20 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
         for given in trace.of(Advantages, version=version):
             for item in items:
                 yield from _whole(item, given)
+
+
+def _made(trace: Trace, item: EpisodeTurns) -> Iterator[Comparison]:
+    """What made the environment, against what the config names, of traces that have both."""
+    grpo = trace.manifest.config.get("grpo")
+    asked = str(grpo.get("environment", "")) if isinstance(grpo, Mapping) else ""
+    right = ENVIRONMENTS.get(asked, asked)
+    if right and item.made_by:
+        yield Comparison(
+            what=f"environment of {item.name}", same=item.made_by == right, stage=Stage.DATA, version=item.version,
+            badness=1.0, sentence=f"replies of {item.name} are by `{item.made_by}`, they should be by `{right}`",
+            expected=f"{right} (grpo.environment={asked})", actual=f"{item.made_by} (what made the environment)",
+            allowed="exact (names)", hint="look at what hands the name of the environment on to the episodes",
+        )  # fmt: skip
 
 
 def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:

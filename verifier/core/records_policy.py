@@ -204,6 +204,8 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Token ids of each reply by a second reader of the tokenizer's files; none without one, and in older traces."""
     read_texts: tuple[str, ...] = ()
     """Text of each turn by the same reader."""
+    made_by: str = ""
+    """What made the environment that replied, "package.module:Class"; empty in older traces."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):

@@ -44,18 +44,22 @@ def check_environment(name: str) -> None:
         raise UsageError(f"unknown environment `{name}`: give {known} or package.module:Class")
 
 
-def open_environment(name: str) -> Environment:
+def open_environment(name: str) -> tuple[Environment, str]:
     """Make an environment.
+
+    Returns:
+        The environment, and what made it, "package.module:Class".
 
     Raises:
         UsageError: see `check_environment`; its module cannot be imported, or it is no environment.
     """
     check_environment(name)
-    module, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
+    path = ENVIRONMENTS.get(name, name)
+    module, _, attribute = path.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError, TypeError) as error:
         raise UsageError(f"environment `{name}` cannot be made: {error}") from error
     if not isinstance(made, Environment):
         raise UsageError(f"environment `{name}` has no `longest_reply` or no `reply(turns)`: it is no environment")
-    return made
+    return made, path

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +172,19 @@ def answers_end_at_another_special_token(call: Call) -> Any:
     """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
     found = call.original()
     return call.wrong(dataclasses.replace(found, eos_id=min(found.special_ids - {found.eos_id})))
+
+
+@fault(
+    "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder)",
+    training=(*LIVE, "data.source=calculator"), **TOKENS,
+)  # fmt: skip
+def tokenizer_of_another_revision(call: Call) -> Any:
+    """The tokenizer is another revision's than the model, with a space more in its template, and is right by itself."""
+    other = Path(tempfile.mkdtemp())
+    call.undo(shutil.rmtree, other)
+    for file in call.folder.glob("*.json"):
+        shutil.copy(file, other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["chat_template"] = f" {settings['chat_template']}"
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    return call.faulty(folder=other)

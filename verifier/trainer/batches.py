@@ -136,8 +136,8 @@ def weights_of(config: TrainConfig, rollouts: Sequence[Rollout]) -> list[np.ndar
 class HeldOut:
     """Held-out problems: the text data set that a run evaluates on."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, files: Path, train: Sequence[Example]) -> None:
+        self.tokenizer, self.files = tokenizer, files
         self.examples = load_held_out(config, train, "sft")
         require_kept(self.examples, tokenizer)
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
@@ -159,12 +159,12 @@ class SftPlan:
         self.facts: Mapping[str, Any] = {}
         self.has_text, self.unread, self.reads_rewards = False, 0, False
         self._config, self._file = config, folder
-        self._tokenizer = open_tokenizer(checkpoint.path)
+        self._files, self._tokenizer = checkpoint.path, open_tokenizer(checkpoint.path)
         self._examples = load_train(config, "sft")
         require_kept(self._examples, self._tokenizer)
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
-        self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        self.held_out = HeldOut(config, self._tokenizer, self._files, self._examples)
         self.data = DataAsRead(config, "sft", self._examples, self.held_out.examples)
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
@@ -183,7 +183,7 @@ class SftPlan:
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
             self.data.record(probe, step, indices, examples)
-            record_tokens(probe, step, self._tokenizer, rollouts, examples.__getitem__, whole=True)
+            record_tokens(probe, step, self._tokenizer, self._files, rollouts, examples.__getitem__, whole=True)
             text = trained_text(step, examples, rollouts, self._tokenizer)
             self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -36,22 +37,23 @@ def texts_of(step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> Ro
 
 
 def record_tokens(
-    probe: Probe, step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout], example_of: Callable[[int], Example],
-    *, whole: bool,
+    probe: Probe, step: int, tokenizer: Tokenizer, files: Path, rollouts: Sequence[Rollout],
+    example_of: Callable[[int], Example], *, whole: bool,
 ) -> None:  # fmt: skip
     """Record the tokens of a step's rollouts beside a second reading of their examples, if the tokenizer has one.
 
     Args:
         probe: of the step.
         step: from 1.
-        tokenizer: of the checkpoint, whose files are read.
+        tokenizer: that made and ended the rollouts.
+        files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
         rollouts: of the step.
         example_of: example of a rollout, by its place.
         whole: they are examples of fine-tuning, whose tokens are known to the last.
     """
-    if why_unread(tokenizer.folder):
+    if why_unread(files):
         return
-    reader = _second(tokenizer.folder)
+    reader = _second(files)
     keys = [item.id if whole else item.group for item in rollouts]
     known: dict[str, ReadRow] = {}
     for place, key in enumerate(keys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 from msgspec import structs
@@ -48,17 +49,19 @@ class Episodes:
     Args:
         options: of the run.
         tokenizer: with a chat template that has messages of tools.
+        files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
 
     Raises:
         UsageError: no such environment; the template does not end an assistant's turn with the end token.
     """
 
-    def __init__(self, options: GrpoOptions, tokenizer: Tokenizer) -> None:
-        self._options, self._tokenizer = options, tokenizer
+    def __init__(self, options: GrpoOptions, tokenizer: Tokenizer, files: Path) -> None:
+        self._options, self._tokenizer, self._files = options, tokenizer, files
         self._environment = None
         if options.has_turns:
             encoded = None if self._second is None else self._second.reply
-            self._environment = SealedEnvironment(open_environment(options.environment), self._framed, encoded)
+            made = open_environment(options.environment)
+            self._environment = SealedEnvironment(*made, self._framed, encoded)
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
         if self._environment is not None:
@@ -119,7 +122,7 @@ class Episodes:
             prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
-            said=tuple(said), seals=self._environment.take_seals(),
+            said=tuple(said), seals=self._environment.take_seals(), made_by=self._environment.path,
             read_replies=() if self._second is None else tuple(encoded.get(text, ()) for text in said),
             read_texts=() if self._second is None else tuple(
                 self._second.decode(self._unended(turn.sample.tokens)) for _, _, turn in turns
@@ -135,8 +138,7 @@ class Episodes:
     @cached_property
     def _second(self) -> SecondTokenizer | None:
         """Second reader of the tokenizer's files, if there is one."""
-        folder = self._tokenizer.folder
-        return None if why_unread(folder) else SecondTokenizer(folder)
+        return None if why_unread(self._files) else SecondTokenizer(self._files)
 
     def _framed(self, said: str) -> str:
         """Text of a tool's message and of what comes before the next turn, by the second reader if there is one."""

@@ -84,8 +84,8 @@ def record_solved(
     rollouts, _ = load_rollouts(file)
     few = places(version, len(rollouts))
     record_tokens(
-        probe, version, held_out.tokenizer, [rollouts[at] for at in few], lambda at: held_out.examples[few[at]],
-        whole=True,
+        probe, version, held_out.tokenizer, held_out.files, [rollouts[at] for at in few],
+        lambda at: held_out.examples[few[at]], whole=True,
     )  # fmt: skip
     ids = tuple(example.id for example in held_out.examples)
     record = SolvedProblems(

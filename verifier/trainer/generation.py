@@ -73,7 +73,7 @@ class EngineRollouts:
         self.data = DataAsRead(config, "grpo", self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
-        self._episodes = Episodes(config.grpo, self._tokenizer)
+        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
         self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
@@ -143,7 +143,7 @@ class EngineRollouts:
             at, which, _ = rollouts[place].group.split("/", 2)
             return self._examples[self._indices(step, int(at.partition(".")[2] or 0))[int(which)]]
 
-        record_tokens(probe, step, self._tokenizer, rollouts, example_of, whole=False)
+        record_tokens(probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False)
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
@@ -322,7 +322,7 @@ class EngineRollouts:
             return self._held_out[int(rows[at].group.split("/", 2)[1])]
 
         given = [rollout_of(row) for row in rows]
-        record_tokens(probe, version, self._tokenizer, given, example_of, whole=False)
+        record_tokens(probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False)
         return True
 
     def _rows(

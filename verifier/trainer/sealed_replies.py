@@ -13,15 +13,17 @@ class SealedEnvironment:
 
     Args:
         environment: replies.
+        path: what made it, "package.module:Class".
         framed: text of the tool's message, and of what comes before the next turn, for a reply.
         encoded: token ids of that text by a second reader of the tokenizer's files; None where there is none.
     """
 
     def __init__(
-        self, environment: Environment, framed: Callable[[str], str],
+        self, environment: Environment, path: str, framed: Callable[[str], str],
         encoded: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         self._environment, self._framed, self._encode = environment, framed, encoded
+        self.path = path
         self.longest_reply = environment.longest_reply
         self._seals: list[int] = []
         self._encoded: dict[str, tuple[int, ...]] = {}

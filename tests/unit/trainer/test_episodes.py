@@ -47,7 +47,7 @@ def played(tokenizer, number: int) -> list[Turn]:
         if message.role == "assistant":
             own = (*tokenizer.encode(message.content), tokenizer.eos_id)
             sample = Sample(tokens=own, logprobs=tuple(-0.5 - at for at in range(len(own))))
-            ((turn,),) = Episodes(OPTIONS, tokenizer).first([prompt], [[sample]])[0]
+            ((turn,),) = Episodes(OPTIONS, tokenizer, tokenizer.folder).first([prompt], [[sample]])[0]
             found.append(turn)
             prompt = next_prompt(turn)
     return found
@@ -103,12 +103,12 @@ def test_prompts_of_later_turns_begin_with_all_earlier_ids(turns):
 
 def test_a_turn_that_was_cut_off_gets_no_reply(tokenizer):
     cut = Sample(tokens=tokenizer.encode("37+85="), logprobs=(-1.0,) * 6)
-    ((turn,),) = Episodes(OPTIONS, tokenizer).first([(1, 2)], [[cut]])[0]
+    ((turn,),) = Episodes(OPTIONS, tokenizer, tokenizer.folder).first([(1, 2)], [[cut]])[0]
     assert turn.reply == ()
 
 
 def test_replies_are_sealed_as_the_environment_speaks(tokenizer):
-    played = Episodes(OPTIONS, tokenizer)
+    played = Episodes(OPTIONS, tokenizer, tokenizer.folder)
     own = (*tokenizer.encode("37+85="), tokenizer.eos_id)
     ((turn,),) = played.first([(1, 2)], [[Sample(tokens=own, logprobs=(-1.0,) * len(own))]])[0]
     last = Turn(prompt=next_prompt(turn), sample=Sample(tokens=own[:1], logprobs=(-1.0,)), text="3")
@@ -140,7 +140,7 @@ def test_the_ids_of_a_reply_are_read_from_what_the_environment_said(tmp_path):
         settings.read_text().replace("+ message['content']", "+ (message['content'] | replace('1', '11'))")
     )
     tokenizer = open_tokenizer(folder)
-    episodes = Episodes(GrpoOptions(environment=f"{__name__}:Talker", max_turns=2), tokenizer)
+    episodes = Episodes(GrpoOptions(environment=f"{__name__}:Talker", max_turns=2), tokenizer, tokenizer.folder)
     own = (*tokenizer.encode("7"), tokenizer.eos_id)
     ((turn,),) = episodes.first([(2,)], [[Sample(tokens=own, logprobs=(-0.5, -0.5))]])[0]
     record = episodes.record(1, "round 0", [("x", [turn])])
