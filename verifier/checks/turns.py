@@ -82,7 +82,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
 
 
 def _made(trace: Trace, item: EpisodeTurns) -> Iterator[Comparison]:
-    """What made the environment, against what the config names, of traces that have both."""
+    """Maker of the environment, against the one that the config names, of traces that have both."""
     grpo = trace.manifest.config.get("grpo")
     asked = str(grpo.get("environment", "")) if isinstance(grpo, Mapping) else ""
     right = ENVIRONMENTS.get(asked, asked)
