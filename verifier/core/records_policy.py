@@ -205,7 +205,7 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     read_texts: tuple[str, ...] = ()
     """Text of each turn by the same reader."""
     made_by: str = ""
-    """What made the environment that replied, "package.module:Class"; empty in older traces."""
+    """Maker of the environment that replied, "package.module:Class"; empty in older traces."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
