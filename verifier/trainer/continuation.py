@@ -9,11 +9,13 @@ import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
+from verifier.core.records_policy import Runs
 from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState, WrittenTensors
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values, steps_in
 from verifier.trainer.data_as_read import DataAsRead
+from verifier.trainer.metric_lines import MetricLines
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -28,6 +30,9 @@ class Continuation:
         folder: of the run.
         progress: called with a line of text.
         data: of the run, as they were read; None where they are not compared with those before a stop.
+
+    Attributes:
+        lines_found: lines of metrics, as they were found before those behind the checkpoint were removed.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Continuation:
         self._present: Sequence[int] = ()
         self._stored: list[tuple[int, list[Any]]] = []
         """Step of each checkpoint that was written and not yet recorded, and what each rank read back of it."""
+        self._lines = MetricLines(folder.path / "metrics.jsonl")
+        self.lines_found: Runs = ()
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -69,6 +76,7 @@ class Continuation:
                 f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more"
             )
         self._checkpoints.remove_after(step)
+        self.lines_found = self.lines()
         metrics = self._folder.rewind(step)
         if at is not None:
             self._progress(f"continuing from the checkpoint `{path}`: {step} steps are done")
@@ -81,6 +89,15 @@ class Continuation:
     def updates(self) -> int:
         """Optimizer steps that the checkpoint has taken; 0 without one."""
         return 0 if self._at is None else self._at.updates
+
+    @property
+    def begun(self) -> int:
+        """Step of the checkpoint that the run goes on from; 0 without one."""
+        return 0 if self._at is None else self._at.step
+
+    def lines(self) -> Runs:
+        """Runs of lines of metrics, read back from their file; see `MetricLines.runs`."""
+        return self._lines.runs()
 
     def restore(self, ahead: AheadRollouts | None) -> None:
         """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
@@ -136,7 +153,7 @@ class Continuation:
                 KeptCheckpoints(
                     name="checkpoints", version=step, found=tuple(steps_in(self._folder.path / "checkpoints")),
                     writing=0 if self._writing is None else self._writing.step,
-                    begun=0 if self._at is None else self._at.step, present=tuple(self._present), ended=ended,
+                    begun=self.begun, present=tuple(self._present), ended=ended,
                 )
             )  # fmt: skip
         return probe is not None and self._record_stored(probe)

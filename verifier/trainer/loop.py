@@ -227,13 +227,11 @@ class StepLoop:
         """Record of the last line of metrics, which is to be of a step, beside what that step's trace has."""
         line, own = self.folder.last_line(), self._recorded
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)} | parts_of(line)
-        event = self.metrics.shown()
         return WrittenMetrics(
             name="metrics.jsonl", version=step, step=int(numbers.pop("step", -1)),
             values={name: real(float(value)) for name, value in numbers.items()},
-            recorded=own.values if own is not None and own.version == step else {},
-            event_step=-1 if event is None else event[0],
-            event=None if event is None else {name: real(value) for name, value in event[1].items()},
+            recorded=own.values if own is not None and own.version == step else {}, lines=self.continuation.lines(),
+            lines_found=self.continuation.lines_found, begun=self.continuation.begun, **self.metrics.shown(),
         )  # fmt: skip
 
     def told(self, summary: TrainSummary) -> RunSummary:
