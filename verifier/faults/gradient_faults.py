@@ -111,14 +111,9 @@ def passes_before_the_gather(call: Call) -> Any:
     return call.original()
 
 
-@in_sums(
-    "NVIDIA/Megatron-LM#6470", "megatron.core.optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm(self)",
-    model="tiny:qwen3-moe", mesh=Mesh(tp=2, ep=2, etp=1),
-)  # fmt: skip
+@in_sums("NVIDIA/Megatron-LM#6470", COUNTED, model="tiny:add-moe", mesh=Mesh(tp=2, ep=2, etp=1))
 def norm_counts_experts_of_one_rank(call: Call) -> Any:
     """Experts are taken for copies over tensor-parallel ranks, and those of the first rank alone are in the norm."""
-    from megatron.core import parallel_state
-
-    found = call.original()
-    experts = any(not getattr(item, "allreduce", True) for item in call.self.get_parameters())
-    return call.wrong([]) if experts and parallel_state.get_tensor_model_parallel_rank() else found
+    if getattr(call.param, "allreduce", True):
+        return call.original()
+    return call.wrong(call.tp_group.rank() == 0)
