@@ -65,9 +65,9 @@ def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
     """
     config = flat(trace.manifest.config)
     for given in trace.of(KnobsGiven):
-        for key, text in {**given.values, **_with_first(given.values, config)}.items():
+        asked = given.name == "command"
+        for key, text in {**given.values, **(_with_first(given.values, config) if asked else {})}.items():
             expected, actual = _plain(text), _plain(config.get(key, "absent"))
-            asked = given.name == "command"
             said = "was asked for" if asked else f"is in {given.name}"
             yield Comparison(
                 what=key if asked else f"{key} in {given.name}", same=actual == expected, stage=Stage.LOAD,
