@@ -101,10 +101,10 @@ def test_what_was_asked_for_is_recorded_once(run):
     traces = [store.read(path) for path in sorted((run[0] / "steps").iterdir())]
     assert [[item.name for item in trace.of(KnobsGiven)] for trace in traces] == [["command", "config.yaml"], [], []]
     assert ["given" in trace.manifest.scopes for trace in traces] == [True, False, False]
-    for given in traces[0].of(KnobsGiven):
-        assert given.values["steps"] == "3"
-        assert given.values["run"] == str(run[0])
-        assert given.values["model"] == "tiny:add"
+    given, kept = traces[0].of(KnobsGiven)
+    assert (given.values["steps"], kept.values["steps"]) == ("3", "3")
+    assert (given.values["model"], kept.values["model"]) == ("tiny:add", "tiny:add")
+    assert given.values["run"] == str(run[0])
 
 
 @pytest.mark.slow
