@@ -99,12 +99,12 @@ def test_what_was_asked_for_is_recorded_once(run):
     from verifier.core.records_trainer import KnobsGiven
 
     traces = [store.read(path) for path in sorted((run[0] / "steps").iterdir())]
-    assert [len(list(trace.of(KnobsGiven))) for trace in traces] == [1, 0, 0]
+    assert [[item.name for item in trace.of(KnobsGiven)] for trace in traces] == [["command", "config.yaml"], [], []]
     assert ["given" in trace.manifest.scopes for trace in traces] == [True, False, False]
-    (given,) = traces[0].of(KnobsGiven)
-    assert given.values["steps"] == "3"
+    given, kept = traces[0].of(KnobsGiven)
+    assert (given.values["steps"], kept.values["steps"]) == ("3", "3")
+    assert (given.values["model"], kept.values["model"]) == ("tiny:add", "tiny:add")
     assert given.values["run"] == str(run[0])
-    assert given.values["model"] == "tiny:add"
 
 
 @pytest.mark.slow

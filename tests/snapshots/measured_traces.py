@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from verifier.core.record import Real, Record
 from verifier.core.records_gradients import GradientProducts, TensorProduct
 from verifier.core.records_policy import RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
+from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
 
@@ -91,6 +92,7 @@ def measured() -> list[Record]:
             name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
             array="bits of a checkpoint",
         ),
+        WrittenState(name="state.json", version=1, numbers={"step": 1}, rollouts="xxh3:0", after="xxh3:0"),
         SolvedProblems(name="held-out problems", version=1, ids=("c",), lengths=(2,), solved=(True,), array="solved"),
     ]  # fmt: skip
 

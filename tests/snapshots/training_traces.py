@@ -293,7 +293,7 @@ def training() -> list[Record]:
         StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
         WrittenMetrics(
             name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "loss": 1.5, **measured_traces.NUMBERS},
-            recorded={"reward": 0.5},
+            recorded={"reward": 0.5}, lines=((1, 1),), events=((1, 1),), restart=1,
         ),
         RunSummary(name="run", version=1, loss=1.5, accuracy=1.0, alone=False),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),

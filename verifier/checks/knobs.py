@@ -50,27 +50,32 @@ def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
     What it checks: on the first judged step of a process that was started as `verifier train`, per key that a word
     `key=value`, an option or the file gave, the value by a second reader against the config in the step's manifest. A
     word or an option goes before the file. Of a run with `first` the same of both runs, and that the second one trains
-    the model that the first one left.
+    the model that the first one left. The same of config.yaml, which the run keeps in its folder.
     Why it matters: all other checks compare with the config. An override that is lost while it is read trains another
     run, and everything agrees with it. A second stage that begins with the base model in the place of the first one's
-    loses what was trained, and no step of it is wrong.
+    loses what was trained, and no step of it is wrong. Whoever repeats a run by a config.yaml that lost an override
+    trains another one.
     Evidence: load/given, the manifest's config.
     Tolerance and its source: exact; numbers by value, lists by their parts, paths without dots and slashes that mean
     nothing.
     What it does not catch: values that name other keys, `${...}`; switches such as `--verify`, and lists that options
     give; null where the config computes a value; `--replay` or `--preflight`, trials of a sweep, and runs that another
     program starts; a default that is wrong; weights in the folder that the first run left (WGT019, WGT001).
-    References: sleap-nn#301, OLMo#865.
+    References: sleap-nn#301, OLMo#865, databricks/cli#6611.
     """
     config = flat(trace.manifest.config)
     for given in trace.of(KnobsGiven):
-        for key, text in {**given.values, **_with_first(given.values, config)}.items():
+        asked = given.name == "command"
+        for key, text in {**given.values, **(_with_first(given.values, config) if asked else {})}.items():
             expected, actual = _plain(text), _plain(config.get(key, "absent"))
+            said = "was asked for" if asked else f"is in {given.name}"
             yield Comparison(
-                what=key, same=actual == expected, stage=Stage.LOAD, version=given.version, badness=1.0,
-                sentence=f"{key} = {expected} was asked for, and the run has {actual}",
-                expected=f"{expected} (the command line and its file)", actual=f"{actual} (the run's config)",
-                allowed="exact", hint="look at what merges defaults, file and overrides",
+                what=key if asked else f"{key} in {given.name}", same=actual == expected, stage=Stage.LOAD,
+                version=given.version, badness=1.0,
+                sentence=f"{key} = {expected} {said}, and the run has {actual}",
+                expected=f"{expected} ({'the command line and its file' if asked else 'what the run keeps'})",
+                actual=f"{actual} (the run's config)", allowed="exact",
+                hint="look at what merges defaults, file and overrides",
             )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from verifier.checks.content import compare_contents, owner_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import (
     CheckpointNumber,
     KeptCheckpoints,
@@ -180,17 +181,22 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     What it checks: after each checkpoint, per rank, up to 64 elements of up to four of its tensors of each kind
     (weights, masters, either moment), others in each, read from the files, against copies of the same elements that
     were taken when the save began; and that each tensor is there. Of up to eight tensors that the rank's optimizer
-    steps, up to 64 elements of weights, masters and moments against what the last update left of them.
+    steps, up to 64 elements of weights, masters and moments against what the last update left of them. And of the
+    controller's part, that its step, its version and its position in the data are of the checkpoint's own step, and
+    that the batch in it, which was sampled ahead, is the one that the next step takes.
     Why it matters: a writer that works beside the training may write what it was given first, again and again, or what
     the next step has made of it. Saves and loads report success, and the run goes on as it should. Whoever resumes
-    from it weeks later loses the steps between.
-    Evidence: checkpoint/written.
+    from it weeks later loses the steps between. A position that stays where a resume began is of no run before the
+    second resume.
+    Evidence: checkpoint/written, checkpoint/state.
     Tolerance and its source: bitwise; a save is a copy.
     What it does not catch: frozen tensors and buffers that were wrong before they were given; random states and counts
     (CKP001); tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged
     gates, and those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
-    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077.
+    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077,
+    prime-rl#3332.
     """
+    yield from _states(trace)
     for item in trace.of(WrittenTensors):
         given = ragged.split(trace.array(item, "given"), item.counts)
         for name, right, found in zip(
@@ -208,6 +214,25 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
                 mismatched=f"elements: {bad:,} of {len(right):,}", allowed="bitwise (a save is a copy)",
                 hint="look at what is gathered or put in the place of weights when a save begins, and at when the "
                 "writer reads the memory that it was given",
+            )  # fmt: skip
+
+
+def _states(trace: Trace) -> Iterator[Comparison]:
+    """The controller's part of each checkpoint, against its step and against the batch that came after it."""
+    for item in trace.of(WrittenState):
+        pairs: list[tuple[str, int | str, int | str]] = [
+            *((name, number, item.version) for name, number in item.numbers.items()),
+            ("batch sampled ahead", item.rollouts, item.after),
+        ]
+        for name, actual, expected in pairs:
+            yield Comparison(
+                what=f"{name} of {item.name}", same=actual == expected, stage=Stage.CHECKPOINT, version=item.version,
+                badness=1.0,
+                sentence=f"the checkpoint of step {item.version} has {name} {actual} in {item.name}, it should be "
+                f"{expected}",
+                expected=f"{expected} (what came after the step)", actual=f"{actual} (the file)",
+                allowed="exact (counts and digests)",
+                hint="look at what the controller gives the checkpoint, and at what it keeps of an earlier one",
             )  # fmt: skip
 
 

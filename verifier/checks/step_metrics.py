@@ -10,6 +10,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.loss_rows import LIMIT, UpdateRows, kl_estimates, updates_of
+from verifier.checks.metric_history import all_steps_once
 from verifier.checks.policy_step import FLOOR
 from verifier.checks.shown_rates import rates_and_times
 from verifier.core import ragged
@@ -115,9 +116,11 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     TensorBoard, read back too, against the line: step and all numbers. Each rate of the line, against the quotient of
     its numbers, and each time, against the sum of its parts. And that the line has the numbers of an evaluation just if
     one was due: after its step, or before the first one. And that no step comes after one whose accuracy is
-    `evaluation.stop_above` or more.
+    `evaluation.stop_above` or more. And of the whole file that it has the lines that were there up to the checkpoint,
+    and one line of each step since; that TensorBoard has a point of each, and forgets those of steps taken again.
     Why it matters: curves of two runs are compared step by step. Numbers under another step, or those of a step before,
-    move a curve and no number in it is wrong. An evaluation that is passed over leaves a gap where nobody looks.
+    move a curve and no number in it is wrong. An evaluation that is passed over leaves a gap where nobody looks. After
+    a resume a file that is opened anew has lost the run's beginning, and a curve may show a step twice.
     Evidence: loss/written, and the manifest's config.
     Tolerance and its source: bitwise; the file has every digit of a float64, and an event those of a float32. Times are
     differences of a clock's readings: 1e-6 s.
@@ -125,7 +128,8 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
     of the mismatch, memory, a stage's own seconds); of a run that goes on from a checkpoint the numbers of the step
     before it, evaluations included. A line of another step is the resume's there, and is named checkpoint. An
     evaluation at the end alone (MET004).
-    References: prime-rl#1516, prime-rl#1513, prime-rl#835, NeMo-Speech#4541, open-instruct#1032.
+    References: prime-rl#1516, prime-rl#1513, prime-rl#835, NeMo-Speech#4541, open-instruct#1032, rf-detr#1321,
+    PaddleFormers#4744, main_loop_tf#22.
     """
     for item in trace.of(WrittenMetrics):
         stage = Stage.LOSS if item.recorded else Stage.CHECKPOINT
@@ -139,6 +143,7 @@ def metrics_written_otherwise(trace: Trace) -> Iterator[Comparison]:
                 allowed="bitwise (numbers are copied)", hint="look at which step the writer takes its numbers from",
             )  # fmt: skip
         yield from _curves(item)
+        yield from all_steps_once(item)
         yield from rates_and_times(item)
         yield from _evaluated(trace, item)
         yield from _stopped(trace, item)

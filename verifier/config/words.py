@@ -90,6 +90,15 @@ def asked_of_first(kind: type, given: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **{key: given[key] for key in HANDED_ON if key in given}, **folder}
 
 
+def kept(kind: type, file: Path) -> dict[str, str]:
+    """Values of the file in which a run keeps its config, by key, as text; nothing where it cannot be read."""
+    known = {entry.key: entry for entry in entries(kind)}
+    try:
+        return _texts(known, dict(_of_file(known, file)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
 def _texts(known: Mapping[str, KnobEntry], given: Mapping[str, Any]) -> dict[str, str]:
     """Text of each value that is judged; nothing where a key is unknown."""
     if not given.keys() <= known.keys():

@@ -242,6 +242,10 @@ class RunSummary(Record, frozen=True, kw_only=True, tag="loss/summary"):
     """It is of an evaluation at the end, of which no line of metrics has the numbers."""
 
 
+Runs = tuple[tuple[int, int], ...]
+"""First and last step of each run of lines, or events, whose steps count by one."""
+
+
 class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
     """Last line of metrics.jsonl, read back from the file before the next step begins, or once the run has ended."""
 
@@ -255,6 +259,16 @@ class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
     """Step of the last event in TensorBoard's file, read back too; -1 where there is none."""
     event: dict[str, Real] | None = None
     """Name -> number of that event, in float32; None without TensorBoard."""
+    lines: Runs | None = None
+    """Runs of lines of the whole file, in order; None where nobody looked."""
+    lines_found: Runs = ()
+    """The same as the process found them, before it went on."""
+    begun: int = 0
+    """Step that the process went on from."""
+    events: Runs | None = None
+    """Runs of events in the file that TensorBoard's writer began with the process; None without TensorBoard."""
+    restart: int = -1
+    """Step from which on that file takes the place of earlier ones; -1 where it does not say so."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):

@@ -384,7 +384,7 @@ class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
 
 
 class KnobsGiven(Record, frozen=True, kw_only=True, tag="load/given"):
-    """Knobs that words and file of the command gave, by a second reading of both."""
+    """Knobs that words and file of the command gave, or that config.yaml of a run has, by a second reading of them."""
 
     values: dict[str, str]
     """Key -> value as text; lists as JSON, nothing as ``null``."""

@@ -256,3 +256,17 @@ def reference_saved_for_the_policy(call: Call) -> None:
 def _begun(call: Call) -> None:
     call.original()
     call.state["begun"] = [item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()]
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#3332 (kin: there it was the position in the data)",
+    "verifier.trainer.continuation:Continuation.begin(self, call, step, updates, rollouts)",
+    **{
+        **ROW, "side": Side.CONTROLLER, "caught_by": ("CKP004",),
+        "training": (*ASYNC, "grpo.max_staleness=1", "verify.every=0"),
+    },
+)  # fmt: skip
+def state_stays_that_of_the_resume(call: Call) -> Any:
+    """Each checkpoint after a resume has the batch that the run went on with, and a second resume trains on it."""
+    at = call.self._at
+    return call.original() if at is None else call.faulty(rollouts=list(at.rollouts))

@@ -109,3 +109,11 @@ def passes_before_the_gather(call: Call) -> Any:
         call.fire()
         call.self.param_gather_dispatched = True
     return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#6470", COUNTED, model="tiny:add-moe", mesh=Mesh(tp=2, ep=2, etp=1))
+def norm_counts_experts_of_one_rank(call: Call) -> Any:
+    """Experts are taken for copies over tensor-parallel ranks, and those of the first rank alone are in the norm."""
+    if getattr(call.param, "allreduce", True):
+        return call.original()
+    return call.wrong(call.tp_group.rank() == 0)

@@ -65,3 +65,13 @@ def second_stage_begun_with_the_base(call: Call) -> Any:
 def base_loaded_by_the_second_stage(call: Call) -> Any:
     """The folder of the model that a run is to begin with is not the one that is opened, which holds the base."""
     return call.original() if call.model.startswith("tiny:") else call.faulty(model="tiny:add")
+
+
+@fault(
+    "databricks/cli#6611", "verifier.trainer.run_folder:RunFolder.write_config(self, config)", side=Side.CONTROLLER,
+    training=("verify.every=0",), **{**ROW, "caught_by": ("CFG002",)},
+)  # fmt: skip
+def kept_config_without_overrides(call: Call) -> Any:
+    """The config that a run keeps in its folder is the one before the overrides, and whoever repeats it has another."""
+    rule = dataclasses.replace(call.config.optimizer, weight_decay=0.0)
+    return call.faulty(config=dataclasses.replace(call.config, optimizer=rule))

@@ -12,6 +12,7 @@ from verifier.faults.evaluation_faults import ROW as EVALUATION
 from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.faults.mode_faults import ASYNC
 from verifier.faults.turn_faults import KNOBS, STEP_WISE
+from verifier.mesh import Mesh
 
 KEPT: dict[str, Any] = {
     "stage": Stage.CHECKPOINT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add",
@@ -109,3 +110,40 @@ def evaluated_by_the_first_turn(call: Call) -> Any:
     """An evaluation takes one turn of each episode, and the tool is there in training alone."""
     found = call.original()
     return found if call.sampling.n > 1 else call.wrong([[[turns[0]] for turns in own] for own in found])
+
+
+@fault(
+    "PaddlePaddle/PaddleFormers#4744", "verifier.trainer.run_folder:RunFolder.rewind(self, step)",
+    **{**KEPT, "caught_by": ("MET002",), "training": ("verify.every=0",)},
+)  # fmt: skip
+def lines_stay_of_steps_taken_again(call: Call) -> Any:
+    """The file of metrics keeps the lines of steps behind the checkpoint, and each of them is there twice."""
+    file = call.self.path / "metrics.jsonl"
+    before, found = file.read_text(), call.original()
+    if file.read_text() != before:
+        call.fire()
+        file.write_text(before)
+    return found
+
+
+@fault(
+    "roboflow/rf-detr#1321", "verifier.trainer.run_folder:RunFolder.add_metrics(self, values)",
+    **{**KEPT, "stage": Stage.LOSS, "saved_on": Mesh(), "caught_by": ("MET002",), "training": ("verify.every=0",)},
+)  # fmt: skip
+def lines_overwritten_by_a_resume(call: Call) -> Any:
+    """The file of metrics is opened anew by the first line after a resume, and all steps before it are gone."""
+    if not call.state.setdefault("opened", False):
+        call.state["opened"] = True
+        call.fire()
+        (call.self.path / "metrics.jsonl").unlink()
+    return call.original()
+
+
+@fault(
+    "fvisin/main_loop_tf#22", "verifier.trainer.metrics:Metrics._add_event(self, step, numbers)",
+    **{**KEPT, "stage": Stage.LOSS, "saved_on": Mesh(), "caught_by": ("MET002",), "training": ("verify.every=0",)},
+)  # fmt: skip
+def points_stay_of_steps_taken_again(call: Call) -> Any:
+    """TensorBoard is not told of a restart, and its curves keep the points of steps that are taken again."""
+    call.self._restarted = True
+    return call.faulty()

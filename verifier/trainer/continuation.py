@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
+from verifier.core.records_policy import Runs
+from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState, WrittenTensors
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
-from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values, steps_in
+from verifier.trainer.checkpoint_folder import STATE, Checkpoints, RunState, digest_of_values, steps_in
 from verifier.trainer.data_as_read import DataAsRead
+from verifier.trainer.metric_lines import MetricLines
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -28,6 +32,9 @@ class Continuation:
         folder: of the run.
         progress: called with a line of text.
         data: of the run, as they were read; None where they are not compared with those before a stop.
+
+    Attributes:
+        lines_found: lines of metrics, as they were found before those behind the checkpoint were removed.
     """
 
     def __init__(
@@ -44,6 +51,13 @@ class Continuation:
         self._present: Sequence[int] = ()
         self._stored: list[tuple[int, list[Any]]] = []
         """Step of each checkpoint that was written and not yet recorded, and what each rank read back of it."""
+        self._unread: list[int] = []
+        """Steps of those that were recorded, whose state nobody has read back yet."""
+        self._after: dict[int, str] = {}
+        """Digest of the batch that came after each that is being written still."""
+        self._live: AheadRollouts | None = None
+        self._lines = MetricLines(folder.path / "metrics.jsonl")
+        self.lines_found: Runs = ()
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -69,6 +83,7 @@ class Continuation:
                 f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more"
             )
         self._checkpoints.remove_after(step)
+        self.lines_found = self.lines()
         metrics = self._folder.rewind(step)
         if at is not None:
             self._progress(f"continuing from the checkpoint `{path}`: {step} steps are done")
@@ -82,8 +97,18 @@ class Continuation:
         """Optimizer steps that the checkpoint has taken; 0 without one."""
         return 0 if self._at is None else self._at.updates
 
+    @property
+    def begun(self) -> int:
+        """Step of the checkpoint that the run goes on from; 0 without one."""
+        return 0 if self._at is None else self._at.step
+
+    def lines(self) -> Runs:
+        """Runs of lines of metrics, read back from their file; see `MetricLines.runs`."""
+        return self._lines.runs()
+
     def restore(self, ahead: AheadRollouts | None) -> None:
         """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
+        self._live = ahead
         if self._at is not None and ahead is not None and self._at.rollouts:
             ahead.restore(self._at.step + 1, self._at.rollouts)
             self._ahead = ahead
@@ -136,10 +161,41 @@ class Continuation:
                 KeptCheckpoints(
                     name="checkpoints", version=step, found=tuple(steps_in(self._folder.path / "checkpoints")),
                     writing=0 if self._writing is None else self._writing.step,
-                    begun=0 if self._at is None else self._at.step, present=tuple(self._present), ended=ended,
+                    begun=self.begun, present=tuple(self._present), ended=ended,
                 )
             )  # fmt: skip
         return probe is not None and self._record_stored(probe)
+
+    def record_states(self, probe: Probe | None, *, ended: bool = False) -> None:
+        """Record the controller's part of what was written, read back, beside the batch that came after it.
+
+        Args:
+            probe: of the trace in which `record_kept` has recorded what the ranks read back.
+            ended: no step comes after it; else the batch is the one that the step of the trace has taken.
+        """
+        unread, self._unread = self._unread, []
+        for step in unread if probe is not None else ():
+            file, after = self._checkpoints.path(step) / STATE, self._after.pop(step, None)
+            if after is None:
+                after = self._batch_after(ended=ended)
+            if file.exists() and probe is not None:
+                found = msgspec.json.decode(file.read_bytes(), type=RunState)
+                numbers = {"step": found.step, "data_position": found.data_position, "weights": found.weight_version}
+                probe.emit(
+                    WrittenState(
+                        name="state.json", version=step, numbers=numbers, rollouts=digest_of_values(found.rollouts),
+                        after=after,
+                    )
+                )  # fmt: skip
+        if self._writing is not None and not ended:
+            self._after.setdefault(self._writing.step, self._batch_after())
+
+    def _batch_after(self, *, ended: bool = False) -> str:
+        """Digest of the batch that was sampled ahead and is taken now, or has not been at the end."""
+        if self._live is None:
+            return digest_of_values([])
+        taken = self._live.taken
+        return digest_of_values(self._live.saved() if ended or taken is None else taken.saved())
 
     def _record_stored(self, probe: Probe) -> bool:
         """Record what was read back of the checkpoints since the last record; tells whether there is any."""
@@ -154,6 +210,7 @@ class Continuation:
                 ),
                 {key: np.array([bit for part in parts for bit in part], np.int64) for key, parts in bits.items()},
             )  # fmt: skip
+        self._unread += [step for step, _ in stored if read]
         return bool(read)
 
     def is_due(self, step: int) -> bool:

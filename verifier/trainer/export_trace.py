@@ -59,6 +59,7 @@ class ExportTrace:
             for item in written:
                 probe.emit(item)
             found = ["stored"] if continuation.record_kept(probe, self._step, ended=True) else []
+            continuation.record_states(probe, ended=True)
             found += [*examine(probe, self._step)] if self._examines else []
             found += ["reward"] if "examined" in found and self._rereads else []
             self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))

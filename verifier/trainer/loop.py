@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
+from verifier.config.words import kept
 from verifier.core import ragged
 from verifier.core.manifest import Scope
 from verifier.core.record import Probe, real
@@ -35,7 +36,7 @@ from verifier.trainer.engines import Revival, gone
 from verifier.trainer.evaluation import record_solved
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.metrics import Metrics, line_of, mean_of, parts_of, told_by_evidence
-from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.run_folder import CONFIG, RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.token_versions import has_fresh
@@ -142,10 +143,11 @@ class StepLoop:
                 stored = self.continuation.record_kept(probe, step - 1)
                 if probe is not None and step > 1:
                     probe.emit(self.written(step - 1))
-                given = self.given if probe is not None and step == done + 1 else {}
+                given = probe is not None and step == done + 1
                 if given and probe is not None:
-                    probe.emit(KnobsGiven(name="command", version=step, values=dict(given)))
+                    self._record_given(probe, step)
                 updates = plan.updates(step, self._updates, self._score, probe)
+                self.continuation.record_states(probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
                 resumed = bool(updates) and self.continuation.record(probe, step)
                 examined = self.examine(probe, step - 1)
@@ -160,7 +162,7 @@ class StepLoop:
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
                     noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated, written=step > 1,
-                    loaded=begins and bool(updates), given=bool(given), sent=sent,
+                    loaded=begins and bool(updates), given=given, sent=sent,
                     examined="examined" in examined, measured="measured" in examined,
                     fresh=fresh, stored=stored,
                 )  # fmt: skip
@@ -227,13 +229,11 @@ class StepLoop:
         """Record of the last line of metrics, which is to be of a step, beside what that step's trace has."""
         line, own = self.folder.last_line(), self._recorded
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)} | parts_of(line)
-        event = self.metrics.shown()
         return WrittenMetrics(
             name="metrics.jsonl", version=step, step=int(numbers.pop("step", -1)),
             values={name: real(float(value)) for name, value in numbers.items()},
-            recorded=own.values if own is not None and own.version == step else {},
-            event_step=-1 if event is None else event[0],
-            event=None if event is None else {name: real(value) for name, value in event[1].items()},
+            recorded=own.values if own is not None and own.version == step else {}, lines=self.continuation.lines(),
+            lines_found=self.continuation.lines_found, begun=self.continuation.begun, **self.metrics.shown(),
         )  # fmt: skip
 
     def told(self, summary: TrainSummary) -> RunSummary:
@@ -248,6 +248,13 @@ class StepLoop:
         self.verdicts.settle(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
+
+    def _record_given(self, probe: Recorder, step: int) -> None:
+        """Record what the run was asked for, and the config that its folder keeps for whoever repeats it."""
+        if self.given:
+            probe.emit(KnobsGiven(name="command", version=step, values=dict(self.given)))
+        found = kept(TrainConfig, self.folder.path / CONFIG)
+        probe.emit(KnobsGiven(name=CONFIG, version=step, values=found))
 
     def _record_held_out(self, probe: Recorder | None, step: int, *, first: bool) -> bool:
         """Record the problems of the evaluation, on the first step after a start and before each evaluation."""

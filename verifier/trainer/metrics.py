@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verifier.config.training import TrainConfig
+from verifier.core.record import real
 from verifier.platform.provenance import gpu_names
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.event_file import EventFile
@@ -96,14 +97,17 @@ class Metrics:
         if self._view is not None:
             self._view.judged(step, exit_code)
 
-    def shown(self) -> tuple[int, dict[str, float]] | None:
-        """Step and numbers of the last event, read back from its file; None without TensorBoard."""
+    def shown(self) -> dict[str, Any]:
+        """Fields of `WrittenMetrics` on TensorBoard's events, read back from their file; none without TensorBoard."""
         if self._writer is None:
-            return None
+            return {}
         self._writer.flush()
         self._events = self._events or EventFile(self._folder.path / EVENTS)
         step, numbers = self._events.last()
-        return step, {tag.rpartition("/")[2]: value for tag, value in numbers.items()}
+        event = {tag.rpartition("/")[2]: real(value) for tag, value in numbers.items()}
+        return {
+            "event_step": step, "event": event, "events": self._events.runs, "restart": self._events.restart,
+        }  # fmt: skip
 
     def _add_event(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -39,7 +39,7 @@ FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpo
 """Knobs, and groups of them, in which a run may be continued with another value."""
 LONGEST_LINE = 1 << 20
 """Bytes of a line of metrics, at most; they grow with the greatest length of an answer."""
-FINISHED, KNOBS = "finished.json", "knobs.json"
+FINISHED, KNOBS, CONFIG = "finished.json", "knobs.json", "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class RunFolder:
         """Write every knob, and those that a run which continues this one must share."""
         self.write(KNOBS, json.dumps(shared_knobs(config), indent=1) + "\n")
         made = {entry.key: "this run" for entry in entries(TrainConfig) if entry.computed and entry.key != "run"}
-        self.write("config.yaml", resolved(config, made))
+        self.write(CONFIG, resolved(config, made))
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole."""
@@ -184,7 +184,7 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
 
 def _require_same_run(config: TrainConfig) -> None:
     if not (config.run / KNOBS).exists():
-        if (config.run / "config.yaml").exists():
+        if (config.run / CONFIG).exists():
             raise UsageError(f"the run folder `{config.run}` holds a run of another version: choose another --run")
         return
     for other in other_knobs(config.run, config):

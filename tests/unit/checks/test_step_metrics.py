@@ -20,6 +20,7 @@ from verifier.core.records_policy import (
     LossRows,
     LossTerms,
     PolicyColumns,
+    Runs,
     SamplingRound,
     StepMetrics,
     WrittenMetrics,
@@ -208,6 +209,52 @@ def test_a_line_that_a_resume_kept_is_the_checkpoints() -> None:
     outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
     assert outcome.finding is not None
     assert outcome.finding.first.stage is Stage.CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("found", "begun", "lines", "wrong"),
+    [
+        ((), 0, ((1, 4),), []),
+        (((1, 3),), 2, ((1, 4),), []),
+        (((1, 2),), 2, ((3, 4),), ["lines"]),  # opened anew
+        (((1, 3),), 2, ((1, 3), (3, 4)), ["lines"]),  # a step twice
+        (((1, 3),), 2, ((1, 1), (3, 4)), ["lines"]),  # the checkpoint's own line is lost
+        (((1, 3),), 4, ((1, 4),), ["lines"]),  # its line was not there when the process began
+        (((2, 9),), 3, ((2, 4),), []),  # somebody had cut the file before
+        (((1, 4), (3, 5)), 4, ((1, 4), (3, 4)), []),  # an older process had left lines behind its checkpoint
+        (((1, 2), (7, 7), (3, 3)), 3, ((1, 4),), []),
+        (((1, 4),), 3, None, []),
+    ],
+)  # fmt: skip
+def test_each_step_has_one_line_whatever_was_there(found: Runs, begun: int, lines: Runs | None, wrong: list[str]):
+    line = WrittenMetrics(
+        name="metrics.jsonl", version=4, step=4, values={}, recorded={}, lines=lines, lines_found=found, begun=begun
+    )
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
+    assert [item.what for item in outcome.finding.bad] == wrong if outcome.finding else not wrong
+    if outcome.finding:
+        assert outcome.finding.first.stage is (Stage.CHECKPOINT if begun == 4 else Stage.LOSS)
+
+
+@pytest.mark.parametrize(
+    ("begun", "events", "restart", "wrong"),
+    [
+        (2, ((3, 4),), 3, []),
+        (4, (), -1, []),
+        (0, ((1, 4),), 1, []),
+        (2, ((3, 4),), -1, ["restart of TensorBoard"]),
+        (2, ((3, 4),), 4, ["restart of TensorBoard"]),
+        (2, ((4, 4),), 3, ["points"]),
+        (2, ((3, 4), (4, 4)), 3, ["points"]),
+        (2, None, -1, []),
+    ],
+)  # fmt: skip
+def test_a_curve_forgets_steps_that_are_taken_again(begun: int, events: Runs | None, restart: int, wrong: list[str]):
+    line = WrittenMetrics(
+        name="metrics.jsonl", version=4, step=4, values={}, recorded={}, events=events, restart=restart, begun=begun
+    )
+    outcome = run_check(REGISTRY["MET002"], Trace(Manifest(complete=True), [line]))
+    assert [item.what for item in outcome.finding.bad] == wrong if outcome.finding else not wrong
 
 
 @pytest.mark.parametrize(

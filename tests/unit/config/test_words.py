@@ -11,9 +11,9 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
-from verifier.config.load import load
+from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
-from verifier.config.words import MAX_RUNS, asked, note, noted
+from verifier.config.words import MAX_RUNS, asked, kept, note, noted
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
@@ -41,8 +41,8 @@ def words(*texts: str) -> dict[str, str]:
     return asked(TrainConfig, ["/usr/bin/verifier", "train", *texts])
 
 
-def judged(given: dict[str, str], config: TrainConfig) -> Outcome:
-    trace = Trace(Manifest(config=config.to_dict()), [KnobsGiven(name="command", version=1, values=given)])
+def judged(given: dict[str, str], config: TrainConfig, name: str = "command") -> Outcome:
+    trace = Trace(Manifest(config=config.to_dict()), [KnobsGiven(name=name, version=1, values=given)])
     return run_check(REGISTRY["CFG002"], trace)
 
 
@@ -81,6 +81,19 @@ def test_configs_of_this_project_are_read_alike(path: Path) -> None:
     given = words(str(path), "run=runs/other")
     begun = config if config.first is None else going_on(config, first_of(config))
     assert judged(given, begun).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_a_run_keeps_of_these_configs_is_its_config(path: Path, tmp_path: Path) -> None:
+    config, _ = load(TrainConfig, file=path, overrides=["run=runs/other", "optimizer.beta_2=0.98"])
+    (tmp_path / "config.yaml").write_text(resolved(config, {}))
+    found = kept(TrainConfig, tmp_path / "config.yaml")
+    assert judged(found, config, "config.yaml").verdict is Verdict.HOLDS
+    assert len(found) > 50
+    begun, _ = load(TrainConfig, file=path, overrides=["run=runs/other"])
+    outcome = judged(found, begun, "config.yaml")
+    assert [item.what for item in outcome.finding.bad] == ["optimizer.beta_2 in config.yaml"]  # type: ignore[union-attr]
+    assert kept(TrainConfig, tmp_path / "absent.yaml") == {}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

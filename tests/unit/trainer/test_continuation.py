@@ -9,6 +9,7 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import LoadedState, SavedState
 from verifier.trainer.checkpoint_folder import RunState
 from verifier.trainer.continuation import Continuation
@@ -97,3 +98,32 @@ def test_checkpoints_are_told_by_the_folders_that_have_a_manifest(tmp_path):
     records: list[Any] = []
     continuation.record_kept(SimpleNamespace(emit=records.append), 9, ended=True)  # type: ignore[arg-type]
     assert [(item.found, item.writing, item.begun, item.ended) for item in records] == [((4, 1000000), 0, 0, True)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_written_is_read_back_beside_the_batch_that_came_next(tmp_path, late):
+    """A checkpoint that is written in the background may be whole a step later, when another batch is taken."""
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
+    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
+    taken: Any = SimpleNamespace(saved=lambda: [{"groups": [["next"]]}])
+    ahead: Any = SimpleNamespace(taken=taken, saved=lambda: [{"groups": [["waits"]]}])
+    continuation.restore(ahead)
+    tensors = [{"name": "a", "given": [1], "written": [1]}]
+    records: list[Any] = []
+    probe: Any = SimpleNamespace(emit=lambda record, arrays=None: records.append(record))
+    continuation.begin(lambda name, **_: [tensors], 1, 1, taken.saved())
+    if late:
+        continuation.record_kept(probe, 1)
+        continuation.record_states(probe)
+        ahead.taken = SimpleNamespace(saved=lambda: [{"groups": [["the one after"]]}])
+    continuation.finish(lambda name, **_: [tensors], wait=True)
+    continuation.record_kept(probe, 2)
+    continuation.record_states(probe)
+    continuation.begin(lambda name, **_: [tensors], 2, 2, taken.saved())
+    continuation.finish(lambda name, **_: [tensors], wait=True)
+    continuation.record_kept(probe, 2, ended=True)
+    continuation.record_states(probe, ended=True)
+    states = [item for item in records if isinstance(item, WrittenState)]
+    assert [(item.version, item.numbers["step"], item.rollouts == item.after) for item in states] == [
+        (1, 1, True), (2, 2, False)
+    ]  # fmt: skip

@@ -36,7 +36,7 @@ def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int =
     )
     continuation = SimpleNamespace(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
-        finish=lambda *given, wait: None, record_kept=lambda *given: None,
+        finish=lambda *given, wait: None, record_kept=lambda *given: None, record_states=lambda *given: None,
     )  # fmt: skip
     metrics = SimpleNamespace(add=lambda *given: None)
     StepLoop(
