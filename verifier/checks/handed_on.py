@@ -10,6 +10,7 @@ import numpy as np
 
 from verifier.checks.answer_ends import spans
 from verifier.checks.evaluation_numbers import PREFIX
+from verifier.checks.named_makers import compare_maker
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -29,10 +30,6 @@ TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
-FUNCTIONS = {
-    "answer": "verifier.rewards.answer:answer_reward", "math_verify": "verifier.rewards.math_verify:math_verify_reward",
-}  # fmt: skip
-"""Rewards by their names, a second table; any other is named by its function, or by a plugin that is not known here."""
 _Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
 
@@ -190,14 +187,8 @@ def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
 
 def _functions(trace: Trace) -> Iterator[Comparison]:
     """Function of each process that gave rewards, against the one that the config names, where that names one."""
-    grpo = trace.manifest.config.get("grpo")
-    asked = str(grpo.get("reward", "")) if isinstance(grpo, Mapping) else ""
-    right = FUNCTIONS.get(asked, asked if ":" in asked else "")
     for item in trace.of(RewardSeals):
-        if right and item.function:
-            yield Comparison(
-                what=f"function of {item.name}", same=item.function == right, stage=Stage.REWARD, version=item.version,
-                badness=1.0, sentence=f"rewards of {item.name} are by `{item.function}`, they should be by `{right}`",
-                expected=f"{right} (grpo.reward={asked})", actual=f"{item.function} (the reward's process)",
-                allowed="exact (names)", hint="look at what hands the name of the reward on to its process",
-            )  # fmt: skip
+        yield from compare_maker(
+            trace, item, item.function, knob="reward", what="function", made="rewards", told_by="the reward's process",
+            stage=Stage.REWARD,
+        )  # fmt: skip

@@ -59,8 +59,9 @@ def given_knob_lost(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: exact; numbers by value, lists by their parts, paths without dots and slashes that mean
     nothing.
     What it does not catch: values that name other keys, `${...}`; switches such as `--verify`, and lists that options
-    give; null where the config computes a value; `--replay` or `--preflight`, trials of a sweep, and runs that another
-    program starts; a default that is wrong; weights in the folder that the first run left (WGT019, WGT001).
+    give; null where the config computes a value; words of `--replay` or `--preflight`, of trials of a sweep, and of
+    runs that another program starts; a config.yaml that is not there; a default that is wrong; weights in the folder
+    that the first run left (WGT019, WGT001).
     References: sleap-nn#301, OLMo#865, databricks/cli#6611.
     """
     config = flat(trace.manifest.config)

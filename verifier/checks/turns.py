@@ -11,6 +11,7 @@ from unicodedata import normalize
 
 import numpy as np
 
+from verifier.checks.named_makers import compare_maker
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -22,8 +23,6 @@ from verifier.core.trace import Trace
 
 MOST_CHARACTERS = 32
 """Longest expression that the calculator reads, and longest value that it gives."""
-ENVIRONMENTS = {"calculator": "verifier.environments.calculator:Calculator"}
-"""Environments by their names, a second table; any other is named by its class."""
 DIGITS, OPERATORS = frozenset("0123456789"), frozenset("+-*")
 
 
@@ -66,7 +65,10 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
         versions[item.version].append(item)
-        yield from _made(trace, item)
+        yield from compare_maker(
+            trace, item, item.made_by, knob="environment", what="environment", made="replies",
+            told_by="what made the environment", stage=Stage.DATA,
+        )  # fmt: skip
         for name, turns in _episodes(item).items():
             yield from _given(item, name, turns)
             yield from _said(item, name, turns)
@@ -79,20 +81,6 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
         for given in trace.of(Advantages, version=version):
             for item in items:
                 yield from _whole(item, given)
-
-
-def _made(trace: Trace, item: EpisodeTurns) -> Iterator[Comparison]:
-    """Maker of the environment, against the one that the config names, of traces that have both."""
-    grpo = trace.manifest.config.get("grpo")
-    asked = str(grpo.get("environment", "")) if isinstance(grpo, Mapping) else ""
-    right = ENVIRONMENTS.get(asked, asked)
-    if right and item.made_by:
-        yield Comparison(
-            what=f"environment of {item.name}", same=item.made_by == right, stage=Stage.DATA, version=item.version,
-            badness=1.0, sentence=f"replies of {item.name} are by `{item.made_by}`, they should be by `{right}`",
-            expected=f"{right} (grpo.environment={asked})", actual=f"{item.made_by} (what made the environment)",
-            allowed="exact (names)", hint="look at what hands the name of the environment on to the episodes",
-        )  # fmt: skip
 
 
 def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.training_traces import training
-from verifier.checks.handed_on import FUNCTIONS
+from verifier.checks.named_makers import MAKERS
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
@@ -179,8 +179,8 @@ def test_rewards_of_an_evaluation_have_seals_of_their_own():
 @pytest.mark.parametrize(
     ("asked", "runs", "verdict"),
     [
-        ("answer", FUNCTIONS["answer"], Verdict.HOLDS), ("a:b", "a:b", Verdict.HOLDS),
-        ("a:b", FUNCTIONS["answer"], Verdict.VIOLATED), ("answer", "a:b", Verdict.VIOLATED),
+        ("answer", MAKERS["reward"]["answer"], Verdict.HOLDS), ("a:b", "a:b", Verdict.HOLDS),
+        ("a:b", MAKERS["reward"]["answer"], Verdict.VIOLATED), ("answer", "a:b", Verdict.VIOLATED),
         ("of_a_plugin", "a:b", Verdict.INCONCLUSIVE), ("a:b", "", Verdict.INCONCLUSIVE),
     ],
 )  # fmt: skip
@@ -192,7 +192,7 @@ def test_the_function_is_the_one_that_was_asked_for(asked, runs, verdict):
 
 
 def test_both_tables_of_rewards_agree():
-    assert FUNCTIONS == REWARDS
+    assert MAKERS["reward"] == REWARDS
 
 
 def test_without_seals_nothing_is_said_of_rewards():

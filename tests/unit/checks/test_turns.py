@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.checks import turns as turns_of
+from verifier.checks.named_makers import MAKERS
 from verifier.checks.turns import calculated, turn_differs_from_episode
 from verifier.core.manifest import Manifest
 from verifier.core.records_policy import EpisodeTurns
@@ -136,7 +136,7 @@ def test_the_environment_is_the_one_that_was_asked_for(asked, made_by, wrong):
 
 
 def test_both_tables_of_environments_agree():
-    assert turns_of.ENVIRONMENTS == ENVIRONMENTS
+    assert MAKERS["environment"] == ENVIRONMENTS
 
 
 def test_an_environment_is_not_asked_about_turns_that_were_cut_off_or_are_the_last():
