@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from verifier.checks.evaluation_numbers import evaluation_misreported, summary_misreported
 from verifier.checks.policy_step import reward_differs_from_second_reader
@@ -124,3 +125,33 @@ def test_rewards_of_an_evaluation_have_a_second_reader() -> None:
 def test_problems_that_were_never_asked_are_named(asked: int, named: list[str]) -> None:
     config = {"evaluation": {"num_problems": asked}}
     assert wrong(line(accuracy=0.5), rewards(1, 0, 0, 1), config=config) == named
+
+
+def begun(*records: Record, config: Mapping[str, Any] | None = None, **values: Real) -> list[str]:
+    """What MET003 names of a run whose first line has the numbers of the evaluation before it."""
+    shown = WrittenMetrics(name="metrics.jsonl", version=1, step=1, values=values, recorded={})
+    before = [replace(item, version=0) for item in records]
+    return wrong(shown, *before, config={"evaluation": {"num_problems": 2, "every": 5}} if config is None else config)
+
+
+def test_numbers_of_an_evaluation_before_the_first_step_are_judged() -> None:
+    four = {"evaluation": {"num_problems": 4, "every": 5}}
+    assert begun(solved(True, False), accuracy=0.5, held_out_version=0) == []
+    assert begun(rewards(1, 0, 0, 1), config=four, accuracy=0.5, held_out_version=0) == []
+    assert begun(rewards(1, 0, 0, 1), config=four, accuracy=1.0, held_out_version=0) == ["accuracy"]
+    assert begun(solved(True, True), accuracy=1.0, held_out_version=0) == ["q"]
+    assert begun(solved(True, False), accuracy=0.5, held_out_version=1) == ["held_out_version"]
+
+
+def test_an_evaluation_before_the_first_step_that_comes_after_an_update_is_named() -> None:
+    assert begun(solved(), accuracy=0.0, held_out_version=0) == ["problems of held-out problems"]
+    assert begun(solved(), accuracy=0.5, held_out_version=0) == ["problems of held-out problems", "accuracy"]
+
+
+def test_a_run_that_evaluates_each_step_has_none_before_the_first() -> None:
+    config = {"evaluation": {"num_problems": 2, "every": 1}}
+    own = replace(solved(True, False), version=1)
+    shown = WrittenMetrics(
+        name="metrics.jsonl", version=1, step=1, values={"accuracy": 0.5, "held_out_version": 1}, recorded={}
+    )  # fmt: skip
+    assert wrong(shown, own, config=config) == []
