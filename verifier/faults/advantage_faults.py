@@ -139,7 +139,7 @@ def dropped_tokens_in_the_denominator(call: Call) -> Any:
 
 
 @fault(
-    "THUDM/slime#PRNUM", ADVANTAGES, caught_by=("ADV002",),
+    "THUDM/slime#2302", ADVANTAGES, caught_by=("ADV002",),
     **{
         **ROW,
         "training": (*STEP_WISE, "grpo.reward=verifier.faults.reward_faults:length_reward", "verify.every=0"),
