@@ -285,7 +285,8 @@ class StepLoop:
             found = self.rollouts.record_evaluated(probe, version, self._score, file)
             for item in found if begins else ():
                 self._baseline.keep(item)
-            return [*(["examined"] if found else []), *(written if found or shown else [])]
+            examined: list[Scope] = ["examined"] if found else []
+            return examined + written if found or shown else []
         solved, self._solved = self._solved, None
         file = batches / HELD_OUT
         if self.held_out is not None and begins:
