@@ -65,9 +65,9 @@ def summary_misreported(trace: Trace) -> Iterator[Comparison]:
     """The loss and the accuracy that a run tells at its end are those of its last step and its last evaluation.
 
     What it checks: the loss against the last line of metrics, where that has one. That there is an accuracy just if
-    there are held-out problems. The accuracy against that line where it has the evaluation; of an evaluation at the end
-    alone, in float32 and beside an engine that is awake, against the mean of what was found of each held-out problem,
-    as MET003.
+    there are held-out problems. The accuracy against that line where it has the evaluation, which is to be of the last
+    step's weights: that before the only step is not. Of an evaluation at the end alone, in float32 and beside an engine
+    that is awake, the accuracy against the mean of what was found of each held-out problem, as MET003.
     Why it matters: these two numbers are what is read of a run, and by default no other accuracy is told. It is higher
     where the problems that fail are left out of it.
     Evidence: loss/summary, loss/written, reward/rewards ("held-out accuracy"), loss/solved, and the manifest's config.
@@ -82,6 +82,15 @@ def summary_misreported(trace: Trace) -> Iterator[Comparison]:
             if item.accuracy is not None and not item.alone:
                 pairs.append(("accuracy", item.accuracy))
             yield from (_told(item, name, told, line.values[name]) for name, told in pairs if name in line.values)
+            evaluated = line.values.get("held_out_version", item.version)
+            if len(pairs) > 1:
+                yield Comparison(
+                    what="weights of the accuracy", same=evaluated == item.version, stage=Stage.LOSS,
+                    version=item.version, badness=1.0,
+                    sentence=f"the run of {item.version} steps ends with the accuracy of version {evaluated}",
+                    expected=f"{item.version} (the last step)", actual=f"{evaluated} (metrics.jsonl)",
+                    allowed="exact (a count)", hint="look at which evaluation the end of a run tells",
+                )  # fmt: skip
         if (right := _is_due(trace.manifest.config)) is not None:
             yield Comparison(
                 what="accuracy of the run", same=(item.accuracy is not None) == right, stage=Stage.LOSS,

@@ -212,8 +212,8 @@ class StepLoop:
         self._send_first(step, None)
         self._save(step)
         self.continuation.finish(self.call, wait=True)
-        accuracy = metrics.get("accuracy")
-        if accuracy is None:
+        accuracy = metrics.get("accuracy") if metrics.get("held_out_version", step) == step else None
+        if accuracy is None:  # or of the evaluation before the only step
             accuracy, self._alone = self._evaluate(step).get("accuracy"), True
         return TrainSummary(
             steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done

@@ -50,13 +50,19 @@ def solved(*found: bool) -> SolvedProblems:
     )  # fmt: skip
 
 
-def told(accuracy: Real | None, *records: Record, alone: bool = True, loss: Real = 1.5) -> list[str]:
+def told(
+    accuracy: Real | None, *records: Record, alone: bool = True, loss: Real = 1.5, evaluated: int = 2
+) -> list[str]:  # fmt: skip
     """What MET004 names of a run that ends with these numbers."""
     summary = RunSummary(name="run", version=2, loss=1.5, accuracy=accuracy, alone=alone)
     values = {"loss": loss} if alone else {"loss": loss, "accuracy": 0.5}
     config = {"evaluation": {"num_problems": 4 if any(isinstance(item, GivenRewards) for item in records) else 2}}
     arrays = {"all": {"mask": MASK, "shortfall": SHORTFALL}}
-    trace = Trace(Manifest(complete=True, config=config), [line(**values), summary, *records], arrays.__getitem__)
+    trace = Trace(
+        Manifest(complete=True, config=config),
+        [line(held_out_version=evaluated, **values), summary, *records],
+        arrays.__getitem__,
+    )
     return [item.what for item in summary_misreported(trace) if not item.same]
 
 
@@ -70,6 +76,7 @@ def test_a_run_ends_with_the_numbers_of_its_last_step_and_evaluation() -> None:
 def test_other_numbers_at_the_end_of_a_run_are_named() -> None:
     assert told(0.5, alone=False, loss=1.25) == ["loss of the run"]
     assert told(0.75, alone=False) == ["accuracy of the run"]
+    assert told(0.5, alone=False, evaluated=0) == ["weights of the accuracy"]
     assert told(2 / 3, rewards(1, 0, 0, 1)) == ["accuracy"]
     assert told(2 / 3, rewards(1, 0, 1, ids=("a", "b", "c"))) == ["problems of held-out accuracy"]
     assert told(1.0, solved(True, True)) == ["q"]
