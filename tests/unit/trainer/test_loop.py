@@ -22,7 +22,8 @@ def calls_of(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Calls of the ranks in a run whose steps drop all of their groups."""
     monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
-    knobs = ("model=tiny:add", "algorithm=grpo", f"steps={steps}", f"evaluation.every={every}", f"run={tmp_path}", *words)
+    asked = (f"steps={steps}", f"evaluation.every={every}", f"run={tmp_path}")
+    knobs = ("model=tiny:add", "algorithm=grpo", *asked, *words)
     found: list[tuple[str, dict[str, Any]]] = []
 
     def call(name: str, **given: Any) -> list[Any]:
