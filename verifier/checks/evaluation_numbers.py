@@ -26,33 +26,36 @@ PREFIX = "held-out "
 def evaluation_misreported(trace: Trace) -> Iterator[Comparison]:
     """The numbers of an evaluation are means over all held-out problems, each counted once, of what was found of each.
 
-    What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated: each of as
-    many problems as the config asks for has one reward, and the number is their mean. In fine-tuning, `accuracy` is the
-    share of problems that were solved; each problem is scored once more by the same weights in the same micro-batches:
-    it is solved just if no token of its response is below the greatest logit. And `held_out_version` is the step.
+    What it checks: `accuracy` and `held_out_reward` in the line of metrics of the step that was evaluated, or of step 1
+    after an evaluation before it: each of as many problems as the config asks for has one reward, and the number is
+    their mean. In fine-tuning, `accuracy` is the share of problems that were solved; each problem is scored once more
+    by the same weights in the same micro-batches: it is solved just if no token of its response is below the greatest
+    logit, and an evaluation before step 1 has found all of them before the first update. And `held_out_version` is the
+    step, or 0.
     Why it matters: an evaluation that pads its last batch with problems that it has had, drops the rest, or averages
     means of batches is off by little, and checkpoints are chosen by little.
     Evidence: loss/written, reward/rewards ("held-out ..."), loss/solved, and the manifest's config.
     Tolerance and its source: 1e-9 of the greatest reward; what is solved is exact, the same logits give it.
-    What it does not catch: rewards that are wrong themselves (RWD001); answers of other weights (LGP015); the
-    evaluation before the first step; one at the end alone, of which no line has numbers (MET004).
-    References: AReaL#1100, accelerate#125, SkyRL#317, verl#78.
+    What it does not catch: rewards that are wrong themselves (RWD001); answers of other weights (LGP015); an evaluation
+    at the end alone, of which no line has numbers (MET004).
+    References: AReaL#1100, AReaL#1636, accelerate#125, SkyRL#317, verl#78.
     """
     asked = _asked(trace.manifest.config)
     for line in trace.of(WrittenMetrics):
-        for item in trace.of(GivenRewards, version=line.version):
+        evaluated = 0 if line.version == 1 and _begins(trace.manifest.config) else line.version
+        for item in trace.of(GivenRewards, version=evaluated):
             if item.name.startswith(PREFIX):
                 yield _counted(item, len(item.rewards), asked, Stage.REWARD)
                 mean = math.fsum(item.rewards) / max(len(item.rewards), 1)
                 scale = max(map(abs, item.rewards), default=1.0)
                 number = item.name.removeprefix(PREFIX)
-                yield _mean(line.version, number, _number(line, number), mean, scale, Stage.REWARD, "metrics.jsonl")
-        yield from _fine_tuned(trace, line.version, _number(line, "accuracy"), asked, "metrics.jsonl")
+                yield _mean(evaluated, number, _number(line, number), mean, scale, Stage.REWARD, "metrics.jsonl")
+        yield from _fine_tuned(trace, evaluated, _number(line, "accuracy"), asked, "metrics.jsonl")
         shown = line.values.get("held_out_version", "absent")
         yield Comparison(
-            what="held_out_version", same=shown == line.version, stage=Stage.LOSS, version=line.version, badness=1.0,
+            what="held_out_version", same=shown == evaluated, stage=Stage.LOSS, version=line.version, badness=1.0,
             sentence=f"the line of step {line.version} in metrics.jsonl has held_out_version {shown}",
-            expected=f"{line.version} (the step that was evaluated)", actual=f"{shown} (the file)",
+            expected=f"{evaluated} (the step that was evaluated)", actual=f"{shown} (the file)",
             allowed="exact (a count)", hint="look at what labels the metrics of an evaluation",
         )  # fmt: skip
 
@@ -62,9 +65,9 @@ def summary_misreported(trace: Trace) -> Iterator[Comparison]:
     """The loss and the accuracy that a run tells at its end are those of its last step and its last evaluation.
 
     What it checks: the loss against the last line of metrics, where that has one. That there is an accuracy just if
-    there are held-out problems. The accuracy against that line where it has the evaluation; of an evaluation at the end
-    alone, in float32 and beside an engine that is awake, against the mean of what was found of each held-out problem,
-    as MET003.
+    there are held-out problems. The accuracy against that line where it has the evaluation, which is to be of the last
+    step's weights: that before the only step is not. Of an evaluation at the end alone, in float32 and beside an engine
+    that is awake, the accuracy against the mean of what was found of each held-out problem, as MET003.
     Why it matters: these two numbers are what is read of a run, and by default no other accuracy is told. It is higher
     where the problems that fail are left out of it.
     Evidence: loss/summary, loss/written, reward/rewards ("held-out accuracy"), loss/solved, and the manifest's config.
@@ -79,6 +82,15 @@ def summary_misreported(trace: Trace) -> Iterator[Comparison]:
             if item.accuracy is not None and not item.alone:
                 pairs.append(("accuracy", item.accuracy))
             yield from (_told(item, name, told, line.values[name]) for name, told in pairs if name in line.values)
+            evaluated = line.values.get("held_out_version", item.version)
+            if len(pairs) > 1:
+                yield Comparison(
+                    what="weights of the accuracy", same=evaluated == item.version, stage=Stage.LOSS,
+                    version=item.version, badness=1.0,
+                    sentence=f"the run of {item.version} steps ends with the accuracy of version {evaluated}",
+                    expected=f"{item.version} (the last step)", actual=f"{evaluated} (metrics.jsonl)",
+                    allowed="exact (a count)", hint="look at which evaluation the end of a run tells",
+                )  # fmt: skip
         if (right := _is_due(trace.manifest.config)) is not None:
             yield Comparison(
                 what="accuracy of the run", same=(item.accuracy is not None) == right, stage=Stage.LOSS,
@@ -112,6 +124,12 @@ def _is_due(config: Mapping[str, Any]) -> bool | None:
     return None if asked is None or not isinstance(data, Mapping) else bool(asked) and data.get("rollouts") is None
 
 
+def _begins(config: Mapping[str, Any]) -> bool:
+    """True if a run evaluates the weights that it begins with, too."""
+    evaluation = config.get("evaluation")
+    return isinstance(evaluation, Mapping) and int(str(evaluation.get("every", 0))) > 1
+
+
 def _told(item: RunSummary, name: str, told: Real, right: Real) -> Comparison:
     return Comparison(
         what=f"{name} of the run", same=told == right, stage=Stage.LOSS, version=item.version, badness=1.0,
@@ -135,7 +153,7 @@ def _counted(item: GivenRewards | SolvedProblems, count: int, asked: int | None,
         version=item.version, badness=1.0,
         sentence=f"the evaluation counts {count:,} answers, there are {problems:,} held-out problems",
         expected=f"{problems:,}, each once", actual=f"{count:,}, of {own:,} problems", allowed="exact (counts)",
-        hint="look at what pads, cuts or repeats the problems of an evaluation",
+        hint="look at what pads, cuts or repeats the problems of an evaluation, and at when it is made",
     )  # fmt: skip
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.turn_faults import STEP_WISE
 
 PLAN = "verifier.trainer.grpo_plan"
 ADVANTAGES = f"{PLAN}:advantages(rewards, groups, estimator, trajectories, token_counts)"
@@ -134,3 +136,21 @@ def dropped_tokens_in_the_denominator(call: Call) -> Any:
     right = call.faulty()
     kept, given = (sum(int(getattr(item, name).sum()) for item in call.rollouts) for name in ("mask", "sampled"))
     return [np.asarray(weights) * kept / given for weights in right]
+
+
+@fault(
+    "THUDM/slime#2302", ADVANTAGES, caught_by=("ADV002",),
+    **{
+        **ROW,
+        "training": (*STEP_WISE, "grpo.reward=verifier.faults.reward_faults:length_reward", "verify.every=0"),
+    },
+)  # fmt: skip
+def baseline_over_turns(call: Call) -> Any:
+    """Each turn of an episode has the episode's reward and counts by itself: long episodes make the group's mean."""
+    import numpy as np
+
+    totals = Counter[str]()
+    for name, reward in zip(call.trajectories, call.rewards, strict=True):
+        totals[name] += reward
+    rewards = np.array([totals[name] for name in call.trajectories])
+    return call.faulty(rewards=rewards, trajectories=[str(at) for at in range(len(rewards))])

@@ -172,3 +172,43 @@ def tuning_evaluated_without_the_first_token(call: Call) -> None:
         for item in load_rollouts(call.file)[0]
     ]  # fmt: skip
     save_rollouts(call.file, short)
+
+
+@fault(
+    "areal-project/AReaL#1636", "verifier.trainer.loop:StepLoop._evaluate(self, step)", side=Side.CONTROLLER,
+    **{**TUNED, "training": ("evaluation.num_problems=15", "evaluation.every=2", "optimizer.learning_rate=0.01")},
+)  # fmt: skip
+def baseline_after_the_first_update(call: Call) -> Any:
+    """The evaluation before the first step waits for the evaluator's first turn, which comes after an update."""
+    if call.step:
+        return call.original()
+    call.state["shown"] = shown = dict[str, float]()
+    call.state["later"] = call.original
+    return shown
+
+
+@baseline_after_the_first_update.also("verifier.trainer.loop:StepLoop._take(self, update, trace, oracle, last)")
+def _evaluate_then(call: Call) -> Any:
+    report = call.original()
+    if (later := call.state.pop("later", None)) is not None:
+        call.fire()
+        call.state["shown"].update(later())
+    return report
+
+
+@fault(
+    "rllm-org/rllm#382 (kin: there it was the accuracy that a run ends with)", EVALUATED,
+    **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)} | {
+        "training": (
+            *(text.replace("every=1", "every=2") for text in ROW["training"]),
+            "grpo.reward=verifier.faults.reward_faults:length_reward",
+        ),
+    },
+)  # fmt: skip
+def failed_problems_left_out_of_the_baseline(call: Call) -> Any:
+    """The numbers of the evaluation before the first step are over the problems that did not fail before an answer."""
+    found = call.original()
+    if call.step:
+        return found
+    given = {item.name.removeprefix("held-out "): item.rewards[:-3] for item in call.self._answered.rewards}
+    return call.wrong({**found, **{name: sum(rewards) / len(rewards) for name, rewards in given.items()}})

@@ -121,3 +121,15 @@ def log_probabilities_divided_by_the_temperature(call: Call) -> Any:
         return dataclasses.replace(one, logprobs=tuple(each / cold for each in next(nats)[-len(one.tokens) :]))
 
     return call.wrong([[scaled(one) for one in own] for own in found])
+
+
+@fault(
+    "THUDM/slime#2261", f"{ENGINE}.finish_batch(self)", **(REPORTED | {"caught_by": ("DAT008",)}),
+    training=(*AHEAD_ALONE, "grpo.mode=inflight", "grpo.inflight_steps=4"),
+)  # fmt: skip
+def limit_begun_anew_after_an_update(call: Call) -> Any:
+    """A request that goes on after an update may sample as many tokens as a new one, beside those that it has."""
+    for one in (one for own in call.self._batch for one in own if not one.ended):
+        call.fire()
+        one._asked = dataclasses.replace(one._asked, max_tokens=one._asked.max_tokens + len(one.tokens))
+    return call.original()

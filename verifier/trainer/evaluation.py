@@ -12,7 +12,7 @@ import numpy as np
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Scope
-from verifier.core.record import Probe
+from verifier.core.record import Probe, Record
 from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals, SolvedProblems
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
@@ -68,18 +68,39 @@ def rewards_of_answers(
     )  # fmt: skip
 
 
+class Baseline:
+    """Evidence of an evaluation before the first step, kept until there is the line of metrics that has its numbers."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Record, dict[str, np.ndarray]]] = []
+
+    def keep(self, record: Record, arrays: dict[str, np.ndarray] | None = None) -> None:
+        """Keep a record and its arrays."""
+        self._kept.append((record, arrays or {}))
+
+    def tell(self, probe: Probe) -> bool:
+        """Record what is kept, once; tells whether there is any."""
+        kept, self._kept = self._kept, []
+        for record, arrays in kept:
+            probe.emit(record, arrays or None)
+        return bool(kept)
+
+
 def record_solved(
     probe: Probe, version: int, held_out: HeldOut, solved: Sequence[bool], score: Score, file: Path
-) -> None:
-    """Score the problems of fine-tuning once more by the live weights, and record both sides, and tokens of a few.
+) -> tuple[SolvedProblems, dict[str, np.ndarray]]:
+    """Score the problems of fine-tuning once more by the live weights, and record tokens of a few.
 
     Args:
         probe: recorder of a trace.
         version: of the live weights, which were evaluated.
         held_out: the problems.
-        solved: what the evaluation found of each.
+        solved: what the evaluation found of each; empty if it was not made.
         score: by the ranks.
         file: of the problems with their responses.
+
+    Returns:
+        What was found of each problem, beside these scores.
     """
     rollouts, _ = load_rollouts(file)
     few = places(version, len(rollouts))
@@ -96,7 +117,7 @@ def record_solved(
         "mask": np.concatenate([item.mask for item in rollouts], dtype=bool),
         "shortfall": np.concatenate(score(file, "shortfall"), dtype=np.float32),
     }
-    probe.emit(record, arrays)
+    return record, arrays
 
 
 def places(version: int, count: int) -> list[int]:

@@ -304,15 +304,15 @@ class EngineRollouts:
         )  # fmt: skip
         return found
 
-    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
+    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> Sequence[GivenRewards]:
         """Record answers of an evaluation since the last call beside scores by the live weights, which are a version.
 
         Returns:
-            True if there was one.
+            Rewards of all its answers, by number; empty if there was none.
         """
         answered, self._answered = self._answered, None
         if answered is None:
-            return False
+            return []
         end = self._tokenizer.eos_id
         ends = (end, *(item for item in ends_of(self._checkpoint, self._tokenizer) if item != end))
         record_answers(probe, answered, version, self._config.grpo, ends, score, file)
@@ -323,7 +323,7 @@ class EngineRollouts:
 
         given = [rollout_of(row) for row in rows]
         record_tokens(probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False)
-        return True
+        return answered.rewards
 
     def _rows(
         self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]

@@ -33,7 +33,7 @@ from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
 from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
-from verifier.trainer.evaluation import record_solved
+from verifier.trainer.evaluation import Baseline, record_solved
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.metrics import Metrics, line_of, mean_of, parts_of, told_by_evidence
 from verifier.trainer.run_folder import CONFIG, RunFolder
@@ -114,6 +114,7 @@ class StepLoop:
     _recorded: StepMetrics | None = field(default=None, init=False)
     _solved: Sequence[bool] | None = field(default=None, init=False)
     _alone: bool = field(default=False, init=False)
+    _baseline: Baseline = field(default_factory=Baseline, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -211,8 +212,8 @@ class StepLoop:
         self._send_first(step, None)
         self._save(step)
         self.continuation.finish(self.call, wait=True)
-        accuracy = metrics.get("accuracy")
-        if accuracy is None:
+        accuracy = metrics.get("accuracy") if metrics.get("held_out_version", step) == step else None
+        if accuracy is None:  # or of the evaluation before the only step
             accuracy, self._alone = self._evaluate(step).get("accuracy"), True
         return TrainSummary(
             steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done
@@ -277,16 +278,23 @@ class StepLoop:
         if probe is None or self.config.engine.quantization:
             return []
         every, batches = self.config.evaluation.every, self.folder.path / "batches"
-        written: list[Scope] = ["measured"] if every and version and not version % every else []
+        begins, shown = version == 0 and every > 1, self._baseline.tell(probe)
+        written: list[Scope] = ["measured"] if shown or (every and version and not version % every) else []
         if self.rollouts is not None:
             file = batches / "evaluation.safetensors"
             found = self.rollouts.record_evaluated(probe, version, self._score, file)
-            return ["examined", *written] if found else []
+            for item in found if begins else ():
+                self._baseline.keep(item)
+            examined: list[Scope] = ["examined"] if found else []
+            return examined + written if found or shown else []
         solved, self._solved = self._solved, None
-        if solved is None or self.held_out is None or not (written or self._alone):
-            return []
-        record_solved(probe, version, self.held_out, solved, self._score, batches / HELD_OUT)
-        return written
+        file = batches / HELD_OUT
+        if self.held_out is not None and begins:
+            self.held_out.save(file)
+            self._baseline.keep(*record_solved(probe, version, self.held_out, solved or (), self._score, file))
+        elif self.held_out is not None and solved is not None and (written or self._alone):
+            probe.emit(*record_solved(probe, version, self.held_out, solved, self._score, file))
+        return written if solved is not None or shown else []
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step, where the oracle needs them a step later.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from verifier.checks.evaluation_numbers import evaluation_misreported, summary_misreported
 from verifier.checks.policy_step import reward_differs_from_second_reader
@@ -49,13 +50,19 @@ def solved(*found: bool) -> SolvedProblems:
     )  # fmt: skip
 
 
-def told(accuracy: Real | None, *records: Record, alone: bool = True, loss: Real = 1.5) -> list[str]:
+def told(
+    accuracy: Real | None, *records: Record, alone: bool = True, loss: Real = 1.5, evaluated: int = 2
+) -> list[str]:  # fmt: skip
     """What MET004 names of a run that ends with these numbers."""
     summary = RunSummary(name="run", version=2, loss=1.5, accuracy=accuracy, alone=alone)
     values = {"loss": loss} if alone else {"loss": loss, "accuracy": 0.5}
     config = {"evaluation": {"num_problems": 4 if any(isinstance(item, GivenRewards) for item in records) else 2}}
     arrays = {"all": {"mask": MASK, "shortfall": SHORTFALL}}
-    trace = Trace(Manifest(complete=True, config=config), [line(**values), summary, *records], arrays.__getitem__)
+    trace = Trace(
+        Manifest(complete=True, config=config),
+        [line(held_out_version=evaluated, **values), summary, *records],
+        arrays.__getitem__,
+    )
     return [item.what for item in summary_misreported(trace) if not item.same]
 
 
@@ -69,6 +76,7 @@ def test_a_run_ends_with_the_numbers_of_its_last_step_and_evaluation() -> None:
 def test_other_numbers_at_the_end_of_a_run_are_named() -> None:
     assert told(0.5, alone=False, loss=1.25) == ["loss of the run"]
     assert told(0.75, alone=False) == ["accuracy of the run"]
+    assert told(0.5, alone=False, evaluated=0) == ["weights of the accuracy"]
     assert told(2 / 3, rewards(1, 0, 0, 1)) == ["accuracy"]
     assert told(2 / 3, rewards(1, 0, 1, ids=("a", "b", "c"))) == ["problems of held-out accuracy"]
     assert told(1.0, solved(True, True)) == ["q"]
@@ -124,3 +132,33 @@ def test_rewards_of_an_evaluation_have_a_second_reader() -> None:
 def test_problems_that_were_never_asked_are_named(asked: int, named: list[str]) -> None:
     config = {"evaluation": {"num_problems": asked}}
     assert wrong(line(accuracy=0.5), rewards(1, 0, 0, 1), config=config) == named
+
+
+def begun(*records: Record, config: Mapping[str, Any] | None = None, **values: Real) -> list[str]:
+    """What MET003 names of a run whose first line has the numbers of the evaluation before it."""
+    shown = WrittenMetrics(name="metrics.jsonl", version=1, step=1, values=values, recorded={})
+    before = [replace(item, version=0) for item in records]
+    return wrong(shown, *before, config={"evaluation": {"num_problems": 2, "every": 5}} if config is None else config)
+
+
+def test_numbers_of_an_evaluation_before_the_first_step_are_judged() -> None:
+    four = {"evaluation": {"num_problems": 4, "every": 5}}
+    assert begun(solved(True, False), accuracy=0.5, held_out_version=0) == []
+    assert begun(rewards(1, 0, 0, 1), config=four, accuracy=0.5, held_out_version=0) == []
+    assert begun(rewards(1, 0, 0, 1), config=four, accuracy=1.0, held_out_version=0) == ["accuracy"]
+    assert begun(solved(True, True), accuracy=1.0, held_out_version=0) == ["q"]
+    assert begun(solved(True, False), accuracy=0.5, held_out_version=1) == ["held_out_version"]
+
+
+def test_an_evaluation_before_the_first_step_that_comes_after_an_update_is_named() -> None:
+    assert begun(solved(), accuracy=0.0, held_out_version=0) == ["problems of held-out problems"]
+    assert begun(solved(), accuracy=0.5, held_out_version=0) == ["problems of held-out problems", "accuracy"]
+
+
+def test_a_run_that_evaluates_each_step_has_none_before_the_first() -> None:
+    config = {"evaluation": {"num_problems": 2, "every": 1}}
+    own = replace(solved(True, False), version=1)
+    shown = WrittenMetrics(
+        name="metrics.jsonl", version=1, step=1, values={"accuracy": 0.5, "held_out_version": 1}, recorded={}
+    )  # fmt: skip
+    assert wrong(shown, own, config=config) == []

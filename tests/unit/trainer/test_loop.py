@@ -17,10 +17,13 @@ from verifier.trainer.loop import StepLoop
 from verifier.trainer.verdicts import Verdicts
 
 
-def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1) -> list[tuple[str, dict[str, Any]]]:
-    """Calls of the ranks in a run of two steps, each of which drops all of its groups."""
+def calls_of(
+    tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1, steps: int = 2
+) -> list[tuple[str, dict[str, Any]]]:
+    """Calls of the ranks in a run whose steps drop all of their groups."""
     monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
-    knobs = ("model=tiny:add", "algorithm=grpo", "steps=2", f"evaluation.every={every}", f"run={tmp_path}", *words)
+    asked = (f"steps={steps}", f"evaluation.every={every}", f"run={tmp_path}")
+    knobs = ("model=tiny:add", "algorithm=grpo", *asked, *words)
     found: list[tuple[str, dict[str, Any]]] = []
 
     def call(name: str, **given: Any) -> list[Any]:
@@ -29,7 +32,7 @@ def calls_of(tmp_path, monkeypatch, *words: str, refused: str = "", every: int =
 
     def evaluate(step: int) -> dict[str, float]:
         found.append(("sample", {"step": step}))
-        return {"accuracy": 0.0}
+        return {"accuracy": 0.0, "held_out_version": float(step)}
 
     plan = SimpleNamespace(
         updates=lambda *given: [], facts={}, scored=None, has_text=False, unread=0, reads_rewards=False
@@ -53,6 +56,11 @@ def test_an_engine_that_fell_asleep_gets_the_weights_before_it_samples(tmp_path,
     assert [name for name, _ in found] == ["sync", "sample", "sync", "sample"]
     assert [given["version"] for name, given in found if name == "sync"] == [1, 2]
     assert all(given["trace"] is None for name, given in found if name == "sync")
+
+
+def test_a_run_of_one_step_ends_with_the_accuracy_of_its_own_weights(tmp_path, monkeypatch):
+    found = calls_of(tmp_path, monkeypatch, steps=1, every=2)
+    assert [given["step"] for name, given in found if name == "sample"] == [0, 1]
 
 
 def test_an_engine_that_stays_awake_gets_no_weights_without_an_update(tmp_path, monkeypatch):
