@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core.record import Probe
 from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
-from verifier.engine.api import Sample, Sampling, Shape
+from verifier.engine.api import NO_SEED, Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
 from verifier.platform.pins import installed
 from verifier.runs.workload import Answer
@@ -35,6 +35,7 @@ LIKELY = 8.0
 LONG_SAMPLES = 8
 """Samples that go on from the beginnings of two prompts, to compare with their distributions."""
 AT_LENGTH = "sampled at length"
+AGAIN = "sampled in another order"
 LONG_TOKENS = 16
 """Tokens of each of these samples, and of these beginnings."""
 STOP_EVERY = 24
@@ -125,7 +126,9 @@ class EngineRequests:
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
         begun = [prompt[:LONG_TOKENS] for prompt in prompts[:2]]
-        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=[long.of(0), ending])))
+        both_of = [long.of(0), ending]
+        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=both_of)))
+        self._sample(AGAIN, begun[::-1], replace(long, each=both_of[::-1]))
         if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
@@ -189,6 +192,7 @@ class EngineRequests:
             "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),
             "temperatures": tuple(float(request.temperature) for request in asked),
+            "seeds": tuple(None if sample.seed == NO_SEED else sample.seed for sample in samples),
         }  # fmt: skip
         record: SampledTokens | ShapedTokens = SampledTokens(**facts)
         if shaped:
