@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verifier.checks.content import owner_of
 from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.samples import TILTS, compare_with_chance, nats_of
 from verifier.core.check import check
@@ -40,9 +39,9 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     resume, no replay and no second run has the same samples.
     Evidence: rollout/sampled (token ids, seeds as the engine's process gave them).
     Tolerance and its source: rounding may turn a draw. Two races with the same noise end otherwise with a probability
-    of at most twice the distance of their distributions (Daliri, Musco and Suri 2024), so of at most the nats that their
-    log-probabilities may be apart, which is twice the bound of LGP003. Chernoff's bound on the number of samples that
-    part, exceeded by chance once in a million.
+    of at most twice the distance of their distributions (Daliri, Musco and Suri 2024), so of at most the nats that
+    their log-probabilities may be apart, which is twice the bound of LGP003. Chernoff's bound on the number of samples
+    that part, exceeded by chance once in a million.
     What it does not catch: a seed that is exchanged in the same way both times (LGP005); in bf16, generators of few of
     the requests; a training run's draws.
     References: vllm#51226, vllm#19940, tt-metal#46350, NeMo-RL#226.
@@ -70,7 +69,7 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
             f"first {where}",
             expected=f"the same tokens, but for {share * places:.2g} draws that rounding turns",
             actual=f"{len(parted):,} of {len(pairs):,} samples part within {places:,} tokens (the engine)",
-            hint="look at whether the sampler draws with the generator of each request, and where it goes when rows move",
+            hint="look at whether the sampler draws with the generator of each request, also after rows have moved",
         )  # fmt: skip
 
 

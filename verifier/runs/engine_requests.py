@@ -108,9 +108,10 @@ class EngineRequests:
 
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
         another. Then the next turn of each of these conversations, which are scored, too, from end to end. Then many
-        samples of two prompts, of which some end by a stop token, and the others by their limit. If there is more to
-        ask, requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
-        that one moves to the place of another that has ended; and then in penalties, biases and truncation.
+        samples of two prompts, of which some end by a stop token, and the others by their limit; and these again with
+        the same seeds, each in another row of the engine's batch. If there is more to ask, requests that differ, side
+        by side: in their temperatures, one of which is greedy, and in their lengths, so that one moves to the place of
+        another that has ended; and then in penalties, biases and truncation.
         """
         sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS, ignore_end=True)
         samples = self._sample("sampled", prompts, sampling)
