@@ -251,13 +251,17 @@ def logprobs() -> list[Record]:
             TrainerLogprobs(**whose, array="close"),
             OracleLogprobs(**whose, role="oracle", array="right"),
             EngineLogprobs(**whose, role="engine", array="close"),
-            SampledTokens(
-                **whose, role="engine", array="close", prompts=((4,), (4,)), tokens=((1, 2, 3), (7, 5)),
-                stops=((5, 9), (5, 9)), limits=(3, 3), ended=("length", "stop"), temperatures=(1.0, 1.0),
-            ),
-            OracleOfSampled(**whose, role="oracle", array="right"),
-            OracleOfPlaces(name="batch", version=version, role="oracle", array="places", vocabulary=16),
-        ]  # fmt: skip
+        ]
+        for name in ("batch", "batch again"):
+            seen += [
+                SampledTokens(
+                    **whose | {"name": name}, role="engine", array="close", prompts=((4,), (4,)),
+                    tokens=((1, 2, 3), (7, 5)), stops=((5, 9), (5, 9)), limits=(3, 3), ended=("length", "stop"),
+                    temperatures=(1.0, 1.0), seeds=(8, 9),
+                ),
+                OracleOfSampled(**whose | {"name": name}, role="oracle", array="right"),
+                OracleOfPlaces(name=name, version=version, role="oracle", array="places", vocabulary=16),
+            ]  # fmt: skip
     return seen
 
 
@@ -380,6 +384,7 @@ BROKEN: dict[str, list[Record]] = {
     "LGP007": change(ProviderFields, lambda item: altered(item, window_size="[2048, 0]"), rank=1),
     "LGP014": training_traces.many_ends(clean()),
     "LGP003": change(SampledTokens, having(lengths=(4, 1)), version=0),
+    "LGP018": change(SampledTokens, having(tokens=((2, 2, 3), (9, 5))), name="batch again", version=1),
     **{code: change(kind, how) for code, (kind, how) in training_traces.CHANGES.items()},
 }
 """Check -> the clean run with the smallest thing wrong that it has to see."""

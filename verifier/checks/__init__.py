@@ -39,6 +39,7 @@ from verifier.checks import (
     samples,
     score_bias,
     scored_rows,
+    seeded_draws,
     served,
     spot_scores,
     stack,
@@ -54,6 +55,6 @@ __all__ = [
     "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "evaluation_numbers",
     "evaluations", "final_export", "gradient_products", "gradient_sums", "handed_on", "knobs", "logprobs", "loss_rows",
     "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",
-    "router_choices", "router_losses", "routes", "run_terms", "samples", "score_bias", "scored_rows", "served",
-    "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "weights",
+    "router_choices", "router_losses", "routes", "run_terms", "samples", "score_bias", "scored_rows", "seeded_draws",
+    "served", "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "weights",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
     return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
 
 
-def _compare_with_chance(
+def compare_with_chance(
     item: DrawnTokens | SampledTokens, nats: float, cases: int, *, sentence: str, expected: str, actual: str, hint: str
 ) -> Comparison:
     """The unlikeliest of so many counts against what one run in a million exceeds."""
@@ -38,7 +38,7 @@ def _compare_with_chance(
     )  # fmt: skip
 
 
-def _nats(count: float, trials: float, share: float) -> float:
+def nats_of(count: float, trials: float, share: float) -> float:
     """Unlikeliness of `count` in `trials`, nats: Chernoff's bound on the binomial tail beyond it.
 
     Source:
@@ -75,10 +75,10 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         for token, _ in item.bias:
             rows.append((f"token {token}, which has", float(distribution[token]), item.tokens.count(token)))
         nats, which, share, count = max(
-            ((_nats(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
+            ((nats_of(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
             key=lambda row: row[0], default=(0.0, "", 0.0, 0),
         )  # fmt: skip
-        yield _compare_with_chance(
+        yield compare_with_chance(
             item, nats, 2 * max(len(rows), 1),
             sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
             f"a share of {share:.3g}: {share * total:.0f} are expected",
@@ -92,7 +92,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         yield _within(sampled, [token for tokens in sampled.tokens for token in tokens], places.vocabulary)
         beyond = arrays["rank"][:, None] >= arrays["kept"]
         nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
-        yield _compare_with_chance(
+        yield compare_with_chance(
             sampled, nats, 2 * TILTS * len(SHARES),
             sentence=f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
             f"among the least likely tokens, {expected:.0f} are expected",
@@ -127,7 +127,7 @@ def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float,
         expected, trials = float(share[there].sum()), int(there.sum())
         if 0 < expected < trials:
             count = int(hit[there].sum())
-            yield _nats(count, trials, expected / trials), count, expected, column
+            yield nats_of(count, trials, expected / trials), count, expected, column
 
 
 def _described(trace: Trace) -> Iterator[tuple[SampledTokens, Mapping[str, np.ndarray]]]:
@@ -174,7 +174,7 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         by_chance = max(float(np.square(_distribution(trace, item)).sum()), float(alike))
         found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
         nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
-        yield _compare_with_chance(
+        yield compare_with_chance(
             item, nats, 2 * len(tokens),
             sentence=f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
             "are expected to",
@@ -185,7 +185,7 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     for sampled, arrays in _described(trace):
         rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
         nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
-        yield _compare_with_chance(
+        yield compare_with_chance(
             sampled, nats, TILTS * arrays["repeats"].shape[1],
             sentence=f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to",
             expected=f"{expected:.1f} by the oracle's distributions", actual=f"{repeated:,} (the engine)",
@@ -203,7 +203,7 @@ def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[
     for half in (same[~odd], same[odd]):
         count = int(half.sum())
         if len(half) and count > by_chance * len(half):
-            yield _nats(count, len(half), by_chance), places, count, len(half)
+            yield nats_of(count, len(half), by_chance), places, count, len(half)
 
 
 @check("LGP006", needs=(SampledTokens,), scope="rollout")

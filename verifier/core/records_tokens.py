@@ -301,6 +301,8 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     ended: tuple[str, ...]
     """Why each ended, as reported: "stop" by a stop token, "length" by the limit."""
     temperatures: tuple[float, ...]
+    seeds: tuple[int | None, ...] = ()
+    """Seed of each request, None without one; empty where nobody keeps them."""
 
 
 class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sampled"):

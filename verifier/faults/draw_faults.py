@@ -28,6 +28,10 @@ MANY: dict[str, Any] = {
 }  # fmt: skip
 """A run whose sampled steps have 128 answers, of which few are cut off."""
 
+SEEDED: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.ENGINE, "engine": "vllm", "caught_by": ("LGP018",),
+}  # fmt: skip
+
 
 @fault(
     "unslothai/unsloth-zoo#832 (found in review)",
@@ -85,3 +89,32 @@ def under(call: Call, **knobs: float) -> Any:
     rows = [(*prompt, *one.tokens) for prompt, own in zip(call.prompts, found, strict=True) for one in own]
     nats = iter(call.self.logprobs(rows))
     return [[dataclasses.replace(one, logprobs=tuple(next(nats)[-len(one.tokens) :])) for one in own] for own in found]
+
+
+@fault(
+    "vllm-project/vllm#51226 (kin: there another request of the batch had no seed)",
+    "vllm.v1.sample.sampler:Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)", **SEEDED,
+)  # fmt: skip
+def seeds_ignored_by_the_sampler(call: Call) -> Any:
+    """Requests have their seeds, and all tokens are drawn from the generator of the engine."""
+    asked = call.sampling_metadata
+    if not asked.generators:
+        return call.original()
+    return call.faulty(sampling_metadata=dataclasses.replace(asked, generators={}))
+
+
+@fault(
+    "tenstorrent/tt-metal#46350",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)", **SEEDED,
+)  # fmt: skip
+def generator_lost_in_another_row(call: Call) -> None:
+    """A request moves into the row of one that has ended, and its generator stays behind."""
+    import torch
+
+    moved = call.self.batch_update_builder.moved
+    seen = len(moved)
+    call.original()
+    for _, place, _ in moved[seen:]:
+        if call.self.generators.get(place) is not None:
+            call.fire()
+            call.self.generators[place] = torch.Generator().manual_seed(place)

@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.core.record import Probe
 from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
-from verifier.engine.api import Sample, Sampling, Shape
+from verifier.engine.api import NO_SEED, Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
 from verifier.platform.pins import installed
 from verifier.runs.workload import Answer
@@ -35,6 +35,7 @@ LIKELY = 8.0
 LONG_SAMPLES = 8
 """Samples that go on from the beginnings of two prompts, to compare with their distributions."""
 AT_LENGTH = "sampled at length"
+AGAIN = "sampled in another order"
 LONG_TOKENS = 16
 """Tokens of each of these samples, and of these beginnings."""
 STOP_EVERY = 24
@@ -107,9 +108,10 @@ class EngineRequests:
 
         And the same again, now that it does know them, with tokens at which to stop, so that samples end one after
         another. Then the next turn of each of these conversations, which are scored, too, from end to end. Then many
-        samples of two prompts, of which some end by a stop token, and the others by their limit. If there is more to
-        ask, requests that differ, side by side: in their temperatures, one of which is greedy, and in their lengths, so
-        that one moves to the place of another that has ended; and then in penalties, biases and truncation.
+        samples of two prompts, of which some end by a stop token, and the others by their limit; and these again with
+        the same seeds, each in another row of the engine's batch. If there is more to ask, requests that differ, side
+        by side: in their temperatures, one of which is greedy, and in their lengths, so that one moves to the place of
+        another that has ended; and then in penalties, biases and truncation.
         """
         sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS, ignore_end=True)
         samples = self._sample("sampled", prompts, sampling)
@@ -125,7 +127,9 @@ class EngineRequests:
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
         begun = [prompt[:LONG_TOKENS] for prompt in prompts[:2]]
-        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=[long.of(0), ending])))
+        both_of = [long.of(0), ending]
+        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=both_of)))
+        self._sample(AGAIN, begun[::-1], replace(long, each=both_of[::-1]))
         if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
@@ -189,6 +193,7 @@ class EngineRequests:
             "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),
             "temperatures": tuple(float(request.temperature) for request in asked),
+            "seeds": tuple(None if sample.seed == NO_SEED else sample.seed for sample in samples),
         }  # fmt: skip
         record: SampledTokens | ShapedTokens = SampledTokens(**facts)
         if shaped:
