@@ -127,9 +127,9 @@ class EngineRequests:
         ids = tuple(range(STOP_EVERY // 2, max(prompts[0]) + 1, STOP_EVERY))
         ending = replace(long.of(1), temperature=SAMPLING_TEMPERATURE, max_tokens=LONG_TOKENS - 3, stop=ids)
         begun = [prompt[:LONG_TOKENS] for prompt in prompts[:2]]
-        both_of = [long.of(0), ending]
-        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=both_of)))
-        self._sample(AGAIN, begun[::-1], replace(long, each=both_of[::-1]))
+        kinds = [long.of(0), ending]
+        self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=kinds)))
+        self._sample(AGAIN, begun[::-1], replace(long, each=kinds[::-1]))
         if self._more:
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
