@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 
 from tests.bench.train_functions import config_of, write_random
 from tests.meta.sources import ROOT
+from verifier.faults.catalog import CATALOG
+from verifier.faults.trial import Trials
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 from verifier.plan.digest import digest_tensor
@@ -128,6 +131,17 @@ def test_masters_and_moments_on_the_host_step_alike(measured, tmp_path):
         measured(optimizer_offload=share, peak_memory_gib=peaks[-1], apart=apart, loss=[row["loss"] for row in rows])
         assert apart < UPDATE
     assert peaks[0] > peaks[1] > peaks[2]
+
+
+@pytest.mark.h100(gpus=1)
+@pytest.mark.own_process
+@pytest.mark.parametrize("name", ["masters-of-weights-before-the-load", "moments-zeroed"])
+def test_a_fault_of_an_optimizer_on_the_host_is_caught_where_it_sits(name, measured, tmp_path):
+    knobs = ("dtype=bf16", "verify.every=0", "megatron.optimizer_offload=0.5")
+    with Trials(print, tmp_path) as trials:
+        found = trials.trial(replace(CATALOG[name], training=knobs, mesh=Mesh()))
+    measured(fault=f"{name} on the host", fired=found.fired, caught=found.caught, failures=found.failures)
+    assert found.failures == []
 
 
 @pytest.mark.h100(gpus=1, gib=LARGER_GIB)

@@ -25,22 +25,24 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rank and update, on up to 1,024 elements of up to 32 tensors, others in each update: masters
     and moments after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and
     decay of the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the
-    weights' dtype; that the gradient was zero before the first pass; that masters, moments and weights of the update
-    before are what it left, and that all moments are 0 before the first one of a run; that passes use these weights on
-    every rank, on up to 256 elements of up to 16 tensors, others in each update, against those of the rank whose
-    optimizer holds them. And that every parameter is trained; with adapters, every one of theirs.
-    Why it matters: a clip that is computed and not applied, masters that no weight gets, a tensor that no step moves
-    and gradients that are kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone,
-    and takes the trainer's own moments there: moments that each step leaves rounded it does not see.
+    weights' dtype, before it and after it, and before the first update of a process those of all tensors; that the
+    gradient was zero before the first pass; that masters, moments and weights of the update before are what it left,
+    and that all moments are 0 before the first one of a run; that passes use these weights on every rank, on up to 256
+    elements of up to 16 tensors, others in each update, against those of the rank whose optimizer holds them. And that
+    every parameter is trained; with adapters, every one of theirs.
+    Why it matters: a clip that is computed and not applied, masters that no weight gets, masters that the checkpoint
+    never reached and that replace its weights at the first step, a tensor that no step moves and gradients that are
+    kept from step to step all give a loss that falls. TRN001 sees them on sampled steps alone, and takes the trainer's
+    own moments there: moments that each step leaves rounded it does not see.
     Evidence: train/audit; train/sums for the weights that passes use.
     Tolerance and its source: 1e-3 of the learning rate, as TRN001, beyond three roundings to float32. Of a moment 16
     roundings to float32 of its two terms, and that of its decay, which moves what is left of 1 by as much (Higham 2002,
     section 2.2). All else is bitwise: these are copies.
     What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
     not come; weights that passes use of an adapter, or of a model without a layout, and on sampled steps, before which
-    they are gathered for the oracle; runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    they are gathered for the oracle; runs with Megatron-FSDP, which the report says.
     References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2,
-    torchtitan#4382.
+    torchtitan#4382, RL#2371.
     """
     for audit in trace.of(AdamAudit):
         for item in audit.tensors:
@@ -83,6 +85,14 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             f"{audit.name}, `{', '.join(audit.moved[:1])}` the first",
             expected="what the update before left", actual="other numbers", allowed="bitwise (nothing writes them)",
             hint="look at what touches the optimizer or the weights between two steps",
+        )  # fmt: skip
+        yield _compared(
+            audit, "masters of the weights", same=not audit.strays,
+            sentence=f"before {audit.name} the weights of {len(audit.strays)} tensors are not the optimizer's masters, "
+            f"`{', '.join(audit.strays[:1])}` the first",
+            expected="the masters, rounded to the weights' dtype", actual="other numbers (the live weights)",
+            allowed="bitwise (a copy)",
+            hint="look at what loads weights after the optimizer was made, and tells its masters nothing",
         )  # fmt: skip
         if audit.begun_with is not None:
             greatest = float(audit.begun_with)

@@ -190,6 +190,8 @@ class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     """Tensors of which the rank knows what the update before left."""
     moved: tuple[str, ...] = ()
     """Remembered tensors whose master, moments or weight are others now."""
+    strays: tuple[str, ...] = ()
+    """Tensors whose weights before the update were not the masters, rounded; of all before the first of a process."""
     frozen: tuple[str, ...] = ()
     """Parameters of the rank that no update moves, but for the base of an adapter."""
     begun_with: Real | None = None

@@ -40,6 +40,21 @@ def masters_not_copied(call: Call) -> Any:
     return call.wrong(None) if call.state["steps"] == 2 else call.original()
 
 
+@in_update("NVIDIA-NeMo/RL#2371", MAKE_MEGATRON_OPTIMIZER, training=("verify.every=0", "dtype=bf16"))
+def masters_of_weights_before_the_load(call: Call) -> Any:
+    """The optimizer's masters have a fresh model's weights, and the first step writes these over the checkpoint's."""
+    import torch
+
+    from verifier.train.optimizer_megatron import master_of
+
+    made = call.original()
+    for part in made.chained_optimizers:
+        for held in (item for group in part.optimizer.param_groups for item in group["params"]):
+            call.fire()
+            torch.nn.init.normal_(master_of(part.optimizer, held).data, std=0.02)
+    return made
+
+
 @in_update("NVIDIA-NeMo/RL#3171", STEP, mesh=Mesh(dp=2))
 def moments_zeroed(call: Call) -> Any:
     """Adam's moments are zero before every step, and its count goes on."""

@@ -222,8 +222,8 @@ def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[t
     held = {}
     for one in optimizer.chained_optimizers:
         for parameter, (group, order) in {} if one.is_stub_optimizer else one.model_param_group_index_map.items():
-            master = one.optimizer.param_groups[group]["params"][order]
-            own = master if part == "master" else one.optimizer.state.get(master, {}).get(part)
+            kept = one.optimizer.param_groups[group]["params"][order]
+            own = master_of(one.optimizer, kept) if part == "master" else one.optimizer.state.get(kept, {}).get(part)
             if own is not None:
                 held[parameter] = (one._get_model_param_range_map(parameter)["param"], own)
     for at, chunk in enumerate(trainer.chunks):
@@ -237,6 +237,17 @@ def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[t
                 if buffer.data_parallel_world_size > 1:
                     dist.all_reduce(whole, group=buffer.data_parallel_group)
                 yield at, names[parameter], whole.view(parameter.shape)
+
+
+def master_of(adam: Any, held: torch.Tensor) -> torch.Tensor:
+    """Return the master of a tensor in an optimizer's groups: itself, but for one that steps some of them on the host.
+
+    Source:
+        megatron-core 0.19.2, core/optimizer/cpu_offloading/hybrid_optimizer.py, `HybridDeviceOptimizer`: its groups
+        and its state have the model's shards, and what it steps are copies in float32, on the host or on the device.
+    """
+    masters: dict[torch.Tensor, torch.Tensor] = getattr(adam, "param_to_inner_param", {})
+    return masters.get(held, held)
 
 
 def _gathered(buffer: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from verifier.core.record import real
 from verifier.core.records_trainer import AdamAudit, AuditedTensor, OptimizerSettings, ParameterGroup
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
+from verifier.train.optimizer_megatron import master_of
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnShards
 from verifier.train.written_megatron import Stepped
@@ -65,7 +66,7 @@ def groups_of(optimizer: Any, *, known: bool) -> list[ParameterGroup]:
 
 
 def _models_of(part: Any) -> dict[int, torch.Tensor]:
-    """Id of each master of an optimizer -> the model's parameter; nothing where the two are not known to belong."""
+    """Id of each tensor in an optimizer's groups -> the model's parameter; nothing where the two are not known."""
     if hasattr(part, "model_param_group_index_map"):
         places = part.model_param_group_index_map.items()
         return {id(part.optimizer.param_groups[group]["params"][at]): model for model, (group, at) in places}
@@ -88,7 +89,10 @@ class Owned:
     local: str
     """Name of the parameter in its model chunk, without wrappers."""
     model: torch.Tensor
+    held: torch.Tensor
+    """Under which the optimizer keeps its state."""
     master: torch.Tensor
+    """In float32; `held`, unless the optimizer keeps masters of its own."""
     offset: int
     """Index of its first element in the flattened parameter."""
     adam: Any
@@ -101,7 +105,7 @@ class Owned:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Adam's state, empty before the first step."""
-        found: dict[str, torch.Tensor] = self.adam.state.get(self.master, {})
+        found: dict[str, torch.Tensor] = self.adam.state.get(self.held, {})
         return found
 
 
@@ -117,11 +121,20 @@ class _Slice:
         return flat.detach().view(-1)[shift + self.begin : shift + self.begin + self.size]
 
     def state(self) -> list[torch.Tensor]:
-        """Master, both moments, and weight."""
-        moments = self.of.moments()
-        zero = torch.zeros(self.size, device=self.of.master.device)
+        """Master, both moments, and weight, on the weight's device."""
+        moments, device = self.of.moments(), self.of.model.device
+        zero = torch.zeros(self.size, device=device)
         pair = [self._cut(moments[name]) if name in moments else zero for name in ("exp_avg", "exp_avg_sq")]
-        return [self._cut(self.of.master), *pair, self._cut(self.of.model, self.of.offset)]
+        return [self._cut(self.of.master).to(device), *(item.to(device) for item in pair), self.weight()]
+
+    def weight(self) -> torch.Tensor:
+        """Weight as the passes have it."""
+        return self._cut(self.of.model, self.of.offset)
+
+    def is_stray(self) -> bool:
+        """Tell whether weights are not the masters, rounded to the weights' dtype."""
+        weight = self.weight()
+        return not torch.equal(self._cut(self.of.master).to(weight.device, weight.dtype), weight)
 
     def gradient(self) -> torch.Tensor:
         """Gradient as it is in the model's buffer."""
@@ -138,7 +151,7 @@ class Audits:
 
     Args:
         trainer: of the rank.
-        optimizer: of the rank, whose masters and moments are on the device.
+        optimizer: of the rank, not of Megatron-FSDP.
         settings: of Adam, as the config asks for them.
         places: what is where in the rank's model, as `gradient_sums_megatron.Sums` takes it; None audits no sums.
         rank: of the trainer.
@@ -173,6 +186,8 @@ class Audits:
         audit = Audit(self, chosen, number, name, None if self._sums is None else self._sums.of(number))
         if number == 1:
             audit.begun_with = greatest_moment(owned)
+        if not self.last:
+            audit.loaded = [_Slice(item, 0, item.master.numel()) for item in owned]
         return audit
 
     def stepped(self, number: int) -> list[Stepped]:
@@ -205,7 +220,7 @@ class Audits:
 
 
 def owned_masters(trainer: TrainerModel, optimizer: Any) -> Iterator[Owned]:
-    """Masters that a rank's optimizer holds, on the device; without Megatron-FSDP."""
+    """Masters that a rank's optimizer holds, on the device or on the host; without Megatron-FSDP."""
     names = {
         id(parameter): (at, name.replace("module.", ""))
         for at, chunk in enumerate(trainer.chunks) for name, parameter in chunk.named_parameters()
@@ -215,16 +230,16 @@ def owned_masters(trainer: TrainerModel, optimizer: Any) -> Iterator[Owned]:
             continue
         models = _models_of(part)
         for group in part.optimizer.param_groups:
-            for master in group["params"]:
-                model = models.get(id(master))
-                if model is None or id(model) not in names or master.numel() == 0:
+            for held in group["params"]:
+                model = models.get(id(held))
+                if model is None or id(model) not in names or held.numel() == 0:
                     continue
                 sharded = hasattr(part, "model_param_group_index_map")
                 offset = part._get_model_param_range_map(model)["param"].start if sharded else 0
                 chunk, local = names[id(model)]
                 yield Owned(
-                    chunk=chunk, local=local, model=model, master=master, offset=offset, adam=part.optimizer,
-                    group=group,
+                    chunk=chunk, local=local, model=model, held=held, master=master_of(part.optimizer, held),
+                    offset=offset, adam=part.optimizer, group=group,
                 )  # fmt: skip
 
 
@@ -232,7 +247,7 @@ def greatest_moment(owned: Sequence[Owned]) -> float:
     """Greatest element of either moment of any master, 0 where Adam has made none yet."""
     moments = [state.get(name) for state in (item.moments() for item in owned) for name in ("exp_avg", "exp_avg_sq")]
     found = [item.detach().abs().max().float() for item in moments if item is not None]
-    return float(torch.stack(found).max()) if found else 0.0
+    return float(torch.stack([item.to(found[0].device) for item in found]).max()) if found else 0.0
 
 
 class Audit:
@@ -244,8 +259,11 @@ class Audit:
         self._audits, self._slices, self._number, self._name, self._sums = audits, slices, number, name, sums
         self.begun_with: float | None = None
         """See `AdamAudit`."""
+        self.loaded: list[_Slice] = []
+        """Whole masters, before the first update of this process."""
         self._left: list[float] = []
         self._moved: list[str] = []
+        self._strays: list[str] = []
         self._remembered = 0
 
     def seen(self, look: OnShards | None) -> OnShards:
@@ -285,6 +303,7 @@ class Audit:
         if not self._slices:
             return
         self._before = _states(self._slices)
+        self._strays = sorted({item.of.name for item in (*self._slices, *self.loaded) if item.is_stray()})
         self._gradient = torch.cat([item.gradient() for item in self._slices])
         self._rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self._slices]
 
@@ -336,6 +355,7 @@ class Audit:
             AdamAudit(
                 name=self._name, version=version, coordinate=coordinate, tensors=tuple(tensors),
                 remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
+                strays=tuple(self._strays),
                 begun_with=None if self.begun_with is None else real(self.begun_with),
             )
         )  # fmt: skip

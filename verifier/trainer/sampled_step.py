@@ -49,8 +49,8 @@ from verifier.trainer.token_versions import exact_tokens
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""
 
-WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimizer_offload")
-"""Options of Megatron that change loss, weights or optimizer in a way that the oracle does not compute."""
+WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
+"""Options of Megatron that change loss or weights in a way that the oracle does not compute."""
 
 NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as

@@ -46,7 +46,7 @@ NO_SUMS = "sums of gradients over micro-batches and ranks were not judged (TRN00
 """Clause of the report on a step of a model without a layout."""
 NO_AUDIT = (
     "what the optimizer is given and makes of each step's gradient was not judged (TRN005, TRN006): gradients, masters "
-    "and moments of megatron.use_fsdp and megatron.optimizer_offload are not where they look"
+    "and moments of megatron.use_fsdp are not where they look"
 )
 """Clause of the report on a step whose masters and moments nothing reads."""
 NO_EXAM = (
@@ -60,7 +60,7 @@ NO_SPOT = "one rollout of each step, scored by itself, was not judged (LGP013): 
 
 def can_audit(config: TrainConfig) -> bool:
     """Tell whether masters, moments and gradients of a run are where the audit of its updates looks for them."""
-    return not config.megatron.use_fsdp and not config.megatron.optimizer_offload
+    return not config.megatron.use_fsdp
 
 
 def has_router_losses(config: TrainConfig) -> bool:

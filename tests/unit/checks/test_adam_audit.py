@@ -55,6 +55,14 @@ def test_state_that_moves_between_updates_is_seen():
     )
 
 
+def test_masters_of_other_weights_are_seen():
+    verdict, sentence = audited(strays=("decoder.weight", "norm.weight"))
+    assert (verdict, sentence) == (
+        Verdict.VIOLATED,
+        "before update 2 the weights of 2 tensors are not the optimizer's masters, `decoder.weight` the first",
+    )
+
+
 @pytest.mark.parametrize("moment", [1e-9, "nan"])
 def test_a_new_run_begins_without_moments(moment):
     assert audited(name="update 1", begun_with=0.0) == (Verdict.HOLDS, None)

@@ -27,24 +27,76 @@ class Case:
         )
         self.audits = Audits(SimpleNamespace(chunks=[self.model]), self.optimizer, SETTINGS)
 
+    def step(self, gradients):
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        self.adam.step()
+
     def update(self, number, *, clips=True, left=0.0, spoil=lambda moment: None):
         for parameter in self.model.parameters():
-            parameter.main_grad = torch.full_like(parameter, left)
+            parameter.main_grad = torch.full(parameter.shape, left)
         audit = self.audits.of(number, f"update {number}")
         audit.seen(None)([])
         for parameter in self.model.parameters():
-            parameter.main_grad = torch.randn_like(parameter)
+            parameter.main_grad = torch.randn(parameter.shape)
         audit.gradients()
         norm = float(sum(parameter.main_grad.square().sum() for parameter in self.model.parameters()).sqrt())
-        for parameter in self.model.parameters():
-            parameter.grad = parameter.main_grad / (norm + 1e-6) if clips else parameter.main_grad
-        self.adam.step()
+        factor = norm + 1e-6 if clips else 1.0
+        self.step([parameter.main_grad / factor for parameter in self.model.parameters()])
         for state in self.adam.state.values():
             spoil(state["exp_avg"])
             spoil(state["exp_avg_sq"])
         found = []
         audit.record(SimpleNamespace(emit=found.append), number, norm, "tp=0")
         return found[0]
+
+
+class HostCase(Case):
+    """Weights in bf16, and masters as megatron-core's HybridDeviceOptimizer keeps them: under the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.bfloat16()
+        held = list(self.model.parameters())
+        self.masters = [item.detach().float().requires_grad_() for item in held]
+        groups = [
+            {"params": [self.masters[0]], "weight_decay": DECAY},
+            {"params": [self.masters[1]], "weight_decay": 0},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+        self.hybrid = SimpleNamespace(
+            param_groups=[
+                {**group, "params": [item]} for group, item in zip(self.adam.param_groups, held, strict=True)
+            ],
+            state={}, param_to_inner_param=dict(zip(held, self.masters, strict=True)),
+        )  # fmt: skip
+        self.optimizer.chained_optimizers[0].optimizer = self.hybrid
+
+    def step(self, gradients):
+        held = list(self.model.parameters())
+        for own, gradient in zip(self.masters, gradients, strict=True):
+            own.grad = gradient
+        self.adam.step()
+        for own, item in zip(self.masters, held, strict=True):
+            item.data.copy_(own.data)
+        self.hybrid.state = {item: self.adam.state[own] for own, item in zip(self.masters, held, strict=True)}
+
+
+def test_masters_that_are_kept_under_the_weights_are_audited():
+    case = HostCase()
+    found = [case.update(number) for number in (1, 2)]
+    assert max(float(tensor.gap) for item in found for tensor in item.tensors) < 1e-5
+    assert max(float(tensor.moments) for item in found for tensor in item.tensors) < 0.3
+    assert all(tensor.copied for item in found for tensor in item.tensors)
+    assert [item.moved for item in found] == [item.strays for item in found] == [(), ()]
+    case.masters[1].data.mul_(2)
+    assert case.update(3).strays == ("bias",)
+
+
+def test_before_the_first_update_all_masters_are_those_of_the_weights():
+    case = HostCase()
+    case.masters[0].data[-1] = 0
+    assert case.update(1).strays == ("weight",)
 
 
 def test_right_updates_hold_and_slices_take_turns():
