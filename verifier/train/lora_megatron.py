@@ -25,6 +25,13 @@ SCALING = 2.0
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Last names of Megatron's linears that can get an adapter."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
+"""Keys of an adapter's configuration that `read_adapter` follows."""
+_NOT_OF_THE_ADAPTER = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+"""Keys that change nothing of what a reader makes of an adapter's matrices, whatever they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,20 @@ def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items() if name.endswith(targets)}
     by = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]  # as the peft library scales
     return named, config["lora_alpha"] / by
+
+
+def further_settings(path: Path) -> dict[str, str]:
+    """Read what the configuration of a directory asks of a reader beyond `read_adapter`; empty for a plain adapter.
+
+    The peft library has patterns of alpha and rank, layers, excluded modules, dropout, DoRA and more; where they are
+    off, they are null, false, zero, "none" or empty.
+    """
+    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    plain = {"peft_type": "LORA", "bias": "none"}
+    return {
+        key: json.dumps(value) for key, value in config.items()
+        if key not in _READ | _NOT_OF_THE_ADAPTER and value and value != plain.get(key)
+    }  # fmt: skip
 
 
 def scaling_of(trainer: TrainerModel) -> float:
