@@ -7,7 +7,7 @@ import json
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from verifier.errors import ContractError
 from verifier.export.save import save_checkpoint
@@ -81,6 +81,14 @@ def test_what_is_read_is_what_was_written_and_how_an_engine_scales_it(adapter, t
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "use_rslora": True}))
     assert read_adapter(tmp_path / "adapter")[1] == 2 * SCALING  # by the root of the rank, which is 4
+
+
+def test_matrices_whose_names_lack_the_prefix_are_skipped_as_the_peft_library_skips_them(adapter, tmp_path):
+    path = tmp_path / "adapter"
+    save_adapter(path, adapter, LoraSpec(4, 8))
+    assert read_adapter(path)[0].keys() == adapter.keys()
+    save_file(adapter, path / "adapter_model.safetensors")
+    assert read_adapter(path)[0] == {}
 
 
 def test_configuration_that_the_peft_library_writes_of_a_plain_adapter_asks_for_nothing_further(adapter, tmp_path):
