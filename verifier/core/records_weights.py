@@ -178,7 +178,7 @@ class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="expo
     """The factor of an adapter's product in its exported configuration."""
 
     further: dict[str, str] = msgspec.field(default_factory=dict)
-    """What else the configuration asks of a reader, such as another alpha for some linears."""
+    """Further settings that the configuration asks a reader for, such as another alpha for some linears."""
 
 
 class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
