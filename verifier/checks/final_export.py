@@ -35,7 +35,8 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     What it checks: of the files of `hf_model`, read by their index, names, dtypes and shapes against the source's,
     both ways; and on each rank dtype, shape and bits of every live shard after the last update, against what the
     independent layout (`verifier/export/names.py`) cuts from the files. Of a run that trains adapters, every matrix
-    without one against the source (WGT018 judges the others), and the files of the adapter against the live ones.
+    without one against the source (WGT018 judges the others), and the files of the adapter against the live ones, its
+    configuration too (WGT013).
     Why it matters: it is what the run was for, and what a run with `first` builds on. Written before the last update,
     with a shard missing, an adapter left out or a cast in between, it loads everywhere and is only worse.
     Evidence: export/saved, export/saved-files, export/written, load/source, train/shard; train/adapter, export/adapter,

@@ -314,13 +314,14 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: at each version above 0, names, dtypes, shapes and bits of the matrices in the adapter's file, and
     alpha over rank in its configuration, against the live adapters of all ranks, joined without megatron-bridge
-    (`verifier/export/adapters.py`).
+    (`verifier/export/adapters.py`); and that the configuration asks for nothing else, such as another alpha for some
+    linears, layers that have no adapter, or DoRA.
     Why it matters: fused linears have one pair of matrices, the published form one for each projection; parts in
     another order have the right shapes, and an adapter is small enough that rewards still move.
     Evidence: train/adapter, export/adapter, train/adapter-scaling, export/adapter-scaling.
     Tolerance and its source: bitwise, the factor to six digits; export copies.
     What it does not catch: an adapter whose effect in the trainer is another one (LGP001).
-    References: miles#1792, TensorRT-LLM#8063, vllm#55545.
+    References: miles#1792, TensorRT-LLM#8063, vllm#55545, peft#1930.
     """
     for version in trace.versions(LiveAdapterScaling):
         yield from compare_adapters(trace, version)
@@ -342,6 +343,14 @@ def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
             sentence=f"the exported adapter is multiplied by {got}, the live ones by {want}",
             expected=f"{want} (the live adapters)", actual=f"{got} (the exported adapter)", allowed="six digits",
             hint="look at alpha and rank in the adapter's configuration", absent=exported is None,
+        )  # fmt: skip
+        further = exported.further if exported else {}
+        asked = ", ".join(f"{key} = {value}" for key, value in further.items()) or "nothing"
+        yield Comparison(
+            what="further settings", same=not further, stage=Stage.EXPORT, version=version, badness=1.0,
+            sentence=f"the exported adapter's configuration asks a reader for {asked} besides rank, alpha and linears",
+            expected="nothing (the live adapters have one rank and one alpha)", actual=f"{asked} (adapter_config.json)",
+            allowed="exact", hint="look at what writes the adapter's configuration",
         )  # fmt: skip
 
 

@@ -177,6 +177,9 @@ class ExportedAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="export
 class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="export/adapter-scaling"):
     """The factor of an adapter's product in its exported configuration."""
 
+    further: dict[str, str] = msgspec.field(default_factory=dict)
+    """Further settings that the configuration asks a reader for, such as another alpha for some linears."""
+
 
 class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
     """An exported matrix that has an adapter, against base + alpha / rank * B A in float64 of the live shards."""

@@ -191,6 +191,30 @@ def adapter_of_fewer_targets(call: Call) -> None:
     file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
 
 
+@fault(
+    "huggingface/peft#1930 (kin: there the other linears had twice the alpha)",
+    "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT, engine=TRAINING,
+    model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
+)  # fmt: skip
+def alpha_of_some_linears_halved(call: Call) -> None:
+    """The adapter's config has a pattern that gives some linears half of the alpha that they were trained with."""
+    call.faulty()
+    file = call.path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"alpha_pattern": {"down_proj": config["lora_alpha"] // 2}}))
+
+
+@fault(
+    "redai-studio/Relax#262",
+    "verifier.train.lora_megatron:write_shard(path, tensors)", stage=Stage.EXPORT, engine=TRAINING,
+    model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
+)  # fmt: skip
+def adapter_under_the_names_of_its_base(call: Call) -> None:
+    """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
+    prefix = "base_model.model."
+    call.faulty(tensors={name.removeprefix(prefix): tensor for name, tensor in call.tensors.items()})
+
+
 @in_final("NVIDIA-NeMo/Automodel#3890", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
 def generation_settings_of_an_empty_config(call: Call) -> None:
     """An empty generation_config.json is written beside the weights and outdoes the end tokens of config.json."""

@@ -242,7 +242,10 @@ class AdapterWeights(TrainedWeights):
             lora_megatron.save_adapter(path, adapter, self._lora)
             found, scaling = lora_megatron.read_adapter(path)
             record_tensors(run.probe, ExportedAdapterMatrix, found.items(), version)
-            run.probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
+            further = lora_megatron.further_settings(path)
+            run.probe.emit(
+                ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling), further=further)
+            )
             if self._layout is None:
                 self._save_merged(adapter, version)
             if run.link.client is not None:

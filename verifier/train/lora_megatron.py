@@ -25,6 +25,15 @@ SCALING = 2.0
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Last names of Megatron's linears that can get an adapter."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+"""Beginning of every name in an adapter's file."""
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
+"""Keys of an adapter's configuration that `read_adapter` follows."""
+_NOT_OF_THE_ADAPTER = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "init_lora_weights", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+"""Keys that change nothing of what a reader makes of an adapter's matrices, whatever they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +101,41 @@ def save_adapter(path: Path, adapter: Mapping[str, torch.Tensor], lora: LoraSpec
         "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
-    named = {f"base_model.model.{name}": tensor for name, tensor in adapter.items()}
+    named = {f"{_PREFIX}{name}": tensor for name, tensor in adapter.items()}
     write_shard(path / "adapter_model.safetensors", named)
 
 
 def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     """Read a directory; return the matrices under the names of `export_adapter`, and alpha over rank.
 
-    As the peft library does, which skips matrices of modules that the configuration does not name.
+    As the peft library does, which skips matrices of modules that the configuration does not name, and those whose
+    names do not begin as its own do.
     """
     from safetensors.torch import load_file
 
     config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     found = load_file(path / "adapter_model.safetensors")
     targets = tuple(f".{name}{half}" for name in config["target_modules"] for half in (_A, _B))
-    named = {name.removeprefix("base_model.model."): tensor for name, tensor in found.items() if name.endswith(targets)}
+    named = {
+        name.removeprefix(_PREFIX): tensor for name, tensor in found.items()
+        if name.startswith(_PREFIX) and name.endswith(targets)
+    }  # fmt: skip
     by = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]  # as the peft library scales
     return named, config["lora_alpha"] / by
+
+
+def further_settings(path: Path) -> dict[str, str]:
+    """Read what the configuration of a directory asks of a reader beyond `read_adapter`; empty for a plain adapter.
+
+    The peft library has patterns of alpha and rank, layers, excluded modules, dropout, DoRA and more; where they are
+    off, they are null, false, zero, "none" or empty.
+    """
+    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    plain = {"peft_type": "LORA", "bias": "none"}
+    return {
+        key: json.dumps(value) for key, value in config.items()
+        if key not in _READ | _NOT_OF_THE_ADAPTER and value and value != plain.get(key)
+    }  # fmt: skip
 
 
 def scaling_of(trainer: TrainerModel) -> float:

@@ -164,7 +164,9 @@ class Adapters:
             if probe is not None:
                 found, scaling = lora_megatron.read_adapter(path)
                 record_tensors(probe, ExportedAdapterMatrix, found.items(), version)
-                probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling)))
+                further = lora_megatron.further_settings(path)
+                scaled = ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling))
+                probe.emit(replace(scaled, further=further))
         return adapter
 
 

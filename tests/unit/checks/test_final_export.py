@@ -93,6 +93,19 @@ def test_a_file_of_another_adapter_is_seen():
     assert judged(*SOURCE, *other, *files({"a": "5", "b": "0"}))[0] is Verdict.VIOLATED
 
 
+@pytest.mark.parametrize("code", ["WGT019", "WGT013"])
+def test_an_alpha_of_its_own_for_some_linears_is_seen(code):
+    asked = {"alpha_pattern": '{"down_proj": 8}'}
+    other = [replace(item, further=asked) if isinstance(item, ExportedAdapterScaling) else item for item in ADAPTERS]
+    trace = make_trace([*SOURCE, *other, *files({"a": "5", "b": "0"})])
+    outcome = run_check(REGISTRY[code], trace)
+    assert outcome.verdict is Verdict.VIOLATED
+    assert outcome.finding.first.sentence == (
+        'the exported adapter\'s configuration asks a reader for alpha_pattern = {"down_proj": 8} besides rank, alpha '
+        "and linears"
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "enough", "accuracy", "verdict"),
     [
