@@ -257,14 +257,15 @@ def _current_is_old(trace: Trace) -> Iterator[Comparison]:
 
 
 def _reference_is_old(trace: Trace) -> Iterator[Comparison]:
-    """The reference's log-probabilities that lower rewards against `old`, before the first update of the run."""
+    """The reference's log-probabilities of all mini-batches against `old`, before the first update of the run."""
     for version in sorted({item.version for item in trace.of(UpdateRatios) if item.at_reference}):
         for policy in trace.of(PolicyColumns, version=version):
             arrays = trace.arrays(policy)
-            if "penalty_reference" in arrays:
-                own = arrays.get("own", arrays["mask"]).astype(bool)  # traces of older runs have the second alone
-                gaps = np.abs(arrays["penalty_reference"].astype(np.float64) - arrays["old"])[own]
-                yield _scored_alike(gaps, "log-probabilities of the reference", version, "the penalty")
+            own = arrays.get("own", arrays["mask"]).astype(bool)  # traces of older runs have the second alone
+            for name, reader in (("penalty_reference", "the penalty"), ("reference", "the loss")):
+                if name in arrays:
+                    gaps = np.abs(arrays[name].astype(np.float64) - arrays["old"])[own]
+                    yield _scored_alike(gaps, "log-probabilities of the reference", version, reader)
 
 
 def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Comparison:
@@ -286,9 +287,8 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
     ratio from 1; and the first update of the run: the greatest KL estimate. In every update: no token is clamped where
     all ratios and KL estimates are those of log-ratios within 20 nats. Of the first update of each batch whose ratio
-    divides by `engine`: the log-probability of each token in the loss against `old`. And before the first update of a
-    run whose rewards are lowered by a KL estimate: the reference's log-probability of each token in the loss against
-    `old`.
+    divides by `engine`: the log-probability of each token in the loss against `old`. And before the first update of the
+    run: the reference's log-probability of each answer's token against `old`, in all mini-batches, wherever the KL is.
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios, and beside them loss/rows, advantage/columns and advantage/policy.

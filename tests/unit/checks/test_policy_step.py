@@ -137,8 +137,10 @@ CURRENT = [-3.0, -1.0, -2.0]
         (CURRENT, [*OLD[:4], -3.25], {"at_reference": False}, []),
     ],
 )  # fmt: skip
-def test_the_same_weights_score_alike(current, reference, facts, wrong):
+@pytest.mark.parametrize("kl_in", ["penalty", "loss"])
+def test_the_same_weights_score_alike(current, reference, facts, wrong, kl_in):
     """Whatever the ratio divides by, and wherever the KL is."""
+    wrong = [words.replace("the penalty", f"the {kl_in}") for words in wrong]
     sentinel = np.array([1 << 32 | 1, 2 << 32 | 1, 2 << 32 | 2], np.int64)
     mask = np.array([0, 1, 1, 0, 1], bool)
     arrays = {
@@ -147,7 +149,7 @@ def test_the_same_weights_score_alike(current, reference, facts, wrong):
         "policy": {"old": np.array(OLD, np.float32), "mask": mask, "own": mask},
     }
     if reference is not None:
-        arrays["policy"]["penalty_reference"] = np.array(reference, np.float32)
+        arrays["policy"]["penalty_reference" if kl_in == "penalty" else "reference"] = np.array(reference, np.float32)
     rows = LossRows(name="update 1", version=1, coordinate="", array="rows")
     records = [replace(RATIOS, **facts), POLICY, COLUMNS, rows]
     outcome = run_check(REGISTRY["LSS003"], Trace(Manifest(complete=True), records, arrays.__getitem__))
