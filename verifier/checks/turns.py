@@ -75,9 +75,9 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
             yield from _sealed(item, name, turns)
             yield from _encoded(item, name, turns)
     for version, items in versions.items():
-        for given in trace.of(GivenRewards, version=version):
+        for rewards in trace.of(GivenRewards, version=version):
             for item in items:
-                yield from _scored(item, given)
+                yield from _scored(item, rewards)
         expected = {name: row for item in items for name, row in _rollouts(item)}
         for rollouts in trace.of(Rollouts, version=version):
             yield from _trained(trace, rollouts, expected)
@@ -160,7 +160,7 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
 
 
 def _scored(item: EpisodeTurns, given: GivenRewards) -> Iterator[Comparison]:
-    """What the reward read of each episode: its last turn, which is a rollout of its own where turns are."""
+    """Compare the text that the reward read of each episode with its last turn, a rollout of its own where turns are."""
     read = dict(zip(given.ids, given.texts, strict=True))
     for name, turns in _episodes(item).items():
         text = read.get(name, read.get(f"{name}/{len(turns) - 1}"))
