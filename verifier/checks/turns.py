@@ -160,7 +160,7 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
 
 
 def _scored(item: EpisodeTurns, given: GivenRewards) -> Iterator[Comparison]:
-    """Compare the text that the reward read of each episode with its last turn, a rollout of its own where turns are."""
+    """Compare the text that the reward read of each episode with that of its last turn."""
     read = dict(zip(given.ids, given.texts, strict=True))
     for name, turns in _episodes(item).items():
         text = read.get(name, read.get(f"{name}/{len(turns) - 1}"))
