@@ -271,7 +271,7 @@ def training() -> list[Record]:
             array="policy",
         ),
         UpdateRatios(
-            name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=True, ratio_gap=0.0,
+            name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=False, ratio_gap=0.0,
             kl_gap=0.0, clipped=0, clamped=0,
         ),
         TrainedText(
@@ -286,7 +286,7 @@ def training() -> list[Record]:
             after="<assistant>", end=3, episodes=("sequence-0", "sequence-1", "longer", "longer", "x", "y"),
             indices=(0, 0, 0, 1, 0, 0), prompts=((1,), (7,), (1,), (1, 2, 3, 6, 8, 4), (1,), (1,)),
             sampled=((2, 3), (5,), (2, 3), (9, 3), (2, 3), (2, 3)),
-            texts=("####2", "1", "1+1=", "####2", "####2", "####2"), replies=((), (), (6, 8, 4), (), (), ()),
+            texts=("####2", "1", "1+1=", "####2", "so #### 7", "8"), replies=((), (), (6, 8, 4), (), (), ()),
             said=("", "", "<tool>2<assistant>", "", "", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),

@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.checks.answers import gold_stated, stated_value
 from verifier.checks.content import owner_of, times
+from verifier.checks.loss_rows import updates_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -241,21 +242,64 @@ def _ratios(difference: Sequence[float], level: str) -> list[float]:
     return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
 
 
+def _current_is_old(trace: Trace) -> Iterator[Comparison]:
+    """Log-probabilities of the first update of a batch against `old`, where the ratio divides by the engine's."""
+    firsts = {(item.version, item.name) for item in trace.of(UpdateRatios) if item.first and item.ratio_over != "old"}
+    for update in updates_of(trace) if firsts else ():
+        columns = update.columns
+        if (columns.version, columns.name) not in firsts:
+            continue
+        for policy in trace.of(PolicyColumns, version=columns.version):
+            rows = dict(zip(policy.ids, ragged.split(trace.array(policy, "old"), policy.lengths), strict=True))
+            old = np.concatenate([rows[name] for name in columns.ids])[update.place]
+            gaps = np.abs(update.rows["current"].astype(np.float64) - old)
+            yield _scored_alike(gaps, f"log-probabilities of {columns.name}", columns.version, "the loss")
+
+
+def _reference_is_old(trace: Trace) -> Iterator[Comparison]:
+    """The reference's log-probabilities of all mini-batches against `old`, before the first update of the run."""
+    for version in sorted({item.version for item in trace.of(UpdateRatios) if item.at_reference}):
+        for policy in trace.of(PolicyColumns, version=version):
+            arrays = trace.arrays(policy)
+            own = arrays.get("own", arrays["mask"]).astype(bool)  # traces of older runs have the second alone
+            for name, reader in (("penalty_reference", "the penalty"), ("reference", "the loss")):
+                if name in arrays:
+                    gaps = np.abs(arrays[name].astype(np.float64) - arrays["old"])[own]
+                    yield _scored_alike(gaps, "log-probabilities of the reference", version, reader)
+
+
+def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Comparison:
+    worst = float(np.max(gaps, initial=0.0))  # NaN stays
+    return Comparison(
+        what=f"{what} that {read_by} reads", same=worst == 0.0, stage=Stage.LOGPROB, version=version,
+        badness=worst if math.isfinite(worst) else math.inf,
+        sentence=f"the {what} that {read_by} reads are up to {worst:.3g} nats from `old`, and the weights are the same",
+        expected="0 (the weights have not moved)", actual=f"{worst:.6g}",
+        mismatched=f"tokens: {int(np.count_nonzero(gaps)):,} of {len(gaps):,}", allowed="exact (the same arithmetic)",
+        hint="look at temperature, dropout, weights and alignment of both passes",
+    )  # fmt: skip
+
+
 @check("LSS003", needs=(UpdateRatios,), scope="policy")
 def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 
     What it checks: per rank, the first update of each batch whose ratio divides by `old`: the greatest distance of a
     ratio from 1; and the first update of the run: the greatest KL estimate. In every update: no token is clamped where
-    all ratios and KL estimates are those of log-ratios within 20 nats.
+    all ratios and KL estimates are those of log-ratios within 20 nats. Of the first update of each batch whose ratio
+    divides by `engine`: the log-probability of each token in the loss against `old`. And before the first update of the
+    run: the reference's log-probability of each answer's token against `old`, in all mini-batches, wherever the KL is.
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
-    Evidence: loss/ratios.
+    Evidence: loss/ratios, and beside them loss/rows, advantage/columns and advantage/policy.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
-    What it does not catch: later updates of a batch, whose ratio is not 1, ratios to `engine`, and KL estimates of
-    weights far from the reference: these may be clamped; an `old` and a `current` that are wrong alike (LGP001).
-    References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601.
+    What it does not catch: later updates of a batch, whose ratio is not 1, and KL estimates of weights far from the
+    reference: these may be clamped; a reference that is scored wrongly from a later step on (LGP001, LGP013); an `old`
+    and a `current` that are wrong alike (LGP001).
+    References: trl#4159, OpenRLHF#853, SkyRL#1353, prime-rl#2601, marin#1741.
     """
+    yield from _current_is_old(trace)
+    yield from _reference_is_old(trace)
     for item in trace.of(UpdateRatios):
         facts = []
         if item.first and item.ratio_over == "old":

@@ -51,16 +51,16 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     it said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
     speaks, and that it is the one that the config names. Per rollout of the batch, that its tokens are those of the
     episode, and that those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was
-    dropped. Per episode of the batch, that each of its turns is there. Of up to 8 problems of an evaluation, others in
-    each, the turns of both answers.
+    dropped. Per episode of the batch, that each of its turns is there, and that the reward read its last turn. Of up to
+    8 problems of an evaluation, others in each, the turns of both answers and what the reward read of them.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
-    Evidence: data/turns, pack/rollouts, advantage/advantages.
+    Evidence: data/turns, reward/rewards, pack/rollouts, advantage/advantages.
     Tolerance and its source: exact (ids and texts).
     What it does not catch: an environment that is wrong itself, other than the calculator; a template that is wrong.
     References: trl#5224, trl#4975, verl#6501, verl#6719, NeMo-RL#1089, ms-swift#9168, AReaL#432, open-instruct#1896,
-    vllm#25281, verifiers#1535.
+    vllm#25281, verifiers#1535, verl#6392.
     """
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
@@ -75,6 +75,9 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
             yield from _sealed(item, name, turns)
             yield from _encoded(item, name, turns)
     for version, items in versions.items():
+        for rewards in trace.of(GivenRewards, version=version):
+            for item in items:
+                yield from _scored(item, rewards)
         expected = {name: row for item in items for name, row in _rollouts(item)}
         for rollouts in trace.of(Rollouts, version=version):
             yield from _trained(trace, rollouts, expected)
@@ -153,6 +156,23 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
             expected=f"what `{item.environment}` said when it had read `{turn.text[-60:]}`", actual=shown,
             allowed="exact (replies are copied; checksums)",
             hint="look at what orders or cuts replies, at which turns the environment reads, and at what ends episodes",
+        )  # fmt: skip
+
+
+def _scored(item: EpisodeTurns, given: GivenRewards) -> Iterator[Comparison]:
+    """Compare the text that the reward read of each episode with that of its last turn."""
+    read = dict(zip(given.ids, given.texts, strict=True))
+    for name, turns in _episodes(item).items():
+        text = read.get(name, read.get(f"{name}/{len(turns) - 1}"))
+        if text is None:
+            continue
+        last = turns[-1].text
+        yield Comparison(
+            what=f"{name}, scored text", same=normalize("NFC", text) == normalize("NFC", last), stage=Stage.DATA,
+            version=item.version, badness=1.0,
+            sentence=f"the reward read `{text[-60:]}` of `{name}`, its last turn says `{last[-60:]}`",
+            expected=f"`{last[-60:]}` (turn {len(turns) - 1}, the last)", actual=f"`{text[-60:]}` ({given.name})",
+            allowed="exact (texts)", hint="look at which turns of an episode the reward reads, and at what joins them",
         )  # fmt: skip
 
 

@@ -158,3 +158,29 @@ def reference_comes_after_the_first_pass(call: Call) -> Any:
     call.state["step"] = step
     with held(call.self, _reference=[tensor.clone() for _, _, tensor in call.self._live.tensors()]):
         return call.faulty()
+
+
+@fault(
+    "marin-community/marin#1741 (kin: there the policy was scored so too)", f"{WORKER}.score(self, batch, which, to)",
+    caught_by=("LSS003",), **ROW,
+    training=(
+        "algorithm=grpo", "grpo.temperature=1.25", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0",
+    ),
+)  # fmt: skip
+def reference_at_another_temperature(call: Call) -> Any:
+    """The reference is scored at temperature 1, and the KL that the reward is lowered by is of two distributions."""
+    if call.which != "reference":
+        return call.original()
+    with held(call.self, _temperature=1.0):
+        return call.faulty()
+
+
+@fault(
+    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, trace, first, last, oracle)",
+    caught_by=("LSS003",), **ROW,
+    training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
+)  # fmt: skip
+def policy_at_another_temperature(call: Call) -> Any:
+    """Ratios divide log-probabilities at temperature 1 by the engine's, which are of the run's temperature."""
+    with held(call.self, _temperature=1.0):
+        return call.faulty()

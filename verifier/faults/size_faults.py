@@ -43,3 +43,16 @@ def answer_of_a_group_lost(call: Call) -> Any:
     if len(found[-1]) == 1:
         return found
     return call.wrong([*found[:-1], found[-1][:-1]])
+
+
+@fault(
+    "CarperAI/trlx#522", "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)",
+    training=("algorithm=grpo", "grpo.mini_batches=2", "grpo.epochs=2", "verify.every=0"), **ROW,
+)  # fmt: skip
+def passes_of_each_mini_batch_in_a_row(call: Call) -> Any:
+    """All passes over a mini-batch are taken before the next is begun, where one pass over the batch should follow."""
+    made = call.original()
+    found = sorted(made, key=lambda update: update.file.name)
+    return call.wrong([
+        replace(update, number=own.number, first=own.first) for update, own in zip(found, made, strict=True)
+    ])  # fmt: skip

@@ -133,3 +133,14 @@ def last_reply_never_read(call: Call) -> Any:
     if not turn.reply or len(call.before) + 2 < call.self._options.max_turns:
         return turn
     return call.wrong(dataclasses.replace(turn, reply=()))
+
+
+@on_turns(
+    "verl-project/verl#6392 (kin: there in training)", "verifier.trainer.generation:text_of(turns)",
+    training=(*STEP_WISE, "evaluation.num_problems=8", "evaluation.every=1"),
+)  # fmt: skip
+def reward_reads_earlier_turns(call: Call) -> Any:
+    """The reward of an evaluation reads all turns of an episode, and a number that an earlier one has may be right."""
+    if len(call.turns) == 1:
+        return call.original()
+    return call.wrong("".join(turn.text for turn in call.turns))

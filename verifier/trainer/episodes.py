@@ -189,6 +189,11 @@ def next_prompt(turn: Turn) -> tuple[int, ...]:
     return (*turn.prompt, *turn.sample.tokens, *turn.reply)
 
 
+def text_of(turns: Sequence[Turn]) -> str:
+    """Text of an episode that a reward reads: that of its last turn, in which no environment has a word."""
+    return turns[-1].text
+
+
 def rows_of(
     turns: Sequence[Turn], row: Callable[[Turn], RolloutRow], *, step_wise: bool
 ) -> list[RolloutRow]:  # fmt: skip

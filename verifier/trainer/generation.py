@@ -30,7 +30,7 @@ from verifier.trainer.batches import Score, order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
-from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of
+from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers
 from verifier.trainer.fitting import load_held_out, load_train, require_room
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
@@ -283,7 +283,7 @@ class EngineRollouts:
             )  # fmt: skip
             episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
             shaped.append(tuple(sorted({turn.sample.shaped for own in episodes for turn in own[0]})))
-            texts = [own[0][-1].text for own in episodes]
+            texts = [text_of(own[0]) for own in episodes]
             rewards = self._reward.score(
                 [example.id for example in self._held_out], texts, [example.answer or "" for example in self._held_out]
             )  # fmt: skip

@@ -17,7 +17,8 @@ from verifier.algorithms.advantages import advantages
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import Advantages, UpdateRatios
+from verifier.core.records_policy import Advantages, LossRows, PolicyColumns, UpdateRatios
+from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
 from verifier.trainer.sampled_batch import has_second_reader, rewards_of
@@ -103,6 +104,57 @@ def test_clamps_are_judged_where_no_log_ratio_is_beyond_the_limit(facts: dict[st
     )  # fmt: skip
     trace = Trace(Manifest(complete=True), [first, replace(first, **facts)], lambda item: {})
     assert run_check(REGISTRY["LSS003"], trace).verdict is verdict
+
+
+RATIOS = UpdateRatios(
+    name="update 1", version=1, update=1, first=True, ratio_over="engine", at_reference=True, ratio_gap=0.1, kl_gap=0.0,
+    clipped=0, clamped=0,
+)  # fmt: skip
+POLICY = PolicyColumns(
+    name="policy inputs", version=1, ids=("a", "b"), lengths=(3, 2), ratio_over="engine", weight_level="",
+    weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0, array="policy",
+)  # fmt: skip
+COLUMNS = LossColumns(
+    name="update 1", version=1, aggregation="token_mean", ids=("b", "a"), groups=("b", "a"), lengths=(2, 3),
+    array="columns",
+)  # fmt: skip
+OLD = [np.nan, -1.0, -2.0, np.nan, -3.0]
+"""Of the tokens of `a` and of `b`; the first of each is a prompt."""
+CURRENT = [-3.0, -1.0, -2.0]
+"""The same of the rows of an update, which has `b` first."""
+
+
+@pytest.mark.parametrize(
+    ("current", "reference", "facts", "wrong"),
+    [
+        (CURRENT, OLD, {}, []),
+        ([-3.0, -1.0, -2.0 - 2**-22], OLD, {}, ["log-probabilities of update 1 that the loss reads"]),
+        ([-3.0, -1.0, np.nan], OLD, {}, ["log-probabilities of update 1 that the loss reads"]),
+        ([-3.0, -1.0, -2.5], OLD, {"first": False}, []),
+        ([-3.0, -1.0, -2.5], OLD, {"ratio_over": "old", "ratio_gap": 0.0}, []),
+        (CURRENT, None, {}, []),
+        (CURRENT, [*OLD[:4], -3.25], {}, ["log-probabilities of the reference that the penalty reads"]),
+        (CURRENT, [*OLD[:4], -3.25], {"at_reference": False}, []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kl_in", ["penalty", "loss"])
+def test_the_same_weights_score_alike(current, reference, facts, wrong, kl_in):
+    """Whatever the ratio divides by, and wherever the KL is."""
+    wrong = [words.replace("the penalty", f"the {kl_in}") for words in wrong]
+    sentinel = np.array([1 << 32 | 1, 2 << 32 | 1, 2 << 32 | 2], np.int64)
+    mask = np.array([0, 1, 1, 0, 1], bool)
+    arrays = {
+        "rows": {"sentinel": sentinel, "mask": np.ones(3, bool), "current": np.array(current, np.float32)},
+        "columns": {"mask": mask[[3, 4, 0, 1, 2]], "weight": np.ones(5)},
+        "policy": {"old": np.array(OLD, np.float32), "mask": mask, "own": mask},
+    }
+    if reference is not None:
+        arrays["policy"]["penalty_reference" if kl_in == "penalty" else "reference"] = np.array(reference, np.float32)
+    rows = LossRows(name="update 1", version=1, coordinate="", array="rows")
+    records = [replace(RATIOS, **facts), POLICY, COLUMNS, rows]
+    outcome = run_check(REGISTRY["LSS003"], Trace(Manifest(complete=True), records, arrays.__getitem__))
+    assert outcome.error is None
+    assert [item.what for item in (outcome.finding.bad if outcome.finding else [])] == wrong
 
 
 ROWS = [("#### 7", "7", 1.0), ("8", "7", 0.0)]

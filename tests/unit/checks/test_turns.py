@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verifier.checks.named_makers import MAKERS
 from verifier.checks.turns import calculated, turn_differs_from_episode
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EpisodeTurns
+from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.seal import seal_of_reply
 from verifier.core.trace import Trace
 from verifier.environments.calculator import Calculator
@@ -110,6 +110,31 @@ def test_an_environment_reads_what_the_tokens_of_a_turn_say(read, wrong):
         sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(FRAMED, ""), read_texts=read,
     )  # fmt: skip
     found = turn_differs_from_episode(Trace(Manifest(), [turns], {}.__getitem__))
+    assert [item.what for item in found if not item.same] == wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "step_wise", "text", "wrong"),
+    [
+        ("x", False, "2", []),
+        ("x", True, "2", []),  # of an evaluation
+        ("x/1", True, "2", []),
+        ("y", True, "1+1=2", []),  # turns of another episode are kept
+        ("x", False, "1+1=2", ["x, scored text"]),
+        ("x", True, "1+1=", ["x, scored text"]),
+        ("x/1", True, "2 ", ["x, scored text"]),
+    ],
+)
+def test_a_reward_reads_the_last_turn_of_an_episode(name, step_wise, text, wrong):
+    turns = EpisodeTurns(
+        name="round 0", version=1, environment="mine:Tool", max_turns=3, step_wise=step_wise, before="<tool>",
+        after="<assistant>", end=3, episodes=("x", "x"), indices=(0, 1), prompts=((1,), (1, 2, 3, 6, 8, 4)),
+        sampled=((2, 3), (9, 3)), texts=("1+1=", "2"), replies=((6, 8, 4), ()), said=(FRAMED, ""),
+    )  # fmt: skip
+    given = GivenRewards(
+        name="held-out accuracy", version=1, reward="answer", ids=(name,), texts=(text,), answers=("2",), rewards=(1.0,)
+    )
+    found = turn_differs_from_episode(Trace(Manifest(), [turns, given], {}.__getitem__))
     assert [item.what for item in found if not item.same] == wrong
 
 
