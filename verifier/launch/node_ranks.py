@@ -12,6 +12,7 @@ from typing import Any
 
 from verifier.errors import InternalError
 from verifier.launch import flight_recorder as flight
+from verifier.launch import watchdog
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child
 from verifier.launch.failures import to_record
@@ -21,7 +22,7 @@ from verifier.launch.rank import LOOPBACK, JobSpec, log_path, stack_path
 JSON = Any
 _REPORT_S = 10.0
 """Seconds that a rank may stop in the middle of a report."""
-_STACK_S = 0.5
+_STACK_S = 2.0
 _TAIL_BYTES = 8192
 
 
@@ -136,11 +137,11 @@ class NodeRanks:
         self._server.vigil.look(within_s)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Python stacks of ranks of this node, as far as they can be had within half a second."""
+        """Python stacks of ranks of this node, as far as they can be had within two seconds."""
         for rank in ranks:
             self._processes[rank][0].send_signal(signal.SIGUSR1)
         give_up_at = time.monotonic() + _STACK_S
-        while time.monotonic() < give_up_at and not all(self._stack(rank) for rank in ranks):
+        while time.monotonic() < give_up_at and not all(watchdog.is_whole(self._stack(rank)) for rank in ranks):
             time.sleep(0.02)
         return {rank: self._stack(rank) for rank in ranks}
 

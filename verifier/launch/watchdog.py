@@ -76,6 +76,11 @@ def doing(slot: Slot | None, now_s: float) -> str:
     return f"in no collective{since}, the last was {what}"
 
 
+def is_whole(stack: str) -> bool:
+    """Tell whether a faulthandler dump has its last line: the outermost frame, or what stands for frames above 100."""
+    return stack.endswith((" in <module>\n", "\n  ...\n"))
+
+
 def innermost_frame(stack: str) -> str:
     """The innermost frame of a faulthandler dump that is not torch's own or ours: "file.py:12 in name"."""
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)

@@ -17,7 +17,7 @@ from verifier.launch.failures import (
     known_error,
     to_record,
 )
-from verifier.launch.watchdog import innermost_frame
+from verifier.launch.watchdog import innermost_frame, is_whole
 
 
 def test_rank_failed():
@@ -89,3 +89,14 @@ def test_innermost_frame_that_is_the_callers():
     )
     assert innermost_frame(stack) == "export/gather_megatron.py:41 in export"
     assert innermost_frame("") == ""
+
+
+def test_a_dump_is_whole_at_its_outermost_frame():
+    stack = (
+        "Stack (most recent call first):\n"
+        '  File "/src/verifier/export/gather_megatron.py", line 41 in export\n'
+        '  File "/src/verifier/launch/child.py", line 149 in boot\n'
+        '  File "<string>", line 1 in <module>\n'
+    )
+    assert [end for end in range(len(stack) + 1) if is_whole(stack[:end])] == [len(stack)]
+    assert is_whole(stack.replace('  File "<string>", line 1 in <module>', "  ..."))
