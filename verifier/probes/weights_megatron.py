@@ -12,9 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifier.core.record import Probe, TensorRecord
+from verifier.core.record import Probe, TensorRecord, real
 from verifier.core.records_weights import (
     ExpectedShard,
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
     ExportedTensor,
     ExportStream,
     PlanDigest,
@@ -34,6 +36,7 @@ from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
 from verifier.model.families import copies_of
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor, digest_tensors
+from verifier.train.lora_megatron import further_settings, read_adapter
 from verifier.transport.buffer import dtype_name
 
 if TYPE_CHECKING:
@@ -175,6 +178,14 @@ def record_tensors(
     """Digest named tensors one by one."""
     for name, tensor in tensors:
         probe.emit(kind(name=name, version=version, **described(tensor)))
+
+
+def record_exported_adapter(probe: Probe, path: Path, version: int) -> None:
+    """Digest the matrices of an adapter's folder, with its scaling and what else its configuration asks for."""
+    found, scaling = read_adapter(path)
+    record_tensors(probe, ExportedAdapterMatrix, found.items(), version)
+    further = further_settings(path)
+    probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling), further=further))
 
 
 def record_source(probe: Probe, source: Checkpoint) -> None:

@@ -13,8 +13,6 @@ from verifier.core.record import real
 from verifier.core.records_weights import (
     AdapterShard,
     AdapterSpread,
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
     FrozenShard,
     Handover,
     JoinedTensor,
@@ -37,6 +35,7 @@ from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
     LiveWeights,
     plan_of,
+    record_exported_adapter,
     record_plan,
     record_saved,
     record_tensors,
@@ -240,12 +239,7 @@ class AdapterWeights(TrainedWeights):
         if version and run.rank == 0:
             path = run.work / f"adapter-{version}"
             lora_megatron.save_adapter(path, adapter, self._lora)
-            found, scaling = lora_megatron.read_adapter(path)
-            record_tensors(run.probe, ExportedAdapterMatrix, found.items(), version)
-            further = lora_megatron.further_settings(path)
-            run.probe.emit(
-                ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling), further=further)
-            )
+            record_exported_adapter(run.probe, path, version)
             if self._layout is None:
                 self._save_merged(adapter, version)
             if run.link.client is not None:

@@ -303,7 +303,7 @@ class Audit:
         if not self._slices:
             return
         self._before = _states(self._slices)
-        self._strays = sorted({item.of.name for item in (*self._slices, *self.loaded) if item.is_stray()})
+        self._strays = [item.of.name for item in self.loaded or self._slices if item.is_stray()]
         self._gradient = torch.cat([item.gradient() for item in self._slices])
         self._rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self._slices]
 

@@ -16,8 +16,6 @@ from verifier.core.record import real
 from verifier.core.records_weights import (
     AdapterShard,
     AdapterSpread,
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
     FrozenShard,
     LiveAdapterMatrix,
     LiveAdapterScaling,
@@ -31,7 +29,7 @@ from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.weights_megatron import LiveWeights, record_tensors
+from verifier.probes.weights_megatron import LiveWeights, record_exported_adapter, record_tensors
 from verifier.train import lora_megatron
 from verifier.train.lora_megatron import LoraSpec
 from verifier.train.step_megatron import params_synced
@@ -162,11 +160,7 @@ class Adapters:
             path.parent.mkdir(parents=True, exist_ok=True)
             lora_megatron.save_adapter(path, adapter, self.lora)
             if probe is not None:
-                found, scaling = lora_megatron.read_adapter(path)
-                record_tensors(probe, ExportedAdapterMatrix, found.items(), version)
-                further = lora_megatron.further_settings(path)
-                scaled = ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling))
-                probe.emit(replace(scaled, further=further))
+                record_exported_adapter(probe, path, version)
         return adapter
 
 
