@@ -23,6 +23,7 @@ from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.rotary import misfit
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
+from verifier.platform.imports_megatron import import_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 
 DTYPES = ("float32", "bfloat16")
@@ -94,14 +95,10 @@ class TrainerModel:
 
 def preload(tier: Tier | None = None) -> None:
     """Import everything that `build` needs, by default for the tier of this machine; call it once before ranks fork."""
-    install_for(tier or select())
     logging.getLogger("megatron").setLevel(logging.WARNING)  # buckets and configurations, parameter by parameter
     # Megatron asks for stage marks in a hybrid's pattern; here the stages come from the configuration.
     logging.getLogger("megatron.core.models.hybrid.hybrid_layer_allocation").setLevel(logging.ERROR)
-    from megatron.bridge import AutoBridge  # noqa: F401
-    from megatron.core.distributed import finalize_model_grads  # noqa: F401
-    from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
-    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401
+    import_megatron(tier or select())
 
 
 def build(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from verifier.platform import install_for, select
+from verifier.platform import select
+from verifier.platform.imports_megatron import import_megatron
 
 
 def preload() -> None:
     """Import them, in a fork server; ranks import the rest of this package after the fork."""
-    install_for(select())
+    import_megatron(select())
     import numba  # noqa: F401
-    from megatron.bridge import AutoBridge  # noqa: F401
-    from megatron.core.distributed import finalize_model_grads  # noqa: F401
-    from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
-    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401

@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import importlib.util
 
+from verifier.platform.left_out import FLASHINFER, leave_out
+
 _MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "nemotron_h")
 """Modules of models that are imported ahead; others are when an engine needs them."""
 
@@ -16,6 +18,7 @@ def preload() -> None:
         return
     import torch
 
+    leave_out(FLASHINFER)
     importlib.import_module(f"vllm.v1.worker.{'gpu' if torch.cuda.is_available() else 'cpu'}_worker")
     importlib.import_module("vllm.v1.executor.multiproc_executor")
     for name in _MODELS:
