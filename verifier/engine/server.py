@@ -17,6 +17,7 @@ import time
 import traceback
 from multiprocessing import active_children, connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import msgspec
@@ -30,6 +31,7 @@ from verifier.launch.child import described
 from verifier.launch.stack_failure import StackFailed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
+from verifier.platform.left_out import FLASHINFER, leave_out
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 
@@ -67,12 +69,19 @@ def preload() -> None:
         return
     import torch
 
-    from verifier.engine.vllm import engine_vllm
     from verifier.platform.cuda import require_not_started
 
-    engine_vllm.preload()
+    _vllm().preload()
     if torch.cuda.device_count():
         require_not_started()
+
+
+def _vllm() -> ModuleType:
+    """The module of vLLM's engine. vLLM looks for flashinfer once, while it is imported, so that is left out before."""
+    leave_out(FLASHINFER)
+    from verifier.engine.vllm import engine_vllm
+
+    return engine_vllm
 
 
 def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
@@ -98,8 +107,7 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
 
     on_cpu = not torch.cuda.is_available()
     refuse_unsupported(checkpoint.config, on_cpu=on_cpu)
-    from verifier.engine.vllm import engine_vllm
-
+    engine_vllm = _vllm()
     if on_cpu and checkpoint.num_bytes <= ONE_THREAD_BYTES:
         os.environ.update(UNBOUND_THREAD)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

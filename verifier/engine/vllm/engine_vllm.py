@@ -39,7 +39,6 @@ from verifier.errors import ContractError, InternalError, UsageError, VerifierEr
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.platform.left_out import FLASHINFER, leave_out
 from verifier.transport.wire import Address, Agreement, Receipt
 
 _CPU_BLOCK = 32
@@ -67,7 +66,6 @@ def preload() -> None:
 
     vLLM inspects an imported class directly; otherwise it starts an interpreter that imports vLLM.
     """
-    leave_out(FLASHINFER)
     importlib.import_module(f"vllm.v1.worker.{'gpu' if torch.cuda.is_available() else 'cpu'}_worker")
     importlib.import_module("vllm.v1.executor.multiproc_executor")
     for architecture in sorted({family.architecture for family in FAMILIES.values()}):
