@@ -1,4 +1,4 @@
-"""Packages that the stack goes on without, because their import starts CUDA in a process that others are forked from."""
+"""Packages that the stack goes on without: their import starts CUDA in a process that others are forked from."""
 
 from __future__ import annotations
 
