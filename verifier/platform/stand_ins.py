@@ -15,8 +15,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
     """Yield the stand-ins of a run, each as "this for that".
 
     In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and for both tiers platform/cuda.py and
-    train/router_order_megatron.py. In the engine's processes: engine/vllm/worker_vllm.py and model/transformers_hf.py,
-    which is also the oracle's.
+    train/router_order_megatron.py. In the engine's processes: engine/vllm/worker_vllm.py, platform/left_out.py, and
+    model/transformers_hf.py, which is also the oracle's.
     """
     hybrid = model.get("mamba_num_heads") is not None
     experts = any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -37,6 +37,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "the rank for the process that collects checkpoint writers"
     if run.engine == "vllm":
         yield "a confirmed weight transfer for vLLM's"
+        if run.tier == "cuda":
+            yield "vLLM's other kernels for FlashInfer's"
         if run.tier == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
             if experts:

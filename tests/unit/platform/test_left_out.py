@@ -1,6 +1,6 @@
 """A package that is left out is one that is not installed, for whoever asks in the usual ways.
 
-What this does not exercise: the packages themselves, which only the GPU tier's environment has.
+What this does not exercise: the libraries that look for it, which tests/dist/test_without_flashinfer.py imports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from verifier.platform.left_out import leave_out
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Iterator[str]:
-    """Name of an installed package that says so when it is imported."""
-    name = "starts_cuda_when_imported"
+    """Name of a package that can be imported."""
+    name = "package_to_leave_out"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / name / "kernels.py").write_text("")

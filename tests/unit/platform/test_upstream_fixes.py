@@ -162,6 +162,7 @@ def test_stand_ins_are_named(model, engine, tier):
     assert any("Transformer Engine" in item for item in named) is (tier == "cpu")
     assert any("mamba-ssm" in item for item in named) is (tier == "cpu" and model is HYBRID)
     assert ("transformers for vLLM" in named) is (engine == "hf")
+    assert any("FlashInfer" in item for item in named) is (engine == "vllm" and tier == "cuda")
 
 
 def test_attention_of_gemma_2_stands_in_for_one_that_takes_no_packed_sequences():
