@@ -30,19 +30,23 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     the policy's, and no gradient betrays it while the weight of the entropy is 0.
     Evidence: loss/rows, logprob/entropy, advantage/columns (arrays).
     Tolerance and its source: fp32 1e-5 nats as LGP001, divided by a temperature below 1; or three times what
-    transformers in fp32 differs by from itself in float64 on the same tokens, if that is more. bf16 three times what
-    transformers in bf16 differs by from fp32 on them, if they are 100 or more; of fewer any finite one.
+    transformers in fp32 differs by at most from itself in float64 on all tokens of the step's updates, those of prompts
+    too, if that is more. bf16 three times what transformers in bf16 differs by at most from fp32 on them; of an update
+    with fewer than 100 tokens in the loss any finite one.
     What it does not catch: steps between the sampled ones, but for what MET001 shows of their mean; a weight of the
     entropy that is wrong (LSS004).
     References: OpenRLHF#1319.
     """
     for update in updates_of(trace):
         name, version = update.columns.name, update.columns.version
+        noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
         for oracle in trace.of(OracleEntropy, version=version, name=name):
-            yield from _compare(update, oracle, trace.array(oracle), trace.manifest.dtype == "float32")
+            yield from _compare(update, oracle, trace.array(oracle), noise, trace.manifest.dtype == "float32")
 
 
-def _compare(update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, exact: bool) -> Iterator[Comparison]:
+def _compare(
+    update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, noise: float, exact: bool
+) -> Iterator[Comparison]:
     """Worst row of each rollout."""
     columns, num = update.columns, int(update.in_loss.sum())
     if len(entropy) != num:
@@ -51,7 +55,7 @@ def _compare(update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, exa
     actual = update.rows["entropy"].astype(np.float64)
     gaps = np.abs(actual - expected)
     gaps = np.where(np.isnan(gaps), np.inf, gaps)
-    bound = _bound(oracle, len(entropy), exact)
+    bound = _bound(GREATEST_NOISES * noise, oracle.temperature, len(entropy), exact)
     for at in worst_rows(update.rollout, gaps):
         name, gap = columns.ids[update.rollout[at]], float(gaps[at])
         yield Comparison(
@@ -65,13 +69,13 @@ def _compare(update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, exa
         )  # fmt: skip
 
 
-def _bound(oracle: OracleEntropy, num_tokens: int, exact: bool) -> Tolerance:
-    noise = GREATEST_NOISES * float(oracle.noise)
+def _bound(noise: float, temperature: float, num_tokens: int, exact: bool) -> Tolerance:
+    tokens = f"on the tokens of the step's updates, times {GREATEST_NOISES}"
     if exact:
-        fixed = at_temperature(FP32, oracle.temperature)
-        source = f"this run's noise: transformers in fp32 against itself in float64, times {GREATEST_NOISES}"
+        fixed = at_temperature(FP32, temperature)
+        source = f"this run's noise: transformers in fp32 against itself in float64 {tokens}"
         return fixed if noise <= fixed.absolute else replace(fixed, absolute=noise, source=source)
     if num_tokens < FEW_TOKENS:
         return Tolerance(absolute=math.inf, unit="nats", source=f"{num_tokens} tokens are no floor, so any finite one")
-    source = f"this run's noise: its dtype against fp32 on the same tokens, times {GREATEST_NOISES}"
+    source = f"this run's noise: its dtype against fp32 {tokens}"
     return Tolerance(absolute=noise, unit="nats", source=source)

@@ -290,7 +290,8 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     temperature: float
     """Divisor of the logits."""
     noise: Real
-    """Greatest distance of the same from the entropy by weights of the run's dtype, or of float64, nats."""
+    """Greatest distance of such an entropy by weights of the run's dtype, or of float64, at any token of the update's
+    rollouts, those of prompts too; nats."""
 
 
 class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,27 +155,29 @@ def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int]
         dtype: second dtype of the weights, whose distance from float32 is the noise.
 
     Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights, and "noise", greatest distance, nats.
+        Per update "entropy", nats, rollout by rollout, by float32 weights, and "noise", nats: the greatest distance of
+        all tokens of these rollouts, those of prompts too, as in `_noise`.
     """
     found = []
     for number in numbers:
         rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
+        rows = [row for row in rows if row["mask"][1:].any()]
         exact, other = (_entropies(weights, rows, temperature, kind) for kind in (torch.float32, getattr(torch, dtype)))
-        noise = float((exact - other).abs().max()) if len(exact) else 0.0
-        found.append({"entropy": exact.tolist(), "noise": noise})
+        noise = max((float((one - two).abs().max()) for one, two in zip(exact, other, strict=True)), default=0.0)
+        in_loss = [one[row["mask"][1:].bool()].tolist() for one, row in zip(exact, rows, strict=True)]
+        found.append({"entropy": [*chain.from_iterable(in_loss)], "noise": noise})
     return found
 
 
-def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> torch.Tensor:
-    """[N] float64 entropy at each token in the loss, nats."""
+def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Per rollout [T - 1] float64 entropy of the distribution that each token but the first is one of, nats."""
     model = hold_model(str(checkpoint), dtype, "cpu")
-    kept_rows = [row for row in rows if row["mask"][1:].any()]
-    parts = [torch.zeros(0, dtype=torch.float64)] * len(kept_rows)
-    for batch in _batches(model, kept_rows):
+    parts = [torch.zeros(0, dtype=torch.float64)] * len(rows)
+    for batch in _batches(model, rows):
         scaled = logits_of(model, batch)[:, :-1].double() / temperature
         for at, entropy in zip(batch.places, _entropy(scaled), strict=True):
-            parts[at] = entropy[kept_rows[at]["mask"][1:].bool()]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            parts[at] = entropy
+    return parts
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:

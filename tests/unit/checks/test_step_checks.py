@@ -70,6 +70,26 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
     assert (outcome.verdict is Verdict.HOLDS) == holds
 
 
+@pytest.mark.parametrize(("length", "holds"), [(1.15, True), (0.85, True), (1.17, False), (0.5, False)])
+def test_a_length_in_a_training_update_is_held_against_the_noisiest_of_the_step(length: float, holds: bool) -> None:
+    """Clean on two cores: `k_norm` was 1.11 times as long in an update of 160 tokens, twice what its noise allowed.
+
+    Of the tensor in all layers and updates 0.05 is the greatest noise, of all tensors in the second update 0.04.
+    """
+    noises = {(1, 0): 0.05, (1, 1): 0.02, (2, 0): 0.03, (2, 1): 0.04}
+    template = next(item for item in clean() if type(item) is GradientRecord)
+    run = [item for item in clean() if type(item) is not GradientRecord]
+    for (update, layer), noise in noises.items():
+        facts = {
+            "name": f"model.layers.{layer}.k_norm", "group": f"model.layers.{layer}.k_norm", "group_noise": noise,
+            "group_length": length if (update, layer) == (2, 0) else 1.0, "gradient_noise": 1.0, "update": update,
+        }  # fmt: skip
+        run.append(replace(template, **facts))
+    outcome = run_check(REGISTRY["LSS001"], make_trace(run))
+    assert outcome.error is None
+    assert (outcome.verdict is Verdict.HOLDS) == holds
+
+
 @pytest.mark.parametrize(
     ("noise", "error", "verdict"),
     [
