@@ -29,8 +29,9 @@ GRADIENT_NOISES = 5
 """Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32."""
 LENGTH_NOISES = 2
 """Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
-UPDATE_NOISES = 4
-"""The same of updates of a training run, whose gradients may hang on a few tokens; times the greatest such noise."""
+KIND_NOISES, UPDATE_NOISES = 4, 6
+"""The same of updates of a training run, whose gradients may hang on a few tokens: times the greatest noise of the
+tensor in all layers and updates of the step, and times that of any tensor in the update; the lesser counts."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 FEW_TOKENS = 10
@@ -64,26 +65,29 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; measured on clean runs. Of a loss with
     ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), of an entropy at a
     temperature below 1 as much as 1e-5 of every second logit do, and on sampled steps as much as float32 rounds of each
-    token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, of all
-    tensors the greatest; gradients are summed in float32 there too. A token that is nearer to a clip's edge than three
-    times the noise of log-probabilities is clipped where the trainer's own log-probability is beyond it, by which
-    LSS004 judges. A length may be off by twice the tensor's own noise, which is how far transformers' gradient in bf16
-    is from that in fp32, or the median of its layer's tensors', or of the same tensor's in all layers, if that is more:
-    a few elements say little of how noisy they are. An update of a training run may hang on a few tokens, whose noise
-    in transformers says little of that in the trainer: a length may be off there by four times the greatest noise of
-    the same tensor in all layers and updates of the step, or of any tensor in the update, whichever is less. Routers
-    flip in bf16, and the gradient of other experts tells nothing: transformers takes the experts that rollouts say, or
-    else those that the trainer's own routers chose in that update; in fp32 on sampled steps alone, and there where
-    rounding decides. No length is judged of an update in which fewer than ten tokens have a gradient: the noise of one
-    token is no measure of another's.
+    token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, the
+    greatest of all tensors and updates of the version; gradients are summed in float32 there too. A token that is
+    nearer to a clip's edge than three times the noise of log-probabilities is clipped where the trainer's own
+    log-probability is beyond it, by which LSS004 judges. A length may be off by twice the tensor's own noise, which is
+    how far transformers' gradient in bf16 is from that in fp32, or the median of its layer's tensors', or of the same
+    tensor's in all layers, if that is more: a few elements say little of how noisy they are. An update of a training
+    run may hang on a few tokens, whose noise in transformers says little of that in the trainer: a length may be off
+    there by four times the greatest noise of the same tensor in all layers and updates of the step, or by six times
+    that of any tensor in the update, whichever is less. Routers flip in bf16, and the gradient of other experts tells
+    nothing: transformers takes the experts that rollouts say, or else those that the trainer's own routers chose in
+    that update; in fp32 on sampled steps alone, and there where rounding decides. No length is judged of an update in
+    which fewer than ten tokens have a gradient: the noise of one token is no measure of another's.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16
     routers that choose wrongly by themselves: LGP001 sees those that do so when they score, RPL001 those that do not
     replay, and none sees those that do so in such an update alone.
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
+    of_step: dict[int, float] = defaultdict(float)
+    for item in trace.of(GradientRecord):
+        of_step[item.version] = max(of_step[item.version], float(item.gradient_noise))
     for item in trace.of(GradientRecord):
         gap = math.inf if item.gradient is None else float(item.gradient.value)
-        scale, noise, dtype = float(item.gradient_scale), float(item.gradient_noise), item.gradient_dtype
+        scale, noise, dtype = float(item.gradient_scale), of_step[item.version], item.gradient_dtype
         bound = GRADIENT
         if noise:
             source = (
@@ -120,14 +124,15 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
     for (version, update, name), item in groups.items():
         of_kind = kinds[version, _kind(name)]
         if update:
-            noise, times_noise = min(max(of_kind), max(updates[version, update])), UPDATE_NOISES
-            source = "the greatest noise of this tensor in all layers and updates, or of any tensor in this update"
+            allowed = min(KIND_NOISES * max(of_kind), UPDATE_NOISES * max(updates[version, update]))
+            source = f"{KIND_NOISES} times the greatest noise of this tensor in all layers and updates, or "
+            source += f"{UPDATE_NOISES} times that of any tensor in this update"
         else:
             others = layers[version, update, _layer(name)], of_kind
-            noise, times_noise = max(float(item.group_noise), *map(statistics.median, others)), LENGTH_NOISES
-            source = "the noise of this tensor in this run, or the median of its layer's or its kind's"
-        source += f", times {times_noise}"
-        bound = Tolerance(absolute=times_noise * noise, unit="of the gradient's length", source=source)
+            allowed = LENGTH_NOISES * max(float(item.group_noise), *map(statistics.median, others))
+            source = "the noise of this tensor in this run, or the median of its layer's or its kind's, "
+            source += f"times {LENGTH_NOISES}"
+        bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         length = float(item.group_length)
         gap = abs(length - 1)
         yield Comparison(

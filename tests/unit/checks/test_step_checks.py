@@ -70,13 +70,36 @@ def test_few_elements_are_as_noisy_as_their_layer(length: float, holds: bool) ->
     assert (outcome.verdict is Verdict.HOLDS) == holds
 
 
-@pytest.mark.parametrize(("length", "holds"), [(1.15, True), (0.85, True), (1.17, False), (0.5, False)])
+@pytest.mark.parametrize(("gap", "verdict"), [(1.1, Verdict.HOLDS), (1.3, Verdict.VIOLATED)])
+def test_a_gradient_is_held_against_the_noisiest_update_of_the_step(gap: float, verdict: Verdict) -> None:
+    """Clean on two cores: an element was off by 7.3 times its update's greatest noise, 4.0 times that of the step."""
+    template = next(item for item in clean() if type(item) is GradientRecord)
+    measured = replace(template.gradient, value=gap)
+    run = [item for item in clean() if type(item) is not GradientRecord]
+    for update, noise in ((1, 0.1), (2, 0.25)):
+        facts = {"gradient_scale": 1.0, "gradient_doubt": 0.0, "gradient_noise": noise, "update": update}
+        run.append(replace(template, gradient=measured if update == 1 else template.gradient, **facts))
+    assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict
+
+
+@pytest.mark.parametrize(("length", "holds"), [(1.19, True), (0.81, True), (1.21, False), (0.5, False)])
 def test_a_length_in_a_training_update_is_held_against_the_noisiest_of_the_step(length: float, holds: bool) -> None:
     """Clean on two cores: `k_norm` was 1.11 times as long in an update of 160 tokens, twice what its noise allowed.
 
     Of the tensor in all layers and updates 0.05 is the greatest noise, of all tensors in the second update 0.04.
     """
     noises = {(1, 0): 0.05, (1, 1): 0.02, (2, 0): 0.03, (2, 1): 0.04}
+    assert lengths_hold(noises, length) == holds
+
+
+@pytest.mark.parametrize(("length", "holds"), [(1.23, True), (1.25, False)])
+def test_a_quiet_update_of_a_noisy_step_is_held_against_its_own_noise(length: float, holds: bool) -> None:
+    """Six times 0.04, where four times the greatest of the step is 0.4."""
+    assert lengths_hold({(1, 0): 0.1, (1, 1): 0.02, (2, 0): 0.03, (2, 1): 0.04}, length) == holds
+
+
+def lengths_hold(noises: dict[tuple[int, int], float], length: float) -> bool:
+    """LSS001 of one tensor in two layers: noise by update and layer, and the first's length in the second update."""
     template = next(item for item in clean() if type(item) is GradientRecord)
     run = [item for item in clean() if type(item) is not GradientRecord]
     for (update, layer), noise in noises.items():
@@ -87,7 +110,7 @@ def test_a_length_in_a_training_update_is_held_against_the_noisiest_of_the_step(
         run.append(replace(template, **facts))
     outcome = run_check(REGISTRY["LSS001"], make_trace(run))
     assert outcome.error is None
-    assert (outcome.verdict is Verdict.HOLDS) == holds
+    return outcome.verdict is Verdict.HOLDS
 
 
 @pytest.mark.parametrize(
