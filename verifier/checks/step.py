@@ -29,9 +29,8 @@ GRADIENT_NOISES = 5
 """Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32."""
 LENGTH_NOISES = 2
 """Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
-KIND_NOISES, UPDATE_NOISES = 4, 6
-"""The same of updates of a training run, whose gradients may hang on a few tokens: times the greatest noise of the
-tensor in all layers and updates of the step, and times that of any tensor in the update; the lesser counts."""
+UPDATE_NOISES = 6
+"""The same of updates of a training run, whose gradients may hang on a few tokens; times the greatest such noise."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 FEW_TOKENS = 10
@@ -72,11 +71,11 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     how far transformers' gradient in bf16 is from that in fp32, or the median of its layer's tensors', or of the same
     tensor's in all layers, if that is more: a few elements say little of how noisy they are. An update of a training
     run may hang on a few tokens, whose noise in transformers says little of that in the trainer: a length may be off
-    there by four times the greatest noise of the same tensor in all layers and updates of the step, or by six times
-    that of any tensor in the update, whichever is less. Routers flip in bf16, and the gradient of other experts tells
-    nothing: transformers takes the experts that rollouts say, or else those that the trainer's own routers chose in
-    that update; in fp32 on sampled steps alone, and there where rounding decides. No length is judged of an update in
-    which fewer than ten tokens have a gradient: the noise of one token is no measure of another's.
+    there by six times the greatest noise of the same tensor in all layers and updates of the step, or of any tensor in
+    the update, whichever is less. Routers flip in bf16, and the gradient of other experts tells nothing: transformers
+    takes the experts that rollouts say, or else those that the trainer's own routers chose in that update; in fp32 on
+    sampled steps alone, and there where rounding decides. No length is judged of an update in which fewer than ten
+    tokens have a gradient: the noise of one token is no measure of another's.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16
     routers that choose wrongly by themselves: LGP001 sees those that do so when they score, RPL001 those that do not
     replay, and none sees those that do so in such an update alone.
@@ -124,9 +123,9 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
     for (version, update, name), item in groups.items():
         of_kind = kinds[version, _kind(name)]
         if update:
-            allowed = min(KIND_NOISES * max(of_kind), UPDATE_NOISES * max(updates[version, update]))
-            source = f"{KIND_NOISES} times the greatest noise of this tensor in all layers and updates, or "
-            source += f"{UPDATE_NOISES} times that of any tensor in this update"
+            allowed = UPDATE_NOISES * min(max(of_kind), max(updates[version, update]))
+            source = "the greatest noise of this tensor in all layers and updates, or of any tensor in this update, "
+            source += f"times {UPDATE_NOISES}"
         else:
             others = layers[version, update, _layer(name)], of_kind
             allowed = LENGTH_NOISES * max(float(item.group_noise), *map(statistics.median, others))

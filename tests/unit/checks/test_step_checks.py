@@ -82,29 +82,33 @@ def test_a_gradient_is_held_against_the_noisiest_update_of_the_step(gap: float, 
     assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict
 
 
-@pytest.mark.parametrize(("length", "holds"), [(1.19, True), (0.81, True), (1.21, False), (0.5, False)])
+@pytest.mark.parametrize(("length", "holds"), [(1.17, True), (0.83, True), (1.19, False), (0.5, False)])
 def test_a_length_in_a_training_update_is_held_against_the_noisiest_of_the_step(length: float, holds: bool) -> None:
     """Clean on two cores: `k_norm` was 1.11 times as long in an update of 160 tokens, twice what its noise allowed.
 
-    Of the tensor in all layers and updates 0.05 is the greatest noise, of all tensors in the second update 0.04.
+    Of the tensor in all layers and updates 0.03 is the greatest noise, of another in the second update 0.05.
     """
-    noises = {(1, 0): 0.05, (1, 1): 0.02, (2, 0): 0.03, (2, 1): 0.04}
+    noises = {(1, 0): 0.03, (1, 1): 0.02, (2, 0): 0.02, (2, 1): 0.02, (2, 2): 0.05}
     assert lengths_hold(noises, length) == holds
 
 
 @pytest.mark.parametrize(("length", "holds"), [(1.23, True), (1.25, False)])
 def test_a_quiet_update_of_a_noisy_step_is_held_against_its_own_noise(length: float, holds: bool) -> None:
-    """Six times 0.04, where four times the greatest of the step is 0.4."""
+    """Its greatest noise is 0.04, that of the tensor in all updates 0.1."""
     assert lengths_hold({(1, 0): 0.1, (1, 1): 0.02, (2, 0): 0.03, (2, 1): 0.04}, length) == holds
 
 
 def lengths_hold(noises: dict[tuple[int, int], float], length: float) -> bool:
-    """LSS001 of one tensor in two layers: noise by update and layer, and the first's length in the second update."""
+    """LSS001 of a tensor in two layers, and of another, by their noise; the first has this length in the second update.
+
+    Keys of `noises` are update and layer; a third layer stands for the other tensor.
+    """
     template = next(item for item in clean() if type(item) is GradientRecord)
     run = [item for item in clean() if type(item) is not GradientRecord]
+    names = ["model.layers.0.k_norm", "model.layers.1.k_norm", "model.norm"]
     for (update, layer), noise in noises.items():
         facts = {
-            "name": f"model.layers.{layer}.k_norm", "group": f"model.layers.{layer}.k_norm", "group_noise": noise,
+            "name": names[layer], "group": names[layer], "group_noise": noise,
             "group_length": length if (update, layer) == (2, 0) else 1.0, "gradient_noise": 1.0, "update": update,
         }  # fmt: skip
         run.append(replace(template, **facts))
