@@ -38,10 +38,15 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: OpenRLHF#1319.
     """
     for update in updates_of(trace):
-        name, version = update.columns.name, update.columns.version
-        noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
-        for oracle in trace.of(OracleEntropy, version=version, name=name):
-            yield from _compare(update, oracle, trace.array(oracle), noise, trace.manifest.dtype == "float32")
+        yield from compare_entropies(trace, update)
+
+
+def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
+    """Compare the entropies of an update with the oracle's; none if transformers did not compute the step."""
+    name, version = update.columns.name, update.columns.version
+    noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
+    for oracle in trace.of(OracleEntropy, version=version, name=name):
+        yield from _compare(update, oracle, trace.array(oracle), noise, trace.manifest.dtype == "float32")
 
 
 def _compare(

@@ -13,6 +13,7 @@ import numpy as np
 
 from verifier.checks.adam_audit import compare_used
 from verifier.checks.content import times
+from verifier.checks.entropies import compare_entropies
 from verifier.checks.gradient_sums import is_summed
 from verifier.checks.loss_rows import UpdateRows, updates_of
 from verifier.core.check import check
@@ -115,7 +116,7 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     pipeline stage, or of one token for all, comes with right values and a loss that falls. Gradients are compared with
     an oracle's on sampled steps alone, and large models have none.
     Where gradients are summed wrongly (TRN006), or passes use other weights than those that were stepped (TRN005),
-    the loss is not the stage that is named.
+    the loss is not the stage that is named. Entropies of another distribution (LGP012) say nothing of the last norm.
     Evidence: train/products, train/sums, loss/rows, train/done.
     Tolerance and its source: of the root of the sum of squares of all elements' products, 1e-5 in fp32 and 0.05 in
     bf16, measured, and four roundings of the rows'. Norms have an epsilon, which nothing scales: of the residual stream
@@ -152,7 +153,9 @@ def _by_scale(trace: Trace) -> Iterator[Comparison]:
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
-            yield _compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows)
+            compared = _compared(trace, name, version, _Pair(ROWS, final, ()), sides, rows)
+            if compared.same or all(item.same for item in compare_entropies(trace, updates[version, name])):
+                yield compared
 
 
 def _by_update(trace: Trace) -> Mapping[tuple[int, str], list[GradientProducts]]:

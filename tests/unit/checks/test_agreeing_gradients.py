@@ -12,7 +12,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.record import real
 from verifier.core.records_gradients import GradientProducts, TensorProduct
-from verifier.core.records_policy import LossRows
+from verifier.core.records_policy import LossRows, OracleEntropy
 from verifier.core.records_trainer import LossColumns, TrainerStep
 
 LAYER = "decoder.layers.0"
@@ -32,7 +32,9 @@ MODEL = {
 A, B = (f"{LAYER}.mlp.linear_fc2.adapter.linear_{half}.weight" for half in ("in", "out"))
 
 
-def judged(changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=()):
+def judged(
+    changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=(), entropies=None
+):
     """Outcome on the products above, with others for some, of which the second rank has a half of each."""
     values = {name: value for name, value in {**MODEL, **dict(changes)}.items() if name not in without}
     products = tuple(
@@ -53,7 +55,7 @@ def judged(changes=(), *, rows=True, bent=False, dtype="float32", without=(), si
         )
         for rank in range(2)
     ]
-    trace = make_trace([*records, *others])
+    trace = make_trace([*records, *others, *([entropies] if entropies else [])])
     trace.manifest = replace(trace.manifest, dtype=dtype)
     return run_check(REGISTRY["LSS007"], trace)
 
@@ -89,6 +91,18 @@ def test_a_gradient_of_another_size_is_seen(name, factor, kinds):
 def test_all_gradients_of_twice_their_size_are_seen_by_the_rows():
     outcome = judged({name: 2 * value for name, value in MODEL.items()})
     assert said(outcome) == ["last norm: decoder.final_layernorm.weight"]
+
+
+def test_rows_with_entropies_of_another_distribution_say_nothing_of_the_last_norm():
+    """LGP012 names them, in its own stage; at the loss they would be the first thing that is wrong."""
+    doubled = {name: 2 * value for name, value in MODEL.items()}
+    update = next(item for item in training() if isinstance(item, LossColumns))
+    oracle = OracleEntropy(
+        name=update.name, version=update.version, temperature=1.0, noise=0.0, array="entropies of the oracle"
+    )
+    assert said(judged(doubled, entropies=oracle)) == ["last norm: decoder.final_layernorm.weight"]
+    other = replace(oracle, array="entropies of other logits")
+    assert said(judged(doubled, entropies=other)) == []
 
 
 def test_a_tied_head_is_what_the_stream_has_a_sum_of():
