@@ -341,6 +341,13 @@ def schedule_ends_with_the_batches(call: Call) -> Any:
     return call.wrong({**call.original(), "decay_steps": max(config.steps, config.optimizer.warmup_steps + 1)})
 
 
+class _OneEarly(int):
+    """Number of steps, with which a loop over steps compares as if it were one less."""
+
+    def __gt__(self, step: int) -> bool:
+        return int(self) - 1 > step
+
+
 @fault(
     "verl-project/verl#7401", "verifier.trainer.loop:StepLoop.run(self, done, metrics)", stage=Stage.TRAIN,
     side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TRN007",), training=("verify.every=0",),
@@ -348,5 +355,5 @@ def schedule_ends_with_the_batches(call: Call) -> Any:
 def run_ends_before_its_last_step(call: Call) -> Any:
     """The loop over steps ends early, and the run exits as if it had trained all that was asked for."""
     config = call.self.config
-    with held(call.self, config=dataclasses.replace(config, steps=config.steps - 1)):
+    with held(call.self, config=dataclasses.replace(config, steps=_OneEarly(config.steps))):
         return call.faulty()
