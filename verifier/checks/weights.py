@@ -320,11 +320,13 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     another order have the right shapes, and an adapter is small enough that rewards still move.
     Evidence: train/adapter, export/adapter, train/adapter-scaling, export/adapter-scaling.
     Tolerance and its source: bitwise, the factor to six digits; export copies.
-    What it does not catch: an adapter whose effect in the trainer is another one (LGP001).
+    What it does not catch: an adapter whose effect in the trainer is another one (LGP001); a sync that exports none
+    (TPT004).
     References: miles#1792, TensorRT-LLM#8063, vllm#55545, peft#1930.
     """
     for version in trace.versions(LiveAdapterScaling):
-        yield from compare_adapters(trace, version)
+        if version not in trace.manifest.synced_versions or any(trace.of(ExportedAdapterMatrix, version=version)):
+            yield from compare_adapters(trace, version)
 
 
 def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:

@@ -364,13 +364,12 @@ def reported_one_token_late(call: Call) -> Any:
 )  # fmt: skip
 def version_stamped_after_sync(call: Call) -> Any:
     """Rollouts that are sampled before a sync get the version that the engine has after it."""
-    found = call.original()
-    if call.probe is not None and "ahead" in call.state:
-        return call.wrong(call.state["ahead"])
-    return found
+    if call.probe is None or "ahead" not in call.state:
+        return call.original()
+    return call.wrong(call.self.handed_on(call.step, call.state["ahead"], call.probe))
 
 
 @version_stamped_after_sync.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
 def _sample_ahead(call: Call) -> Any:
-    call.state["ahead"] = call.self.rollouts.rollouts(call.version + 1, None)
+    call.state["ahead"] = call.self.rollouts.sample_now(call.version + 1)
     return call.original()
