@@ -121,3 +121,14 @@ def test_a_run_ends_at_its_last_step_or_where_it_may_stop(asked, enough, accurac
     manifest = Manifest(complete=True, config={"steps": asked, "evaluation": {"stop_above": enough}})
     outcome = run_check(REGISTRY["TRN007"], Trace(manifest, [*files({"a": "1"}), line]))
     assert (outcome.error, outcome.verdict) == (None, verdict)
+
+
+@pytest.mark.parametrize(("synced", "verdict"), [((3, 4), Verdict.HOLDS), ((3,), Verdict.VIOLATED)])
+def test_an_adapter_that_a_sync_never_exported_is_left_to_its_delivery(synced, verdict):
+    """Version 4 has live matrices and no file: TPT004 says so of a version that was to be delivered."""
+    live = [replace(item, version=4) for item in ADAPTERS if isinstance(item, LiveAdapterMatrix | LiveAdapterScaling)]
+    trace = make_trace([*ADAPTERS, *live])
+    trace.manifest = replace(trace.manifest, synced_versions=synced, engine_ranks=1)
+    assert run_check(REGISTRY["WGT013"], trace).verdict is verdict
+    delivered = run_check(REGISTRY["TPT004"], trace).finding.bad
+    assert ("the adapter of version 4 was never exported" in [item.sentence for item in delivered]) == (4 in synced)
