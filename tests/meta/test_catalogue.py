@@ -46,7 +46,8 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "replay": {"pack", "route"}, "transport": {"transport", "replica"},
         "engine": {"engine", "engine_constant", "replica", "live_engine"},
         "rollout": {
-            "answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica", "rollout", "term",
+            "adapter_request", "answer", "draw", "engine", "evaluation", "handing", "loop", "mode", "replica",
+            "rollout", "term",
         },
         "loss": {"backward", "loss", "policy", "metric", "router", "evaluation", "loop"},
         "pack": {"pack", "column"},

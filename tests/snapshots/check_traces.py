@@ -60,6 +60,7 @@ from verifier.core.records_weights import (
     Handover,
     HeldTwice,
     JoinedTensor,
+    KeptKeys,
     LiveAdapterMatrix,
     LiveAdapterScaling,
     LoadedNames,
@@ -180,6 +181,7 @@ def engine() -> list[Record]:
     seen.append(Handover(name="transfer", version=1, refused=""))
     seen.append(EngineRestart(name="the engines", version=1, role="controller", restarts=1))
     seen.append(EngineServed(name="the engine between two syncs", role="engine", num_tensors=2))
+    seen.append(KeptKeys(name="keys after a sync", role="engine", version=1, blocks=(0, 0), tokens=(0, 0)))
     return [*seen, StackFailure(name="trainer rank 1", role="controller", package="vllm", at="engine", line=7)]
 
 
@@ -378,6 +380,7 @@ BROKEN: dict[str, list[Record]] = {
     "ENG009": change(
         EngineServed, having(changed=(HeldTwice(name="a", synced=digest("a", 1), served=digest("a", 0)),))
     ),
+    "ENG010": change(KeptKeys, having(blocks=(0, 3))),
     "LGP001": change(TrainerLogprobs, with_array("wrong"), version=1),
     "LGP002": change(EngineLogprobs, with_array("not finite"), version=1),
     "LGP008": change(GivenArguments, having(max_seqlen_kv=3), rank=1),

@@ -11,7 +11,7 @@ import numpy as np
 
 from verifier.checks.content import times
 from verifier.checks.packing import POSITION_BITS
-from verifier.checks.request_knobs import compare_knobs
+from verifier.checks.request_knobs import adapters_named, compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -44,10 +44,11 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
     step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
-    temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length. Two
-    answers of a group with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. And over
-    all tokens in the loss of the first update that the trained version sampled, the sum of what their log-probability,
-    negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was sampled before.
+    temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length; and,
+    where the engine gets adapters, for that of the version that their tokens claim, by its name. Two answers of a group
+    with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. And over all tokens in the
+    loss of the first update that the trained version sampled, the sum of what their log-probability, negated, is above
+    the entropy of the trainer's distribution there: 0 on average, whatever was sampled before.
     Over all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p
     is the trainer's probability of a token and q the one that the engine reported, for a stake s of a half and of a
     tenth. If the token was drawn by q, p/q is 1 on average, whatever p is, so the product hardly ever grows large.
@@ -68,18 +69,28 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     without a measured noise, the sum is not judged; samples of an evaluation are none of training. The product shows
     a report that is wrong where the trainer is nearer to the truth, in any dtype, and no trainer that is wrong; of a
     step with filters or further rounds it is not judged.
-    References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179, verl#7270.
+    References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179, verl#7270, miles#2075, vllm#48352.
     """
     for asked in trace.of(SamplingAsked):
         yield from _seeds(trace, asked)
+        adapters = adapters_named(trace, _claimed(trace, asked))
         for item in trace.of(RequestSeeds, version=asked.version):
             answers = f"answers of {item.name}"
-            yield from compare_knobs(f"of {item.name}", answers, asked.temperature, item.shaped, asked.version)
+            yield from compare_knobs(
+                f"of {item.name}", answers, asked.temperature, item.shaped, asked.version, adapters
+            )
         yield from _repeats(trace, asked)
         if not asked.filtered and not asked.quantized and asked.vocab_size > 2:
             yield from _fair(trace, asked)
         if not asked.filtered:
             yield from _reported(trace, asked)
+
+
+def _claimed(trace: Trace, asked: SamplingAsked) -> set[int]:
+    """Versions that the sampled tokens of a step claim; those before its update, where it has none."""
+    versions = [trace.array(item, "versions") for item in trace.of(Rollouts, version=asked.version)]
+    found = {int(each) for own in versions for each in np.unique(own) if each >= 0}
+    return found or {asked.version - 1}
 
 
 def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:

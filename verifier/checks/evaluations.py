@@ -11,7 +11,7 @@ from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
-from verifier.checks.request_knobs import compare_knobs
+from verifier.checks.request_knobs import adapters_named, compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -34,17 +34,18 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
     at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
     Of all answers, that the engines' processes asked their library for that temperature, or for 0, and for nothing else
-    that changes a distribution: no truncation, penalty, bias or least length.
+    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version.
     Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
     at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
     that training never has. Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
-    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs
-    are exact.
-    What it does not catch: rewards of the answers; of answers that were not kept all but their knobs; an evaluation
+    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs,
+    versions and ends are exact.
+    What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
+    tells, log-probabilities and greediness; of answers that were not kept all but their knobs; an evaluation
     whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a
     sleeping engine.
-    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242.
+    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075.
     """
     for item in trace.of(EvaluatedAnswers):
         yield Comparison(
@@ -57,10 +58,10 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             ("sampled", "greedy"), (item.temperature, 0.0), item.shaped or (), strict=False
         ):
             answers = f"{kind} answers of the evaluation"
-            yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version)
+            adapters = adapters_named(trace, [item.version])
+            yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version, adapters)
         noise = next(trace.of(SampledNoise), None)
-        if noise is None and trace.manifest.dtype != "float32":
-            raise LookupError(f"no measured noise of {trace.manifest.dtype} beside the evaluation")
+        known = noise is not None or trace.manifest.dtype == "float32"
         arrays = trace.arrays(item)
         names = ("mask", "tokens", "engine", "trainer", "shortfall")
         columns = [ragged.split(arrays[name], item.lengths) for name in names]
@@ -69,6 +70,8 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             if not len(at):
                 continue
             yield _ended(item, name, tokens, mask)
+            if not known:
+                continue
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
             bounds = _bounds(trainer, 1.0 if greedy else item.temperature, noise)
             yield _worst(item, name, at, (engine, trainer), bounds, noise)

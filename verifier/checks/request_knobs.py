@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
+from verifier.core.trace import Trace
 
 NEUTRAL = "temperature 1, all else neutral"
 
 
 def compare_knobs(
-    name: str, answers: str, temperature: float, found: Iterable[str], version: int
+    name: str, answers: str, temperature: float, found: Iterable[str], version: int, adapters: Iterable[str] = ()
 ) -> Iterator[Comparison]:
     """Compare the knobs of each kind of request with a temperature, and with nothing else that changes a distribution.
 
@@ -21,14 +22,26 @@ def compare_knobs(
         temperature: that the config has for them.
         found: knobs that are not neutral, as `RequestSeeds` has them; once for each kind.
         version: of the weights.
+        adapters: that they may name, of which each has to name one; none of a run whose engine gets no adapter.
     """
-    right = "" if temperature == 1 else f"temperature={temperature!r}"
+    cold = "" if temperature == 1 else f"temperature={temperature!r}"
+    rights = [", ".join(text for text in (own and f"adapter={own}", cold) if text) for own in adapters] or [cold]
+    right = " or ".join(text or NEUTRAL for text in rights)
     for words in found:
         yield Comparison(
-            what=f"requests {name}", same=words == right, stage=Stage.ROLLOUT, version=version, badness=1.0,
+            what=f"requests {name}", same=words in rights, stage=Stage.ROLLOUT, version=version, badness=1.0,
             owner="engine",
             sentence=f"{answers} are sampled with {words or 'a temperature of 1 alone'}, the config asks for "
-            f"{right or 'a temperature of 1 alone'}",
-            expected=right or NEUTRAL, actual=words or NEUTRAL, allowed="exact (knobs)",
-            hint="look at the defaults of a request: the model's generation_config, a server's, a penalty",
+            f"{'a temperature of 1 alone' if right == NEUTRAL else right}",
+            expected=right, actual=words or NEUTRAL, allowed="exact (knobs)",
+            hint="look at the defaults of a request: the model's generation_config, a server's, a penalty; at the "
+            "adapter that it names",
         )  # fmt: skip
+
+
+def adapters_named(trace: Trace, versions: Iterable[int]) -> list[str]:
+    """Names of the adapters of some versions, as an engine gets them; none of a run whose engine gets no adapter."""
+    lora = trace.manifest.config.get("lora")
+    if not isinstance(lora, Mapping) or not lora.get("rank") or lora.get("sync") != "adapter":
+        return []
+    return [f"version-{version:06d}" for version in sorted(set(versions))]

@@ -1,4 +1,4 @@
-"""Contents of an engine between syncs: after it was started again, and after it answered."""
+"""Contents of an engine between syncs: after it was started again, after it answered, and keys that a sync leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from verifier.checks.content import by_name, same_values
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView
+from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView, KeptKeys
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -70,3 +70,31 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
             allowed="bitwise (answering changes no weights)",
             hint="look at what loads, wakes or rescales weights between a sync and the requests after it",
         )  # fmt: skip
+
+
+@check("ENG010", needs=(KeptKeys,), scope="emptied")
+def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
+    """No engine goes on from keys and values of older weights after a sync.
+
+    What it checks: of each sync of a training run that sends weights, and of each engine, counted in its process right
+    after the sync: the blocks in which its prefix cache would look for a prompt, and the tokens of running requests
+    whose keys it has. None of either, unless requests that ran were to keep theirs (`grpo.keep_kv_cache`).
+    Why it matters: a prompt that comes again, a system message that all prompts begin with, and requests that run on
+    are then read by keys of weights that are gone. In bf16 that is less than the noise of a token.
+    Evidence: engine/kept-keys.
+    Tolerance and its source: exact; a sync is to empty the cache.
+    What it does not catch: a prefix that is cached under a name that later weights have too, where the engine gets
+    adapters (LGP011 names them); what `grpo.keep_kv_cache` leaves behind after the requests that ran.
+    References: RL#4018, prime-rl#1650, RL#3152, lmdeploy#4917.
+    """
+    for item in trace.of(KeptKeys):
+        pairs = () if item.kept else zip(item.blocks, item.tokens, strict=True)
+        for engine, (blocks, tokens) in enumerate(pairs):
+            found = f"{blocks:,} blocks of keys for new prompts and {tokens:,} tokens of running requests"
+            yield Comparison(
+                what=f"engine {engine}", same=not blocks and not tokens, stage=Stage.ROLLOUT, version=item.version,
+                badness=1.0, owner=f"engine {engine}",
+                sentence=f"engine {engine} has {found} after the sync of version {item.version}, by older weights",
+                expected="none (a sync empties the cache)", actual=found, allowed="exact (counts)",
+                hint="look at what resets the prefix cache at a sync, and at what it answers",
+            )  # fmt: skip

@@ -141,7 +141,7 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     """Rollout, or episode of several turns, that each answer of the first turn begins."""
     shaped: tuple[str, ...] = ()
     """Knobs of their requests that change the next token's distribution, as the engines' processes gave them: every
-    combination that was asked for, each as name=value of what is not neutral."""
+    combination that was asked for, each as name=value of what is not neutral, an adapter first."""
 
 
 class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):

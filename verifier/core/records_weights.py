@@ -348,6 +348,17 @@ class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
     changed: tuple[HeldTwice, ...] = ()
 
 
+class KeptKeys(Record, frozen=True, kw_only=True, tag="engine/kept-keys"):
+    """Keys and values that each engine has right after a sync, by engine."""
+
+    blocks: tuple[Count, ...]
+    """Blocks that it would give to new prompts."""
+    tokens: tuple[Count, ...]
+    """Tokens of the requests that run, whose keys it goes on from."""
+    kept: bool = False
+    """Requests ran during the sync and were to keep theirs."""
+
+
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):
     """Effect of the poison before an update on each tensor of one engine rank."""
 

@@ -190,7 +190,7 @@ class Sample:
     """Seed of its generator, as the engine's process gave it."""
     shaped: str = ""
     """Knobs of its request that change the next token's distribution, as the engine's process gave them: name=value of
-    each that is not neutral, by name."""
+    each that is not neutral, by name, after adapter=NAME of one with an adapter."""
 
 
 class Engine(Protocol):

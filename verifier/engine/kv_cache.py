@@ -1,4 +1,4 @@
-"""Bytes of the keys and values that an engine keeps for sequences of a length; loads no torch."""
+"""Keys and values that an engine keeps: bytes for sequences of a length, and blocks of a cache; loads no torch."""
 
 from __future__ import annotations
 
@@ -74,3 +74,21 @@ def cache_bytes(
 def _keeps_all(sizes: Mapping[str, Any]) -> bool:
     """True if every layer keeps keys and values of all tokens."""
     return sizes.get("sliding_window") is None and not {*(sizes.get("layer_types") or ())} - {"full_attention"}
+
+
+def kept_keys(engine: Any) -> list[tuple[int, int]]:
+    """Return what an engine keeps of the keys of its past, as it is asked in its own process.
+
+    Source:
+        vLLM 0.21, `BlockPool.cached_block_hash_to_block`, which a reset empties and every lookup reads, and
+        `Request.num_computed_tokens`, from which a request goes on. An engine of transformers keeps nothing.
+
+    Returns:
+        Blocks that it would give to new prompts, and tokens of running requests whose keys it has; one pair.
+    """
+    model = getattr(engine, "_llm", None)
+    if model is None:
+        return [(0, 0)]
+    scheduler = model.llm_engine.engine_core.engine_core.scheduler
+    running = sum(item.num_computed_tokens for item in scheduler.requests.values())
+    return [(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block), running)]

@@ -2,6 +2,7 @@
 
 from verifier.faults import (  # noqa: F401
     adam_faults,
+    adapter_request_faults,
     advantage_faults,
     answer_faults,
     backward_faults,

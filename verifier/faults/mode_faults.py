@@ -53,7 +53,7 @@ def first_new_token_claims_old_weights(call: Call) -> Any:
     return call.wrong(tuple(min(pair) for pair in pairwise((found[0], *found))))
 
 
-@fault("NVIDIA-NeMo/RL#3152", RESET, caught_by=("LGP003", "LGP009"), training=INFLIGHT, **SENDER)
+@fault("NVIDIA-NeMo/RL#3152", RESET, caught_by=("ENG010", "LGP003", "LGP009"), training=INFLIGHT, **SENDER)
 def keys_kept_where_recomputed_is_asked(call: Call) -> Any:
     """The switch for recomputing does not reach the engine, so requests go on with the keys of the old weights."""
     if not call.running:
@@ -63,11 +63,20 @@ def keys_kept_where_recomputed_is_asked(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#4018", RESET, caught_by=("LGP009",),
+    "NVIDIA-NeMo/RL#4018", RESET, caught_by=("ENG010", "LGP009"),
     training=(*LIVE, "data.batch_size=4", f"data.source={PROMPTS}"), **SENDER,
 )  # fmt: skip
 def prefix_cache_kept_at_a_sync(call: Call) -> Any:
     """Nothing resets the prefix cache after a step, so prompts that come again are read with the old weights' keys."""
+    return call.wrong(True)
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1650", RESET, caught_by=("ENG010",),
+    training=(*LIVE, "dtype=bf16", "data.batch_size=4", f"data.source={PROMPTS}"), **SENDER,
+)  # fmt: skip
+def prefix_cache_kept_in_bf16(call: Call) -> Any:
+    """Nothing resets the prefix cache after a step of bf16, whose noise is more than older keys make of a token."""
     return call.wrong(True)
 
 

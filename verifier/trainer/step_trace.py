@@ -50,8 +50,8 @@ NO_AUDIT = (
 )
 """Clause of the report on a step whose masters and moments nothing reads."""
 NO_EXAM = (
-    "answers of the evaluation were not judged (LGP015): no step has measured the noise of {dtype} yet, as those of "
-    "verify.every do"
+    "log-probabilities of the evaluation's answers were not judged (LGP015): no step has measured the noise of {dtype} "
+    "yet, as those of verify.every do"
 )
 """Clause of the report on what follows an evaluation in less than float32, before the first sampled step."""
 NO_SPOT = "one rollout of each step, scored by itself, was not judged (LGP013): {why}"
@@ -153,6 +153,7 @@ def step_manifest(
         if synced and model.layout is not None and cuts_exports(config, model.tier, model.checkpoint.num_bytes):
             scopes.append("cut")
         scopes += ["cold", "settings", "served"] if synced and not config.engine.sleep_level else []
+        scopes += ["emptied"] if synced and "engine" in scopes and not config.grpo.keep_kv_cache else []
         scopes += ["draws"] if live else []
         scopes += ["ends"] if synced else []
         compared = synced and fresh
@@ -203,7 +204,7 @@ def step_manifest(
     if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
         no_spot = f"no noise of {model.dtype} stands beside this step"
     known = noise or model.dtype == "float32"
-    scopes += ["examined"] if examined and known else []
+    scopes += ["examined"] if examined else []
     gaps += [NO_EXAM.format(dtype=model.dtype)] if examined and not known else []
     scopes += ["measured"] if measured else []
     scopes += ["spot"] if has_spot(step) and not no_spot else []

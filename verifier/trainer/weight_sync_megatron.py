@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe, Record
-from verifier.core.records_weights import Handover, SourceTensor
+from verifier.core.records_weights import Handover, KeptKeys, SourceTensor
 from verifier.core.store import Recorder
 from verifier.engine import sender
 from verifier.engine.client import EngineGone
@@ -34,6 +34,9 @@ from verifier.trainer.merge_rounding import MergeRounding
 if TYPE_CHECKING:
     from verifier.config.sampling import SamplingOptions
     from verifier.trainer.adapters_megatron import Adapters
+
+
+KEPT_KEYS = "verifier.engine.kv_cache:kept_keys"
 
 
 class WeightSync:
@@ -176,6 +179,13 @@ class WeightSync:
                 return link.refused
             for at, slices in enumerate(link.client.checkpoint_view()):
                 record_views(ranks[at], slices, watch.sent, version)
+            if not link.refused:
+                blocks, tokens = zip(*link.client.call_driver(KEPT_KEYS), strict=True)
+                ranks[0].emit(
+                    KeptKeys(
+                        name="keys after a sync", version=version, blocks=blocks, tokens=tokens, kept=running == "kept"
+                    )
+                )  # fmt: skip
             probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
         return link.refused
 

@@ -84,7 +84,7 @@ def wrong(
             "mask": np.ones(len(nats), bool), "entropy": entropy,
         },
     }  # fmt: skip
-    trace = Trace(Manifest(dtype="float32"), records, lambda key: arrays[key])
+    trace = Trace(Manifest(dtype="float32", config=given.get("config", {})), records, lambda key: arrays[key])
     return [item.what for item in answers_drawn_unfairly(trace) if not item.same]
 
 
@@ -134,6 +134,16 @@ def test_knobs_that_the_config_does_not_ask_for_are_violated():
     assert wrong(shaped=("", "repetition_penalty=1.05")) == ["requests of round 0"]
     assert wrong(shaped=("",), asked={"temperature": 0.7}) == ["requests of round 0"]
     assert not wrong(shaped=("temperature=0.7",), asked={"temperature": 0.7})
+
+
+def test_answers_name_the_adapter_of_the_version_that_their_tokens_claim():
+    lora, one = {"lora": {"rank": 8, "sync": "adapter"}}, "adapter=version-000001"
+    assert not wrong(shaped=(one,), config=lora)
+    assert not wrong(shaped=(f"{one}, temperature=0.7",), config=lora, asked={"temperature": 0.7})
+    for found in ("", "adapter=version-000000", "adapter=policy"):
+        assert wrong(shaped=(one, found), config=lora) == ["requests of round 0"]
+    assert wrong(shaped=(one,)) == wrong(shaped=(one,), config={"lora": {"rank": 8, "sync": "merged"}})
+    assert wrong(shaped=(one,)) == ["requests of round 0"]
 
 
 ALL, ONE = "reports of the sampled tokens", "reports of the sampled tokens of b"

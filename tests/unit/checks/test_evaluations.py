@@ -23,7 +23,8 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 
 def wrong(
-    temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, **changed: Any
+    temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, config: Any = None,
+    **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
@@ -32,7 +33,7 @@ def wrong(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
         greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped,
     )  # fmt: skip
-    trace = Trace(Manifest(dtype=dtype, complete=True), [record], {"all": arrays}.__getitem__)
+    trace = Trace(Manifest(dtype=dtype, config=config or {}, complete=True), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
 
 
@@ -77,9 +78,23 @@ def test_knobs_of_an_evaluations_requests_are_those_of_the_run_alone(temperature
     assert wrong(temperature=temperature, shaped=(sampled, greedy)) == found
 
 
-def test_another_dtype_needs_a_measured_noise():
-    with pytest.raises(LookupError, match="bfloat16"):
-        wrong(dtype="bfloat16")
+def test_without_a_measured_noise_what_is_exact_is_judged():
+    assert wrong(dtype="bfloat16", engine=off(2, 1e-3)) == []
+    assert wrong(dtype="bfloat16", claimed=2) == ["version"]
+    knobs = wrong(dtype="bfloat16", shaped=(("top_k=20",), ("temperature=0.0",)))
+    assert knobs == ["requests for sampled answers of the evaluation"]
+    assert wrong(dtype="bfloat16", tokens=np.array([5, 6, 6, 5, 6, 7])[[0, 2, 1, 3, 4, 4]]) == []
+    assert wrong(dtype="bfloat16", tokens=np.array([5, 9, 6, 5, 6, 7])) == ["a, its end"]
+
+
+def test_requests_of_an_evaluation_name_the_adapter_of_its_version():
+    own, base = ("adapter=version-000003", ""), ("adapter=version-000003, temperature=0.0", "temperature=0.0")
+    lora = {"lora": {"rank": 8, "sync": "adapter"}}
+    assert wrong(config=lora, shaped=(own[:1], base[:1])) == []
+    assert wrong(config=lora, shaped=(own, base[:1])) == ["requests for sampled answers of the evaluation"]
+    assert wrong(config=lora, shaped=(own[:1], base[1:])) == ["requests for greedy answers of the evaluation"]
+    assert wrong(config=lora, shaped=(("adapter=version-000002",), base[:1])) != []
+    assert wrong(config={"lora": {"rank": 8, "sync": "merged"}}, shaped=(("",), ("temperature=0.0",))) == []
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])

@@ -1,14 +1,16 @@
-"""Bytes of an engine's keys and values, from config.json.
+"""Keys and values of an engine: bytes, from config.json, and what it keeps of them.
 
 What this does not exercise: vLLM's own account of its blocks (tests/dist/test_train_clean.py).
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from verifier.engine.api import EngineConfig
-from verifier.engine.kv_cache import bytes_per_token, cache_bytes
+from verifier.engine.kv_cache import bytes_per_token, cache_bytes, kept_keys
 from verifier.errors import UsageError
 from verifier.model.named import config_of
 
@@ -69,3 +71,12 @@ def test_a_cache_below_one_sequence_is_refused():
 def test_prompts_of_a_step_are_chunked_on_a_gpu(tokens, length, cuda, expected):
     config = EngineConfig(checkpoint="anywhere", max_model_len=length, max_batch_tokens=tokens)
     assert config.pass_tokens(cuda=cuda) == expected
+
+
+def test_an_engine_tells_its_cached_blocks_and_the_keys_of_requests_that_run():
+    running = {"a": SimpleNamespace(num_computed_tokens=3), "b": SimpleNamespace(num_computed_tokens=4)}
+    pool = SimpleNamespace(cached_block_hash_to_block={1: "block", 2: "block"})
+    scheduler = SimpleNamespace(requests=running, kv_cache_manager=SimpleNamespace(block_pool=pool))
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    assert kept_keys(SimpleNamespace(_llm=SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))) == [(2, 7)]
+    assert kept_keys(SimpleNamespace()) == [(0, 0)]

@@ -84,6 +84,12 @@ def nats_of(row: Mapping[int, Any], token: int) -> float:
     return row[token].logprob if token in row else math.nan
 
 
+def words_of(asked: SamplingParams, output: RequestOutput) -> str:
+    """Knobs of an answered request, and the adapter that vLLM answered it with; see `Sample.shaped`."""
+    adapter = "" if output.lora_request is None else f"adapter={output.lora_request.lora_name}"
+    return ", ".join(text for text in (adapter, shaped_by(asked)) if text)
+
+
 def shaped_by(asked: SamplingParams) -> str:
     """Knobs of a request that change the next token's distribution; see `Sample.shaped`."""
     neutral = SamplingParams()

@@ -32,7 +32,7 @@ from verifier.engine.api import (
     Sampling,
     value_of,
 )
-from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, shaped_by
+from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, words_of
 from verifier.engine.vllm.executor_vllm import ForkingExecutor
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
@@ -153,7 +153,7 @@ class VllmEngine(Engine):
         return [
             [replace(seeded(_sample(item, output), item, own), shaped=words) for item in output.outputs]
             for output, own in outputs
-            for words in [shaped_by(own)]
+            for words in [words_of(own, output)]
         ]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
@@ -255,7 +255,7 @@ class VllmEngine(Engine):
         parts = [np.asarray(part) for part in (of_prompt, item.routed_experts) if part is not None]
         routes = np.concatenate(parts)[:, : self._routers].astype(np.int32)
         return replace(
-            seeded(_sample(item, output), item, asked), shaped=shaped_by(asked),
+            seeded(_sample(item, output), item, asked), shaped=words_of(asked, output),
             routes=tuple(tuple(map(tuple, token)) for token in routes.tolist()), routes_seal=seal_of_array(routes),
         )  # fmt: skip
 
