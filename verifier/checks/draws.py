@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """
     for asked in trace.of(SamplingAsked):
         yield from _seeds(trace, asked)
-        adapters = adapters_named(trace, _claimed(trace, asked))
+        adapters = adapters_named(trace, _claimed(trace, asked), asked.sent)
         for item in trace.of(RequestSeeds, version=asked.version):
             answers = f"answers of {item.name}"
             yield from compare_knobs(
@@ -87,10 +87,14 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
 
 
 def _claimed(trace: Trace, asked: SamplingAsked) -> set[int]:
-    """Versions that the sampled tokens of a step claim; those before its update, where it has none."""
+    """Versions that the sampled tokens of a step claim; where it kept none, all that may have sampled them."""
     versions = [trace.array(item, "versions") for item in trace.of(Rollouts, version=asked.version)]
     found = {int(each) for own in versions for each in np.unique(own) if each >= 0}
-    return found or {asked.version - 1}
+    if found:
+        return found
+    grpo = trace.manifest.config.get("grpo")
+    ahead = isinstance(grpo, Mapping) and grpo.get("mode") != "sync"
+    return {asked.version - 1, max(asked.version - 2, 0)} if ahead else {asked.version - 1}
 
 
 def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:

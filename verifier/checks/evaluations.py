@@ -58,7 +58,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             ("sampled", "greedy"), (item.temperature, 0.0), item.shaped or (), strict=False
         ):
             answers = f"{kind} answers of the evaluation"
-            adapters = adapters_named(trace, [item.version])
+            adapters = adapters_named(trace, [item.version], () if item.sent is None else (item.sent,))
             yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version, adapters)
         noise = next(trace.of(SampledNoise), None)
         known = noise is not None or trace.manifest.dtype == "float32"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+_ADAPTER = re.compile(r"^adapter=[^,]*(, )?")
 NEUTRAL = "temperature 1, all else neutral"
 
 
 def compare_knobs(
-    name: str, answers: str, temperature: float, found: Iterable[str], version: int, adapters: Iterable[str] = ()
-) -> Iterator[Comparison]:
+    name: str, answers: str, temperature: float, found: Iterable[str], version: int,
+    adapters: Collection[str] | None = (),
+) -> Iterator[Comparison]:  # fmt: skip
     """Compare the knobs of each kind of request with a temperature, and with nothing else that changes a distribution.
 
     Args:
@@ -22,12 +25,14 @@ def compare_knobs(
         temperature: that the config has for them.
         found: knobs that are not neutral, as `RequestSeeds` has them; once for each kind.
         version: of the weights.
-        adapters: that they may name, of which each has to name one; none of a run whose engine gets no adapter.
+        adapters: that they may name, of which each has to name one; empty for a run whose engine gets none, None where
+            it is not known which it had.
     """
     cold = "" if temperature == 1 else f"temperature={temperature!r}"
-    rights = [", ".join(text for text in (own and f"adapter={own}", cold) if text) for own in adapters] or [cold]
+    rights = [", ".join(text for text in (own and f"adapter={own}", cold) if text) for own in adapters or ()] or [cold]
     right = " or ".join(text or NEUTRAL for text in rights)
-    for words in found:
+    known = found if adapters is not None else (_ADAPTER.sub("", words) for words in found)
+    for words in known:
         yield Comparison(
             what=f"requests {name}", same=words in rights, stage=Stage.ROLLOUT, version=version, badness=1.0,
             owner="engine",
@@ -39,9 +44,21 @@ def compare_knobs(
         )  # fmt: skip
 
 
-def adapters_named(trace: Trace, versions: Iterable[int]) -> list[str]:
-    """Names of the adapters of some versions, as an engine gets them; none of a run whose engine gets no adapter."""
+def adapters_named(trace: Trace, versions: Iterable[int], sent: Collection[int]) -> list[str] | None:
+    """Return names of the adapters that sampled some versions, as an engine gets them.
+
+    A step without an update sends nothing: its version is sampled by the adapter that was sent last before it.
+
+    Args:
+        trace: of a step.
+        versions: that tokens claim.
+        sent: versions that the engine was sent last.
+
+    Returns:
+        A name for each version; empty for a run whose engine gets no adapter; None where it is not known.
+    """
     lora = trace.manifest.config.get("lora")
     if not isinstance(lora, Mapping) or not lora.get("rank") or lora.get("sync") != "adapter":
         return []
-    return [f"version-{version:06d}" for version in sorted(set(versions))]
+    held = {max((own for own in sent if own <= version), default=-1) for version in versions}
+    return None if -1 in held else [f"version-{own:06d}" for own in sorted(held)]

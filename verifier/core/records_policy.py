@@ -122,6 +122,8 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
     """The engine rounds the weights that it samples from."""
     filtered: bool = False
     """Answers leave the loss, or are replaced, for what was sampled: those that are left are no fair sample."""
+    sent: tuple[Count, ...] = ()
+    """Versions that the engine was sent last, in order; a step without an update sends none."""
 
 
 class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
@@ -362,6 +364,8 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     shaped: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     """Knobs of the requests for all answers of the evaluation, those that are not greedy first, as `RequestSeeds` has
     them; None in older traces."""
+    sent: Count | None = None
+    """Version that the engine was sent last before the evaluation; None in older traces."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -44,6 +44,8 @@ class Answered:
     """Seals of these rewards, as the process that gave them named them."""
     shaped: tuple[tuple[str, ...], tuple[str, ...]]
     """Knobs of the requests for all answers, sampled and greedy, as the engines' processes gave them."""
+    sent: int | None = None
+    """Version that the engine was sent last; None for none."""
     turns: EpisodeTurns | None = None
     """Turns of the answers that are kept; None where there is no environment."""
 
@@ -169,6 +171,7 @@ def record_answers(
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
         max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends), shaped=answered.shaped,
+        sent=answered.sent,
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})

@@ -63,6 +63,7 @@ class EngineRollouts:
     Attributes:
         data: of the run, as they were read.
         revival: of the engine; None where its death ends the run.
+        sent: versions that the engine was sent, in order.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
@@ -86,6 +87,7 @@ class EngineRollouts:
         self._reward: RewardProcess | None = None
         self._answered: Answered | None = None
         self.facts: Mapping[str, float] = {}
+        self.sent: list[int] = []
 
     def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
         """Config of an engine, by its number: room for all answers of a step side by side."""
@@ -132,7 +134,8 @@ class EngineRollouts:
             for number, item in enumerate(batch.rounds):
                 self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
             whole = self._whole_answers
-            probe.emit(sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole))
+            asked = sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole)
+            probe.emit(replace(asked, sent=tuple(self.sent[-3:])))
         return batch.rows, reward
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
@@ -300,7 +303,7 @@ class EngineRollouts:
         record = self._episodes.record(step, "held-out problems", played)
         self._answered = Answered(
             version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record,
-            shaped=(shaped[0], shaped[1]),
+            shaped=(shaped[0], shaped[1]), sent=self.sent[-1] if self.sent else None,
         )  # fmt: skip
         return found
 

@@ -332,6 +332,8 @@ class StepLoop:
         running: Running = "none"
         if self.ahead is not None and self.ahead.runs:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
+        if self.rollouts is not None:
+            self.rollouts.sent.append(version)
         where = None if trace is None else str(trace)
         first = trace is not None and trace == self.folder.trace(version + 1)
         asked = {"version": version, "trace": where, "first": first}

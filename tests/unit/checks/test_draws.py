@@ -52,7 +52,7 @@ def wrong(
     size, mask = half + 1, np.tile(np.arange(half + 1) > 0, 2)
     asked: dict[str, Any] = {
         "seed": 0, "batch_size": 3, "group_size": 2, "max_rounds": 1, "max_turns": 2, "temperature": 1.0,
-        "max_answer_tokens": half, "end": 3, "vocab_size": VOCABULARY, **given.get("asked", {}),
+        "max_answer_tokens": half, "end": 3, "vocab_size": VOCABULARY, "sent": (0, 1), **given.get("asked", {}),
     }  # fmt: skip
     records: list[Record] = [
         SamplingAsked(name="answers", version=2, **asked),
@@ -144,6 +144,15 @@ def test_answers_name_the_adapter_of_the_version_that_their_tokens_claim():
         assert wrong(shaped=(one, found), config=lora) == ["requests of round 0"]
     assert wrong(shaped=(one,)) == wrong(shaped=(one,), config={"lora": {"rank": 8, "sync": "merged"}})
     assert wrong(shaped=(one,)) == ["requests of round 0"]
+
+
+def test_a_version_without_an_update_is_sampled_by_the_adapter_sent_before_it():
+    lora, zero = {"lora": {"rank": 8, "sync": "adapter"}}, "adapter=version-000000"
+    assert not wrong(shaped=(zero,), config=lora, asked={"sent": (0,)})
+    assert wrong(shaped=("adapter=version-000001",), config=lora, asked={"sent": (0,)}) == ["requests of round 0"]
+    for sent in ((), (2,)):  # of an older trace, and of a batch that a checkpoint has
+        assert not wrong(shaped=(zero,), config=lora, asked={"sent": sent})
+        assert wrong(shaped=(f"{zero}, top_k=5",), config=lora, asked={"sent": sent}) == ["requests of round 0"]
 
 
 ALL, ONE = "reports of the sampled tokens", "reports of the sampled tokens of b"

@@ -24,14 +24,14 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 def wrong(
     temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, config: Any = None,
-    **changed: Any,
+    sent: int | None = 3, **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
     arrays = {"tokens": TOKENS, "mask": MASK, "engine": NATS, "trainer": NATS, "shortfall": short} | changed
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
-        greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped,
+        greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped, sent=sent,
     )  # fmt: skip
     trace = Trace(Manifest(dtype=dtype, config=config or {}, complete=True), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
@@ -94,6 +94,10 @@ def test_requests_of_an_evaluation_name_the_adapter_of_its_version():
     assert wrong(config=lora, shaped=(own, base[:1])) == ["requests for sampled answers of the evaluation"]
     assert wrong(config=lora, shaped=(own[:1], base[1:])) == ["requests for greedy answers of the evaluation"]
     assert wrong(config=lora, shaped=(("adapter=version-000002",), base[:1])) != []
+    assert (
+        wrong(config=lora, shaped=(("adapter=version-000002",), ("adapter=version-000002, temperature=0.0",)), sent=2)
+        == []
+    )
     assert wrong(config={"lora": {"rank": 8, "sync": "merged"}}, shaped=(("",), ("temperature=0.0",))) == []
 
 
