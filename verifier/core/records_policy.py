@@ -362,6 +362,9 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     shaped: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     """Knobs of the requests for all answers of the evaluation, those that are not greedy first, as `RequestSeeds` has
     them; None in older traces."""
+    seeds: tuple[tuple[int, ...], ...] = ()
+    """Seeds of all answers that are not greedy, problem by problem, in each turn, as `RequestSeeds` has them; empty in
+    older traces."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -23,7 +23,8 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 
 def wrong(
-    temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, **changed: Any
+    temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, seeds: Any = (),
+    **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
@@ -31,8 +32,10 @@ def wrong(
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
         greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped,
+        seeds=seeds,
     )  # fmt: skip
-    trace = Trace(Manifest(dtype=dtype, complete=True), [record], {"all": arrays}.__getitem__)
+    config = {"seed": 2, "grpo": {"max_turns": 2}}
+    trace = Trace(Manifest(dtype=dtype, complete=True, config=config), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
 
 
@@ -75,6 +78,26 @@ def test_a_greedy_token_may_be_as_far_below_the_greatest_logit_as_two_log_probab
 )
 def test_knobs_of_an_evaluations_requests_are_those_of_the_run_alone(temperature, sampled, greedy, found):
     assert wrong(temperature=temperature, shaped=(sampled, greedy)) == found
+
+
+FIRST = 3 * 1_000_003 - 4 * 2 * 3
+"""Seed of the first of three problems of version 3, with two turns at most."""
+
+
+@pytest.mark.parametrize(
+    ("seeds", "found"),
+    [
+        (((0, 1, 2),), []),
+        (((0, 1, 2), (3, 5)), []),
+        (((0, 0, 0),), ["seeds of the evaluation, turn 0"]),
+        (((6, 7, 8),), ["seeds of the evaluation, turn 0"]),  # those of another version
+        (((0, 1, 2), (5, 5)), ["seeds of the evaluation, turn 1"]),
+        (((0, 1, 2), (0, 2)), ["seeds of the evaluation, turn 1"]),
+        ((), []),  # an older trace
+    ],
+)
+def test_each_answer_of_an_evaluation_has_a_seed_of_its_own(seeds, found):
+    assert wrong(seeds=tuple(tuple(FIRST + seed for seed in own) for own in seeds)) == found
 
 
 def test_another_dtype_needs_a_measured_noise():
