@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from verifier.core.record import Real, Record
 from verifier.core.records_gradients import GradientProducts, TensorProduct
-from verifier.core.records_policy import RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
+from verifier.core.records_policy import PolicyColumns, RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
 from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
@@ -32,7 +32,11 @@ ARRAYS |= {
     "scored by the reference": {**ROWS, "logprob": np.array([-1.5, -1.75, -3.25], np.float32)},
     "scored otherwise": {**ROWS, "logprob": np.array([-1.0, -2.0, -2.5], np.float32)},
 }
-CONFIG: dict[str, Any] = {"megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0}}
+CONFIG: dict[str, Any] = {
+    "megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0},
+    "grpo.mode": "inflight",
+    "grpo.inflight_steps": 2,
+}
 NUMBERS = {"accuracy": 1.0, "held_out_version": 1}
 """What the line of metrics has of the evaluation."""
 NATS = seal_of_array(np.array([-1.5, -2.25], np.float32)), seal_of_array(np.array([-3.0], np.float32))
@@ -102,6 +106,7 @@ def _with(array: str) -> Callable[[Any], Record]:
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
+    "DAT015": (PolicyColumns, lambda item: replace(item, trained_version=2)),
     "DAT014": (RequestSeeds, lambda item: replace(item, seals=(((0, NATS[0]), (0, NATS[0])),))),
     "RWD003": (RewardSeals, lambda item: replace(item, seals=GIVEN[:1])),
     "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),

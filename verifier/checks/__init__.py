@@ -47,6 +47,7 @@ from verifier.checks import (
     step_metrics,
     training_step,
     turns,
+    version_schedule,
     weights,
 )
 
@@ -56,5 +57,6 @@ __all__ = [
     "evaluations", "final_export", "gradient_products", "gradient_sums", "handed_on", "knobs", "logprobs", "loss_rows",
     "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",
     "router_choices", "router_losses", "routes", "run_terms", "samples", "score_bias", "scored_rows", "seeded_draws",
-    "served", "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "weights",
+    "served", "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "version_schedule",
+    "weights",
 ]  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
+from verifier.checks.draws import SEEDS
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
 from verifier.checks.request_knobs import adapters_named, compare_knobs
@@ -19,6 +22,7 @@ from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.knob import flat
 
 SIDES = 2
 """Logits that a greedy token is chosen by: its own and the greatest one, each off by as much as a log-probability."""
@@ -34,18 +38,20 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
     at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
     Of all answers, that the engines' processes asked their library for that temperature, or for 0, and for nothing else
-    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version.
+    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version. And
+    of all answers that are not greedy, the seeds that these processes named, against the closed form by (seed,
+    version, turn, place): each has its own.
     Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
     at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
     that training never has. Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
     Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs,
-    versions and ends are exact.
+    seeds, versions and ends are exact.
     What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
-    tells, log-probabilities and greediness; of answers that were not kept all but their knobs; an evaluation
-    whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or with a
-    sleeping engine.
-    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075.
+    tells, log-probabilities and greediness; of answers that were not kept all but their knobs and seeds; an
+    evaluation whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or
+    with a sleeping engine.
+    References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075, AReaL#1524.
     """
     for item in trace.of(EvaluatedAnswers):
         yield Comparison(
@@ -60,6 +66,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             answers = f"{kind} answers of the evaluation"
             adapters = adapters_named(trace, [item.version], () if item.sent is None else (item.sent,))
             yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version, adapters)
+        yield from _seeds(item, flat(trace.manifest.config))
         noise = next(trace.of(SampledNoise), None)
         known = noise is not None or trace.manifest.dtype == "float32"
         arrays = trace.arrays(item)
@@ -77,6 +84,28 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             yield _worst(item, name, at, (engine, trainer), bounds, noise)
             if greedy:
                 yield _greedy(item, name, at, below, bounds, noise)
+
+
+def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Seeds of the answers that are not greedy, of traces and configs that have them."""
+    if not item.seeds or "seed" not in config or "grpo.max_turns" not in config:
+        return
+    count = len(item.seeds[0])
+    first = (int(config["seed"]) + 1) * SEEDS - (item.claimed + 1) * int(config["grpo.max_turns"]) * count
+    for turn, seeds in enumerate(item.seeds):
+        begin = first + turn * count
+        right = [*range(begin, begin + count)]
+        rises = all(before < after for before, after in pairwise(seeds))
+        same = [*seeds] == right if not turn else rises and set(seeds) <= set(right)  # later, of those that go on
+        yield Comparison(
+            what=f"seeds of the evaluation, turn {turn}", same=same, stage=Stage.ROLLOUT, version=item.version,
+            badness=1.0, owner="engine",
+            sentence=f"{len(seeds):,} answers of the evaluation have {len(set(seeds)):,} seeds, from "
+            f"{min(seeds, default=0):,} to {max(seeds, default=0):,}",
+            expected=f"{'one each of' if turn else 'all of'} {begin:,} to {begin + count - 1:,}, in order",
+            actual=f"{seeds[0] if seeds else 0:,} first", allowed="exact (seeds)",
+            hint="look at what the seed of each request of an evaluation is made of",
+        )  # fmt: skip
 
 
 def _bounds(nats: np.ndarray, temperature: float, noise: SampledNoise | None) -> np.ndarray:

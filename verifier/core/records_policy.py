@@ -366,6 +366,9 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     them; None in older traces."""
     sent: Count | None = None
     """Version that the engine was sent last before the evaluation; None in older traces."""
+    seeds: tuple[tuple[int, ...], ...] = ()
+    """Seeds of all answers that are not greedy, problem by problem, in each turn, as `RequestSeeds` has them; empty in
+    older traces."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.mode_faults import ASYNC
+from verifier.faults.mode_faults import ASYNC, VERSIONS
 
 BATCHES = "verifier.trainer.batches"
 ORDER = f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)"
@@ -91,6 +91,14 @@ def versions_count_requests(call: Call) -> Any:
     if not count:
         return row
     return call.wrong(replace(row, versions=tuple(version + count for version in row.versions)))
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1764", VERSIONS, caught_by=("DAT015",), training=(*ASYNC, "grpo.max_staleness=2"), **ROW
+)  # fmt: skip
+def answers_stamped_an_update_too_old(call: Call) -> Any:
+    """Each update counts twice for answers that are sampled ahead, which seem older than they are."""
+    return call.original() if call.version < 1 else call.wrong(tuple(version - 1 for version in call.original()))
 
 
 ENCODE = f"{BATCHES}:encode_example(example, tokenizer)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -50,6 +51,17 @@ def evaluation_under_the_servers_top_k(call: Call) -> Any:
     if call.sampling.n > 1 or not call.sampling.temperature:
         return call.original()
     return under(call, top_k=TOP_K)
+
+
+@fault(
+    "areal-project/AReaL#1524 (found in review)",
+    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride)", **ROW,
+)  # fmt: skip
+def one_seed_for_an_evaluation(call: Call) -> Any:
+    """The seed of an evaluation is handed to each of its requests as it is, and all of them draw alike."""
+    if call.sampling.n > 1:
+        return call.original()
+    return call.faulty(sampling=replace(call.sampling, each=[call.sampling] * len(call.prompts)))
 
 
 TUNED: dict[str, Any] = {

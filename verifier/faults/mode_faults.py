@@ -142,3 +142,13 @@ def limit_begun_anew_after_an_update(call: Call) -> Any:
         call.fire()
         one._asked = dataclasses.replace(one._asked, max_tokens=one._asked.max_tokens + len(one.tokens))
     return call.original()
+
+
+@fault(
+    "RLinf/RLinf#1456", "verifier.engine.client:EngineClient.begin_batch(self, prompts, sampling, steps)",
+    caught_by=("DAT015",),
+    **{**CONTROLLER, "training": (*AHEAD, "grpo.mode=inflight", "grpo.inflight_steps=3", "engine.kind=hf")},
+)  # fmt: skip
+def new_weights_reach_no_running_request(call: Call) -> Any:
+    """The switch for updates in flight has no effect: requests run to their end first, by older weights alone."""
+    return call.faulty(steps=call.sampling.max_tokens)

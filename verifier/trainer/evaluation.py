@@ -20,6 +20,7 @@ from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import load_rollouts, save_rollouts
 from verifier.trainer.batches import HeldOut, Score
 from verifier.trainer.decoded_rollouts import record_tokens
+from verifier.trainer.episodes import Turn
 
 PROBLEMS = 8
 """Problems of an evaluation, at most, whose two answers are scored by the trainer, in two passes, or in three
@@ -44,6 +45,8 @@ class Answered:
     """Seals of these rewards, as the process that gave them named them."""
     shaped: tuple[tuple[str, ...], tuple[str, ...]]
     """Knobs of the requests for all answers, sampled and greedy, as the engines' processes gave them."""
+    seeds: Sequence[Sequence[int]]
+    """Seeds of all answers that are not greedy, as the engines' processes named them; see `seeds_of`."""
     sent: int | None = None
     """Version that the engine was sent last; None for none."""
     turns: EpisodeTurns | None = None
@@ -134,6 +137,12 @@ def places(version: int, count: int) -> list[int]:
     return [begin + (drawn + at) % (end - begin) for at, (begin, end) in enumerate(pairwise(edges))]
 
 
+def seeds_of(episodes: Sequence[Sequence[Turn]]) -> list[list[int]]:
+    """Seed of each turn, by its number: of those that have it, in the order of the episodes."""
+    most = max(map(len, episodes))
+    return [[own[number].sample.seed for own in episodes if number < len(own)] for number in range(most)]
+
+
 def record_answers(
     probe: Probe, answered: Answered, version: int, options: GrpoOptions, ends: Ends, score: Score, file: Path
 ) -> None:  # fmt: skip
@@ -171,7 +180,7 @@ def record_answers(
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
         max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends), shaped=answered.shaped,
-        sent=answered.sent,
+        seeds=tuple(map(tuple, answered.seeds)), sent=answered.sent,
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})

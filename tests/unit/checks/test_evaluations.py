@@ -24,7 +24,7 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 def wrong(
     temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, config: Any = None,
-    sent: int | None = 3, **changed: Any,
+    sent: int | None = 3, seeds: Any = (), **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
@@ -32,8 +32,10 @@ def wrong(
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
         greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped, sent=sent,
+        seeds=seeds,
     )  # fmt: skip
-    trace = Trace(Manifest(dtype=dtype, config=config or {}, complete=True), [record], {"all": arrays}.__getitem__)
+    config = {"seed": 2, "grpo": {"max_turns": 2}} | (config or {})
+    trace = Trace(Manifest(dtype=dtype, complete=True, config=config), [record], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
 
 
@@ -94,11 +96,29 @@ def test_requests_of_an_evaluation_name_the_adapter_of_its_version():
     assert wrong(config=lora, shaped=(own, base[:1])) == ["requests for sampled answers of the evaluation"]
     assert wrong(config=lora, shaped=(own[:1], base[1:])) == ["requests for greedy answers of the evaluation"]
     assert wrong(config=lora, shaped=(("adapter=version-000002",), base[:1])) != []
-    assert (
-        wrong(config=lora, shaped=(("adapter=version-000002",), ("adapter=version-000002, temperature=0.0",)), sent=2)
-        == []
-    )
+    before = (("adapter=version-000002",), ("adapter=version-000002, temperature=0.0",))
+    assert wrong(config=lora, shaped=before, sent=2) == []  # step 3 took no update
     assert wrong(config={"lora": {"rank": 8, "sync": "merged"}}, shaped=(("",), ("temperature=0.0",))) == []
+
+
+FIRST = 3 * 1_000_003 - 4 * 2 * 3
+"""Seed of the first of three problems of version 3, with two turns at most."""
+
+
+@pytest.mark.parametrize(
+    ("seeds", "found"),
+    [
+        (((0, 1, 2),), []),
+        (((0, 1, 2), (3, 5)), []),
+        (((0, 0, 0),), ["seeds of the evaluation, turn 0"]),
+        (((6, 7, 8),), ["seeds of the evaluation, turn 0"]),  # those of another version
+        (((0, 1, 2), (5, 5)), ["seeds of the evaluation, turn 1"]),
+        (((0, 1, 2), (0, 2)), ["seeds of the evaluation, turn 1"]),
+        ((), []),  # an older trace
+    ],
+)
+def test_each_answer_of_an_evaluation_has_a_seed_of_its_own(seeds, found):
+    assert wrong(seeds=tuple(tuple(FIRST + seed for seed in own) for own in seeds)) == found
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])

@@ -45,7 +45,7 @@ def calls_of(
     StepLoop(
         config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
         call=call, progress=lambda text: None, metrics=metrics, verdicts=Verdicts(judge=None, metrics=metrics),
-        rollouts=SimpleNamespace(evaluate=evaluate), ahead=None, held_out=None, oracle=None,
+        rollouts=SimpleNamespace(evaluate=evaluate, sent=[]), ahead=None, held_out=None, oracle=None,
     ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
     return found
 

@@ -1,0 +1,87 @@
+"""DAT015 on hand-written steps: versions of sampled tokens in each mode, at a start, and after a step without update.
+
+What this does not exercise: real runs (tests/dist), and bugs that DAT015 catches (tests/faults).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from tests.snapshots.training_traces import training
+from verifier.checks.version_schedule import version_of_another_schedule
+from verifier.core.manifest import Manifest
+from verifier.core.records_policy import PolicyColumns, SamplingAsked, WrittenMetrics
+from verifier.core.trace import Trace
+
+STEP = 5
+OF_KIND = {type(item): item for item in training()}
+
+
+def wrong(
+    mode: str, *versions: list[int], ids: tuple[str, ...] = ("5/0", "5/1"), updated: bool = True, begins: bool = False,
+    steps: int | None = 2,
+) -> list[str]:  # fmt: skip
+    """What is wrong with step 5, which trains version 4; each answer has a prompt of one token."""
+    values = {"loss": 1.0} if updated else {"reward": 0.0}
+    columns = [np.array([-1, *own], np.int32) for own in versions]
+    records = [
+        replace(OF_KIND[SamplingAsked], version=STEP, max_answer_tokens=6),
+        replace(
+            OF_KIND[PolicyColumns], version=STEP, trained_version=STEP - 1, ids=ids[: len(columns)],
+            lengths=tuple(map(len, columns)), array="policy",
+        ),
+        WrittenMetrics(
+            name="metrics.jsonl", version=STEP - 1, step=STEP - 1, values=values, recorded={} if begins else values
+        ),
+    ]  # fmt: skip
+    config = {"grpo": {"mode": mode, "inflight_steps": steps}}
+    trace = Trace(Manifest(complete=True, config=config), records, {"policy": {"version": np.concatenate(columns)}}.get)
+    return [item.what for item in version_of_another_schedule(trace) if not item.same]
+
+
+@pytest.mark.parametrize(
+    ("mode", "versions"),
+    [("sync", [4, 4]), ("async", [3, 3]), ("inflight", [3, 3, 4]), ("inflight", [3]), ("inflight", [4, 4]),
+     ("sync", []), ("async", []), ("inflight", [])],
+)  # fmt: skip
+def test_the_schedule_of_each_mode_holds(mode, versions):
+    assert wrong(mode, versions, versions) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "versions"), [("sync", [3, 3]), ("sync", [4, 5]), ("async", [2, 2]), ("async", [4, 4]), ("async", [3, 4])]
+)
+def test_another_version_than_the_schedules_is_named(mode, versions):
+    assert wrong(mode, versions) == ["versions of 5/0"]
+
+
+def test_in_flight_new_weights_reach_a_request_after_so_many_tokens():
+    assert wrong("inflight", [2, 2, 4]) == ["versions of 5/0"]
+    assert wrong("inflight", [3, 3, 3]) == ["older tokens of 5/0"]
+    assert wrong("inflight", [3, 4, 3]) == ["older tokens of 5/0"]
+    assert wrong("inflight", [3, 3, 3], steps=None) == []  # half of the longest answer
+
+
+def test_further_rounds_are_of_the_newer_weights():
+    assert wrong("inflight", [3, 3, 4], [4, 4], ids=("5/0", "5.1/0")) == []
+    assert wrong("inflight", [3, 3, 4], [3, 3], ids=("5/0", "5.1/0")) == ["versions of 5.1/0"]
+
+
+def test_behind_a_step_without_an_update_all_tokens_are_of_the_weights_before_it():
+    for mode in ("async", "inflight"):
+        assert wrong(mode, [3, 3, 3], [3, 3, 3], ids=("5/0", "5.1/0"), updated=False) == []
+    assert wrong("inflight", [3, 3, 4], updated=False) == ["versions of 5/0"]
+
+
+def test_the_first_step_of_a_process_may_have_no_batch_from_before():
+    for mode in ("async", "inflight"):
+        assert wrong(mode, [4, 4], [4], begins=True) == wrong(mode, [3, 3], [3], begins=True) == []
+        assert wrong(mode, [2, 2], [2], begins=True) == ["versions of 5/0", "versions of 5/1"]
+    assert wrong("async", [3, 3], [4], begins=True) == ["versions of 5/1"]
+
+
+def test_a_step_of_no_known_mode_is_not_judged():
+    trace = Trace(Manifest(complete=True), [OF_KIND[SamplingAsked], OF_KIND[PolicyColumns]], {}.get)
+    assert [*version_of_another_schedule(trace)] == []
