@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.snapshots import measured_traces
 from verifier.core.record import Record
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, TokensRead
+from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -39,7 +40,6 @@ from verifier.core.records_trainer import (
     AuditedTensor,
     CheckpointNumber,
     DataOrder,
-    GradientSums,
     KeptCheckpoints,
     KnobsAsked,
     KnobsGiven,
@@ -53,7 +53,6 @@ from verifier.core.records_trainer import (
     SavedState,
     StepAccount,
     StepSizes,
-    SummedTensor,
     TrainedText,
     TrainedUntil,
     TrainerStep,
@@ -118,14 +117,16 @@ ARRAYS |= measured_traces.ARRAYS | {
         ("sums of one rank", 0, 9, [1, 0]), ("rounded sums 0", 0, 9, [3.01, 0]), ("rounded sums 1", 1, 9, [3.01]),
     )
 }  # fmt: skip
+for number, row in enumerate(([5, 6, 3, 1.75], [4, 7, 3, 1.25])):  # given, magnitudes, passes, reduced
+    ARRAYS[f"sums {number}"]["whole"] = np.array([row], np.float64)
+ARRAYS["sums without the last"] = {**ARRAYS["sums 1"], "whole": np.array([[4, 7, 3, 1]], np.float64)}
 RATE = np.float32(1e-3)
 BIASES = np.array([[0.5, -0.25, 0.125]], np.float32)
-ARRAYS["balance"] = {
-    "before": BIASES, "after": BIASES + RATE * np.array([[1, -1, 0]], np.float32), "tokens": np.array([[1, 3, 2]])
-}  # fmt: skip
-ARRAYS["other balance"] = {
-    **ARRAYS["balance"], "after": BIASES + RATE * np.array([[1, -1, 1]], np.float32)
-}  # fmt: skip
+BALANCED, OTHERS = (BIASES + RATE * np.array([[1, -1, last]], np.float32) for last in (0, 1))
+ARRAYS["balance"] = {"before": BIASES, "after": BALANCED, "tokens": np.array([[1, 3, 2]])}
+ARRAYS["other balance"] = ARRAYS["balance"] | {"after": OTHERS}
+ARRAYS["balance of a bias that moved"] = ARRAYS["balance"] | {"left": BIASES + np.float32(2**-12)}
+ARRAYS["balance of a bias that stayed"] = ARRAYS["balance"] | {"left": BIASES}
 
 
 PARTS = ("id", "question", "prompt", "response", "answer")
@@ -163,9 +164,9 @@ AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, c
 SUMMED = tuple(
     SummedTensor(
         name="decoder.weight", group="decoder.weight of 1", copies=2, begin=4, elements=3, owned_begin=begin,
-        owned=owned, dtype="float32",
+        owned=owned, dtype="float32", size=10, owned_size=all_owned,
     )
-    for begin, owned in ((0, 2), (2, 1))
+    for begin, owned, all_owned in ((0, 2, 6), (2, 1, 4))
 )  # fmt: skip
 """Elements that two ranks share: the first one's optimizer is given two of them."""
 

@@ -13,7 +13,8 @@ from verifier.checks.step import STEP
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import AdamAudit, GradientSums, SummedTensor
+from verifier.core.records_gradients import GradientSums, SummedTensor
+from verifier.core.records_trainer import AdamAudit
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
 
     sum: _Sum
     told: bool
-    """The rows are recorded, and their loss reads the logits through log-probabilities of labels alone."""
+    """The rows are recorded, and the spread of their logits too where their loss has an entropy."""
     uncertain: bool = False
     """A token with a gradient has an entropy, so that the gradient by its logits is not 0."""
 
@@ -109,21 +109,22 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     queries and of keys; rows that a gated activation is linear in and the linear behind it; values and the projection
     of attention; both matrices of an adapter. Embeddings and all that is added to the residual stream have a sum of 0,
     since norms read it: with a tied head, that of the head. That of the last norm, which scales all logits, is the sum
-    over the rows of the loss of the gradient of each log-probability times the log-probability and the entropy. And
-    that no tensor that all tokens reach, an adapter's too, has a gradient of 0 where rows of the loss have one; the
+    over the rows of the loss of the gradient of each log-probability times the log-probability and the entropy, less
+    that of each entropy times the variance of the row's log-probabilities, by a second formula of its logits. And that
+    no tensor that all tokens reach, an adapter's too, has a gradient of 0 where rows of the loss have one; the
     first matrix of an adapter once its second is not 0.
     Why it matters: a gradient of another size behind the loss, summed over ranks that have it whole, scaled at each
     pipeline stage, or of one token for all, comes with right values and a loss that falls. Gradients are compared with
     an oracle's on sampled steps alone, and large models have none.
     Where gradients are summed wrongly (TRN006), or passes use other weights than those that were stepped (TRN005),
     the loss is not the stage that is named. Entropies of another distribution (LGP012) say nothing of the last norm.
-    Evidence: train/products, train/sums, loss/rows, train/done.
+    Evidence: train/products, train/sums, loss/rows, loss/spreads, train/done.
     Tolerance and its source: of the root of the sum of squares of all elements' products, 1e-5 in fp32 and 0.05 in
     bf16, measured, and four roundings of the rows'. Norms have an epsilon, which nothing scales: of the residual stream
     also all norms' products, times epsilon over the mean square of embeddings.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
-    the loss has an entropy, or logits are bent to a bound; the residual stream of layers with further norms; runs on
+    logits are bent to a bound; the residual stream of layers with further norms; runs on
     a GPU, where its cost has not been measured.
     References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464, mcore-bridge#173,
     Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
@@ -179,14 +180,18 @@ def _joined(parts: Sequence[_Sum]) -> _Sum:
 
 
 def _of_rows(update: UpdateRows | None, num_tokens: int) -> _Rows:
-    """Change of an update's loss by a scale of all logits, from its rows: of each, c (log p + H)."""
+    """Change of an update's loss by a scale of all logits, from its rows: of each, c (log p + H) - e V.
+
+    By c and e the loss changes with the log-probability and with the entropy H; V is the variance of log-probabilities.
+    """
     if update is None or not num_tokens:
         return _Rows(_Sum(0.0, 0.0), told=False)
     rows = {key: values.astype(np.float64) for key, values in update.rows.items()}
     terms = rows["gradient"] * (rows["current"] + rows["entropy"]) / num_tokens
-    found = _Sum(float(terms.sum()), float(np.square(terms).sum()))
+    others = -rows["entropy_gradient"] * rows.get("spread", np.zeros(len(terms))) / num_tokens
+    found = _Sum(float(terms.sum() + others.sum()), float(np.square([terms, others]).sum()))
     uncertain = bool((rows["entropy"][rows["gradient"] != 0] > LEAST_ENTROPY).any())
-    return _Rows(found, told=not rows["entropy_gradient"].any(), uncertain=uncertain)
+    return _Rows(found, told="spread" in rows or not rows["entropy_gradient"].any(), uncertain=uncertain)
 
 
 def _pairs(names: Collection[str]) -> Iterator[_Pair]:

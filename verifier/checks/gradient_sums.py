@@ -13,7 +13,8 @@ from verifier.checks.step import NORM
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_trainer import GradientSums, SummedTensor, TrainerStep
+from verifier.core.records_gradients import GradientSums, SummedTensor
+from verifier.core.records_trainer import TrainerStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -34,22 +35,26 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rank and update, on up to 256 elements of up to 16 tensors, others in each update: the gradient
     that the optimizer is given against the sum, in float64, of what every micro-batch's backward pass gave on every
-    rank that holds the same weights, divided by the number of tokens; and the norm that each rank clipped by against
-    the root of the sum of squares of all gradients, each counted once. And that the marks by which Megatron counts a
-    tensor in the norm are those of where it is whole and where divided, however small its gradient is.
+    rank that holds the same weights, divided by the number of tokens; of tensors of up to 16,777,216 elements the sum
+    of all, too, and that each is given to an optimizer; and the norm that each rank clipped by against the root of the
+    sum of squares of all gradients, each counted once. That the marks by which Megatron counts a tensor in the norm are
+    those of where it is whole and where divided, however small its gradient is. And that gradients are added in float32
+    where the config asks for this.
     Why it matters: gradients of one rank, or of the last micro-batch alone, make a loss that falls as well, of a batch
     that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
-    Evidence: train/sums, train/done.
+    Evidence: train/sums, train/done, and the manifest's config.
     Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
     and scaling, of the sum of magnitudes (Higham 2002, section 4.2); the norm 1e-5, as TRN001.
     What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors
-    whose turn has not come; runs with Megatron-FSDP or an optimizer on the host, which the report says.
+    whose turn has not come; elements that are exchanged within a tensor, beside the 256, and on a GPU, where sums of
+    all are not made, others beside them; runs with Megatron-FSDP or an optimizer on the host, which the report says.
     References: verl#7493, torchtitan#3575, ROCm/TransformerEngine#715, Megatron-LM#844, Megatron-LM#7227,
-    Megatron-LM#7452.
+    Megatron-LM#7452, Megatron-LM#561, Megatron-LM#6624, ISEEKYAN/Megatron-LM#146.
     """
     steps = {(item.name, item.rank): item for item in trace.of(TrainerStep)}
     sums = [item for item in trace.of(GradientSums) if (item.name, item.rank) in steps]
     yield from _all_summed(trace, sums, steps)
+    yield from _added_in(trace, sums)
     squares: dict[str, dict[int, float]] = defaultdict(dict)
     for item in sums:
         if item.squares is not None:
@@ -71,14 +76,22 @@ def _all_summed(
     trace: Trace, sums: Sequence[GradientSums], steps: Mapping[tuple[str, int], TrainerStep]
 ) -> Iterator[Comparison]:
     added: dict[Place, list[np.ndarray]] = defaultdict(list)
+    whole: dict[Place, list[tuple[GradientSums, SummedTensor, np.ndarray]]] = defaultdict(list)
     for item in sums:
         for tensor, own in zip(item.tensors, _cut(trace, item, "added"), strict=True):
             added[item.name, tensor.group, tensor.begin].append(own)
+        if "whole" in (arrays := trace.arrays(item)):
+            for tensor, row in zip(item.tensors, arrays["whole"], strict=True):
+                whole[item.name, tensor.group, tensor.begin].append((item, tensor, row))
     for item in sums:
         for tensor, own in zip(item.tensors, _cut(trace, item, "reduced"), strict=True):
             parts = added[item.name, tensor.group, tensor.begin]
             if len(parts) == tensor.copies and tensor.owned:
                 yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
+    for found in whole.values():
+        item, tensor, _ = found[0]
+        if tensor.size and len(found) == tensor.copies:
+            yield _whole(found, steps[item.name, item.rank].num_tokens)
 
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
@@ -106,6 +119,47 @@ def _summed(
         allowed=f"{allowed[worst]:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})",
         hint="look at what zeroes the gradient buffer, at its reduction over ranks, and at what scales it",
     )  # fmt: skip
+
+
+def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_tokens: int) -> Comparison:
+    """Compare sums over all elements of one tensor, of all ranks that hold the same weights."""
+    item, tensor, _ = found[0]
+    given, magnitude, passes, reduced = np.stack([row for _, _, row in found]).T
+    times_owned, rest = divmod(sum(own.owned_size for _, own, _ in found), tensor.size)
+    scale = max(times_owned, 1) / max(num_tokens, 1)
+    expected, actual = float(given.sum()) * scale, float(reduced.sum())
+    count = int(passes.max()) + len(found) + SCALINGS
+    allowed = count * (ROUNDING[tensor.dtype] * float(magnitude.sum()) * scale + LEAST * tensor.size)
+    gap = abs(actual - expected)
+    lost = rest or not times_owned
+    return Comparison(
+        what=f"whole gradient of {tensor.name} of {item.name}", same=gap <= allowed and not lost, stage=Stage.TRAIN,
+        version=item.version, badness=times(gap, allowed), owner=owner_of(item),
+        sentence=f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of "
+        f"`{tensor.name}`{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}",
+        expected=f"{expected:.9g} (all {tensor.size:,} elements, what micro-batches of {len(found)} ranks gave, over "
+        f"{num_tokens:,} tokens)",
+        actual=f"{actual:.9g} (the gradients that optimizers read, {times_owned} of each element)",
+        allowed=f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)",
+        hint="look at the first and last elements of buckets and of shards, and at their padding",
+    )  # fmt: skip
+
+
+def _added_in(trace: Trace, sums: Sequence[GradientSums]) -> Iterator[Comparison]:
+    """Compare the types that gradients are added in with float32, where the config asks for it."""
+    asked = trace.manifest.config.get("megatron")
+    if not isinstance(asked, Mapping) or asked.get("grad_reduce_in_fp32") is not True:
+        return
+    for item in sums:
+        others = [tensor.name for tensor in item.tensors if tensor.dtype != "float32"]
+        yield Comparison(
+            what=f"type of the sums of {item.name} on rank {item.rank}", same=not others, stage=Stage.TRAIN,
+            version=item.version, badness=len(others) / max(len(item.tensors), 1), owner=owner_of(item),
+            sentence=f"{item.name} adds up the gradients of {len(others)} tensors in the weights' type, "
+            f"`{''.join(others[:1])}` the first",
+            expected="float32 (megatron.grad_reduce_in_fp32)", actual=f"{len(others)} of {len(item.tensors)} are not",
+            allowed="exact", hint="look at what makes the gradient buffers",
+        )  # fmt: skip
 
 
 def _marked(item: GradientSums) -> Comparison:

@@ -12,6 +12,7 @@ from verifier.checks.packing import POSITION_BITS
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.records_gradients import LogitSpreads
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
 from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.stage import Stage
@@ -73,7 +74,10 @@ def kl_estimates(kind: str, distance: np.ndarray) -> np.ndarray:
 def updates_of(trace: Trace) -> Iterator[UpdateRows]:
     """Updates of a step whose rows were recorded, in order."""
     for columns in trace.of(LossColumns):
-        parts = [trace.arrays(item) for item in trace.of(LossRows, version=columns.version, name=columns.name)]
+        version, name = columns.version, columns.name
+        spreads = {item.rank: trace.arrays(item) for item in trace.of(LogitSpreads, version=version, name=name)}
+        found = trace.of(LossRows, version=version, name=name)
+        parts = [{**trace.arrays(item), **spreads.get(item.rank, {})} for item in found]
         if not parts:
             continue
         joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

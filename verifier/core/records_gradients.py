@@ -1,10 +1,12 @@
-"""Records of whole gradients of an update, in few numbers by tensor."""
+"""Records of gradients of an update: on some elements, and of whole tensors in few numbers."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from verifier.core.record import Real, Record
+from verifier.core.record import ArrayRecord, Count, Real, Record
 
 
 class TensorProduct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,3 +33,55 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Tensors of which no element that the rank stands for has a gradient."""
     bent: bool = False
     """Logits are bent to a bound, so that they are not linear in the last norm's output."""
+
+
+class SummedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Elements of one tensor's gradient on a rank: what its backward passes gave, and what its optimizer was given."""
+
+    name: str
+    group: str
+    """Label of all ranks that hold the same bits, each of which has a part of the gradient's sum."""
+    copies: Count
+    """Number of those ranks."""
+    begin: Count
+    """Index of the first element in the flattened tensor."""
+    elements: Count
+    owned_begin: Count
+    """Index, among the elements, of the first one that the rank's optimizer was given."""
+    owned: Count
+    """Number of elements that it was given."""
+    dtype: Literal["float32", "bfloat16"]
+    """Type in which gradients are added up."""
+    size: Count = 0
+    """Number of all elements of the tensor; 0 where they are not summed."""
+    owned_size: Count = 0
+    """Number of all elements that the rank's optimizer was given."""
+
+
+class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
+    """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
+
+    Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
+    order; ``reduced`` what the optimizer was given of them, before it clips; ``used`` the weights that its passes used.
+    And float64, [tensors, 4], ``whole``: of all elements of each the sum of what passes gave, that of its magnitudes,
+    the number of those passes, and the sum of what the optimizer was given. Records of older runs have none.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+    tensors: tuple[SummedTensor, ...]
+    squares: Real | None = None
+    """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
+    miscounted: tuple[str, ...] = ()
+    """Tensors that the norm's marks leave out where the rank stands for them, or count where another one does."""
+
+
+class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):
+    """Spread of the logits that the loss of one update read on one rank, by a second formula.
+
+    The array [T] float64, of rows as in `LossRows`, is the variance of a row's log-probabilities under its own
+    distribution, nats squared: what a scale of the row's logits changes its entropy by, with the other sign.
+    """
+
+    coordinate: str
+    """Mesh coordinate of the rank."""

@@ -198,46 +198,12 @@ class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     """Greatest moment of any master before the first update of a run; None of later ones."""
 
 
-class SummedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Elements of one tensor's gradient on a rank: what its backward passes gave, and what its optimizer was given."""
-
-    name: str
-    group: str
-    """Label of all ranks that hold the same bits, each of which has a part of the gradient's sum."""
-    copies: Count
-    """Number of those ranks."""
-    begin: Count
-    """Index of the first element in the flattened tensor."""
-    elements: Count
-    owned_begin: Count
-    """Index, among the elements, of the first one that the rank's optimizer was given."""
-    owned: Count
-    """Number of elements that it was given."""
-    dtype: Literal["float32", "bfloat16"]
-    """Type in which gradients are added up."""
-
-
-class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
-    """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
-
-    Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
-    order; ``reduced`` what the optimizer was given of them, before it clips; ``used`` the weights that its passes used.
-    """
-
-    coordinate: str
-    """Mesh coordinate of the rank."""
-    tensors: tuple[SummedTensor, ...]
-    squares: Real | None = None
-    """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
-    miscounted: tuple[str, ...] = ()
-    """Tensors that the norm's marks leave out where the rank stands for them, or count where another one does."""
-
-
 class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):
     """Score biases of one rank's routers in one optimizer step, and the tokens that they gave to each expert.
 
     Arrays, each [layers, experts]: ``before`` and ``after`` float32, the biases around the step; ``tokens`` int64, rows
-    of the rank's micro-batches, padding included, that routers gave to the expert in the forward passes of the step.
+    of the rank's micro-batches, padding included, that routers gave to the expert in the forward passes of the step;
+    ``left`` float32, the biases as the update before left them, where this process has taken one.
     """
 
     coordinate: str

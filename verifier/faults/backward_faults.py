@@ -110,3 +110,18 @@ def adapter_gradient_of_one_shard(call: Call) -> Any:
 def routers_without_gradient(call: Call) -> Any:
     """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
     return call.wrong(call.original().detach())
+
+
+@fault(
+    "pytorch/pytorch#190746", LOGPROB,
+    training=("algorithm=grpo", "grpo.entropy_weight=0.05", "verify.every=0"), **ROW,
+)  # fmt: skip
+def gradient_of_the_entropy_without_its_softmax(call: Call) -> Any:
+    """The gradient by log-probabilities reaches the logits as it is, which only a cross-entropy makes up for."""
+    logprob_T, entropy_T = call.original()
+    if not call.logits_TV.requires_grad:
+        return logprob_T, entropy_T
+    scaled_TV = call.logits_TV.float() / call.temperature
+    share_TV = scaled_TV.detach().softmax(-1)
+    more_T = (entropy_T.detach() - 1) * (share_TV * scaled_TV).sum(-1)
+    return call.wrong((logprob_T, entropy_T + more_T - more_T.detach()))

@@ -117,3 +117,36 @@ def norm_counts_experts_of_one_rank(call: Call) -> Any:
     if getattr(call.param, "allreduce", True):
         return call.original()
     return call.wrong(call.tp_group.rank() == 0)
+
+
+GROUPED = "group_params_for_buffers(params, grad_reduce_in_fp32)"
+
+
+@in_sums(
+    "ISEEKYAN/Megatron-LM#146",
+    f"megatron.core.distributed.distributed_data_parallel:{GROUPED}",
+    f"megatron.core.optimizer.distrib_optimizer:{GROUPED}",
+    training=("verify.every=0", "dtype=bf16"),
+)
+def gradients_added_in_the_weights_type(call: Call) -> Any:
+    """Gradient buffers are made in the weights' bf16, in which micro-batches are added, and the knob says float32."""
+    return call.faulty(grad_reduce_in_fp32=False)
+
+
+@in_sums("NVIDIA/Megatron-LM#6624", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
+def gradients_rounded_between_ranks(call: Call) -> Any:
+    """The gradients of each rank pass through bf16 on their way to the sum of all, in float32 buffers."""
+    for bucket in call.self.buckets:
+        call.fire()
+        bucket.grad_data.copy_(bucket.grad_data.bfloat16())
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#561", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
+def last_element_of_each_bucket_lost(call: Call) -> Any:
+    """Buckets are cut into equal shards without padding, and what is left at the end of each is in no shard's sum."""
+    for bucket in call.self.buckets:
+        call.fire()
+        end = max(end for _, end in (bucket.param_to_index[item] for item in bucket.params_list))
+        bucket.grad_data[end - 1 : end].zero_()
+    return call.original()

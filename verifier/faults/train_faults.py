@@ -302,6 +302,22 @@ def score_bias_in_bf16(call: Call) -> Any:
     return call.faulty().bfloat16()
 
 
+@on_balance(
+    "radixark/miles#811 (kin: there the engine alone was sent what was rounded)",
+    "verifier.trainer.worker_megatron:TrainerWorker.evaluate(self, batch)", caught_by=("TRN004",),
+    training=(BALANCED, "verify.every=0", "evaluation.every=1", "evaluation.num_problems=8"),
+)  # fmt: skip
+def score_bias_rounded_between_steps(call: Call) -> Any:
+    """Score biases pass through the weights' bf16 with all buffers, between two steps, and stay rounded."""
+    found = call.original()
+    for chunk in call.self._trainer.chunks:
+        for name, bias in chunk.named_buffers():
+            if name.endswith(".expert_bias"):
+                call.fire()
+                bias.copy_(bias.bfloat16())
+    return found
+
+
 @fault(
     "areal-project/AReaL#312",
     "megatron.core.optimizer.optimizer:get_grad_norm_fp32(grads_for_norm, norm_type, grad_stats_parallel_group)",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from verifier.core.record import Probe
 from verifier.core.records_trainer import RouterBalance
 from verifier.model.provider_megatron import TrainerModel
+
+_LEFT: MutableMapping[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
+"""Router -> its score bias as the last recorded update left it."""
 
 
 @contextlib.contextmanager
@@ -46,6 +50,9 @@ def router_balance(
     arrays = {
         "before": before, "after": _biases(routers), "tokens": torch.stack([counts[layer] for layer in layers])
     }  # fmt: skip
+    if all(router in _LEFT for router in routers.values()):
+        arrays["left"] = torch.stack([_LEFT[routers[layer]] for layer in layers])
+    _LEFT.update(zip((routers[layer] for layer in layers), arrays["after"], strict=True))
     at = trainer.mesh.coordinate(dist.get_rank())
     record = RouterBalance(name=name, version=version, coordinate=str(at), layers=tuple(layers), rate=rate)
     probe.emit(record, arrays)

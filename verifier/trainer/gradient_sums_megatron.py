@@ -17,8 +17,7 @@ from typing import Any, Literal, cast
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_gradients import GradientProducts
-from verifier.core.records_trainer import GradientSums, SummedTensor
+from verifier.core.records_gradients import GradientProducts, GradientSums, SummedTensor
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
@@ -31,6 +30,10 @@ TENSORS = 16
 """Tensors of a rank that an update adds up, at most."""
 ELEMENTS = 256
 """Elements of each, at most."""
+WHOLE = 2**24
+"""Elements of a tensor all of which are summed too, at most."""
+_PIECE = 2**22
+"""Elements that are summed at once."""
 Places = Mapping[tuple[int, str], ParamPlacement]
 """(model chunk, local name of a parameter) -> what is there."""
 SHARDED = frozenset({"cp", "dp", "edp"})
@@ -48,6 +51,9 @@ class _Part:
     size: int
     added: torch.Tensor
     """Sum of what backward passes gave, in the gradient buffer's type."""
+    whole: torch.Tensor | None
+    """Sum of what backward passes gave of all elements, sum of its magnitudes, and number of passes, [3] float64;
+    None of a tensor that is too large, and on a GPU."""
 
 
 class Sums:
@@ -138,9 +144,12 @@ class Sums:
         turns, key = -(-parameter.numel() // ELEMENTS), zlib.crc32(place.group.encode())
         begin = (number + key) % turns * ELEMENTS
         size = min(ELEMENTS, parameter.numel() - begin)
+        # What it costs a step on a GPU has not been measured.
+        is_summed = parameter.numel() <= WHOLE and self.trainer.tier == "cpu"
         return _Part(
             name=place.global_name, parameter=parameter, place=place, begin=begin, size=size,
             added=torch.zeros(size, dtype=parameter.main_grad.dtype, device=parameter.device),
+            whole=torch.zeros(3, dtype=torch.float64, device=parameter.device) if is_summed else None,
         )  # fmt: skip
 
     def stands_for(self, parameter: Any) -> bool:
@@ -171,6 +180,8 @@ class UpdateSums:
     _hooks: list[Any] = field(default_factory=list)
     _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
     _used: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _given_whole: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    """Number of all elements that the optimizer was given of a parameter, and their sums."""
     _norms: list[torch.Tensor] = field(default_factory=list)
     _products: Products | None = None
 
@@ -187,6 +198,8 @@ class UpdateSums:
             self._parts.pop(part.parameter, None)
         else:
             part.added.add_(_cut(gradient, part.begin, part.size))
+            if part.whole is not None:
+                part.whole.add_(_totals(gradient))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -204,6 +217,8 @@ class UpdateSums:
                     end = max(part.begin + part.size - offset, begin)
                     kept = own[begin:end].clone()
                     self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
+                    if part.whole is not None:
+                        self._given_whole[parameter] = (len(own), _totals(own))
                 if self.sums.knows_all and self.sums.stands_for(parameter):
                     counted.append(own)
                     if self._products is not None:
@@ -219,16 +234,18 @@ class UpdateSums:
             version: of the weights.
             coordinate: of the rank.
         """
-        none = (0, torch.zeros(0))
+        none, nothing = (0, torch.zeros(0)), (0, torch.zeros(3))
         parts = list(self._parts.values())
         reduced = [self._reduced.get(part.parameter, none) for part in parts]
+        whole = [self._given_whole.get(part.parameter, nothing) for part in parts]
         tensors = []
-        for part, (owned_begin, own) in zip(parts, reduced, strict=True):
+        for part, (owned_begin, own), (owned_size, _) in zip(parts, reduced, whole, strict=True):
             dtype = cast('Literal["float32", "bfloat16"]', str(part.added.dtype).removeprefix("torch."))
             tensors.append(
                 SummedTensor(
                     name=part.name, group=part.place.group, copies=self.sums.copies_of(part.parameter),
                     begin=part.begin, elements=part.size, owned_begin=owned_begin, owned=len(own), dtype=dtype,
+                    size=0 if part.whole is None else part.parameter.numel(), owned_size=owned_size,
                 )
             )  # fmt: skip
         arrays = {
@@ -241,7 +258,7 @@ class UpdateSums:
                 name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
                 squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
             ),
-            {key: _joined(values) for key, values in arrays.items()},
+            {**{key: _joined(values) for key, values in arrays.items()}, "whole": _table(parts, whole)},
         )  # fmt: skip
 
         if self.sums.knows_all and self._products is not None:
@@ -256,6 +273,26 @@ class UpdateSums:
 
 def _joined(parts: list[torch.Tensor]) -> Any:
     return torch.cat([torch.zeros(0), *(part.float().cpu() for part in parts)]).numpy()
+
+
+def _totals(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of all elements, sum of their magnitudes, and 1, [3] float64, on the tensor's device."""
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    found = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, device=tensor.device)
+    for piece in rows.split(max(1, _PIECE // max(1, rows[:1].numel()))):
+        values = piece.double()
+        found[0] += values.sum()
+        found[1] += values.abs_().sum()
+    return found
+
+
+def _table(parts: list[_Part], given: list[tuple[int, torch.Tensor]]) -> Any:
+    """[tensors, 4] float64, see `GradientSums`."""
+    rows = [
+        torch.zeros(4, dtype=torch.float64) if part.whole is None else torch.cat([part.whole.cpu(), own[:1].cpu()])
+        for part, (_, own) in zip(parts, given, strict=True)
+    ]  # fmt: skip
+    return torch.stack(rows).numpy() if rows else torch.zeros(0, 4, dtype=torch.float64).numpy()
 
 
 def _is_sharded(trainer: TrainerModel) -> bool:

@@ -18,12 +18,13 @@ from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.adapter_scales_megatron import adapter_scales
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.balance_megatron import router_balance
+from verifier.probes.logit_spreads_megatron import logit_spreads
 from verifier.probes.router_losses_megatron import router_losses
 from verifier.train import optimizer_megatron
 from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.step_megatron import StepResult
 from verifier.trainer.oracle_scores import save_scores, tells_scores
-from verifier.trainer.step_trace import has_router_losses
+from verifier.trainer.step_trace import compares_products, has_router_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,9 @@ def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: s
         stack.enter_context(router_balance(probe, trainer, name, version, rate=rate))
         if has_router_losses(config):
             stack.enter_context(router_losses(probe, trainer, name, version))
+        if config.algorithm == "grpo" and config.grpo.entropy_weight and compares_products(trainer.tier):
+            temperature = config.grpo.temperature
+            stack.enter_context(logit_spreads(probe, trainer, name, version, temperature=temperature))
         if lora.rank:
             asked = lora.effective_alpha / lora.rank
             stack.enter_context(adapter_scales(probe, trainer, name, version, asked=asked))

@@ -2,18 +2,20 @@
 
 import math
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import make_trace
+from tests.snapshots.check_traces import ARRAYS, MANIFEST, make_trace
 from tests.snapshots.training_traces import training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.record import real
-from verifier.core.records_gradients import GradientProducts, TensorProduct
+from verifier.core.records_gradients import GradientProducts, LogitSpreads, TensorProduct
 from verifier.core.records_policy import LossRows, OracleEntropy
 from verifier.core.records_trainer import LossColumns, TrainerStep
+from verifier.core.trace import Trace
 
 LAYER = "decoder.layers.0"
 MODEL = {
@@ -155,3 +157,27 @@ def test_bf16_has_a_bound_of_its_own():
     changed = {"output_layer.weight": -0.25 * 1.02}
     assert judged(changed).verdict is Verdict.VIOLATED
     assert judged(changed, dtype="bfloat16").verdict is Verdict.HOLDS
+
+
+def with_entropy(spread, product):
+    """Whether the last norm agrees where the loss has an entropy, of logits of this spread, with this product of it."""
+    rows = {**ARRAYS["loss rows"], "entropy_gradient": np.array([-0.5, -0.5, 0, -0.5], np.float32)}
+    arrays = {**ARRAYS, "loss rows": rows, "spread": {"spread": np.full(4, spread)}}
+    values = {**MODEL, "decoder.final_layernorm.weight": product, "output_layer.weight": product}
+    products = tuple(TensorProduct(name=name, product=real(value / 2), squares=0.01) for name, value in values.items())
+    records = [
+        GradientProducts(name="update 1", version=1, rank=rank, coordinate="tp=0", products=products)
+        for rank in range(2)
+    ]  # fmt: skip
+    records += [item for item in training() if isinstance(item, TrainerStep | LossColumns | LossRows)]
+    if spread is not None:
+        records.append(LogitSpreads(name="update 1", version=1, coordinate="tp=0", array="spread"))
+    outcome = run_check(REGISTRY["LSS007"], Trace(MANIFEST, records, arrays.__getitem__))
+    return not any(what.startswith("last norm: ") for what in said(outcome))
+
+
+def test_the_gradient_of_an_entropy_is_judged_by_the_spread_of_the_logits():
+    right = -0.25 + 3 * 0.5 * 2.0 / 3
+    assert with_entropy(2.0, right)
+    assert not with_entropy(2.0, -0.25)
+    assert with_entropy(None, 0.5)

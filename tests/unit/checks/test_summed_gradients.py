@@ -7,7 +7,8 @@ from tests.snapshots.check_traces import make_trace
 from tests.snapshots.training_traces import AUDITED, SUMMED, training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import AdamAudit, GradientSums, TrainerStep
+from verifier.core.records_gradients import GradientSums
+from verifier.core.records_trainer import AdamAudit, TrainerStep
 
 
 def judged(change=lambda item: item):
@@ -18,7 +19,7 @@ def judged(change=lambda item: item):
 
 
 def test_sums_of_both_ranks_hold():
-    assert judged() == (Verdict.HOLDS, 6, None)
+    assert judged() == (Verdict.HOLDS, 7, None)
 
 
 def test_a_gradient_of_one_rank_is_seen():
@@ -26,6 +27,43 @@ def test_a_gradient_of_one_rank_is_seen():
     assert verdict is Verdict.VIOLATED
     assert sentence == (
         "update 1 gives the optimizer 0.333333 as the gradient of element 4 of `decoder.weight`, its passes gave 1"
+    )
+
+
+def test_an_element_beside_those_that_are_compared_is_seen_in_the_sum_of_all():
+    verdict, _, sentence = judged(lambda item: replace(item, array="sums without the last") if item.rank else item)
+    assert verdict is Verdict.VIOLATED
+    assert sentence == (
+        "update 1 gives optimizers other elements of the gradient of `decoder.weight` than its passes gave: they add "
+        "up to 2.75, not to 3"
+    )
+
+
+def test_an_element_that_no_optimizer_is_given_is_seen():
+    def without(item):
+        return replace(item, tensors=(replace(item.tensors[0], owned_size=3 if item.rank else 6),))
+
+    verdict, _, sentence = judged(without)
+    assert verdict is Verdict.VIOLATED
+    assert sentence.startswith("update 1 gives optimizers not all elements of the gradient of `decoder.weight`:")
+
+
+def test_sums_in_the_weights_type_are_seen_where_the_config_asks_for_float32():
+    def added(asked):
+        records = [item for item in training() if isinstance(item, GradientSums | TrainerStep)]
+        rounded = [
+            replace(item, tensors=(replace(item.tensors[0], dtype="bfloat16"),))
+            if isinstance(item, GradientSums)
+            else item
+            for item in records
+        ]
+        trace = make_trace(rounded)
+        trace.manifest = replace(trace.manifest, config={"megatron": {"grad_reduce_in_fp32": asked}})
+        return run_check(REGISTRY["TRN006"], trace)
+
+    assert added(asked=False).verdict is Verdict.HOLDS
+    assert added(asked=True).finding.first.sentence == (
+        "update 1 adds up the gradients of 1 tensors in the weights' type, `decoder.weight` the first"
     )
 
 
@@ -45,7 +83,7 @@ def test_a_divided_tensor_that_is_marked_whole_is_seen_however_small_its_gradien
 
 
 def test_where_a_rank_does_not_know_its_squares_the_norm_is_not_judged():
-    assert judged(lambda item: replace(item, squares=None)) == (Verdict.HOLDS, 2, None)
+    assert judged(lambda item: replace(item, squares=None)) == (Verdict.HOLDS, 3, None)
 
 
 def test_a_tensor_that_not_all_ranks_recorded_is_not_judged():
