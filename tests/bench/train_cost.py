@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.bench.train_functions import config_of, lengths_of
+from tests.bench.train_functions import config_of, lengths_of, spread_of
 from tests.dist.clean_case import compared, judge
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import FAMILIES, Content, sizes_of, tensors_of
@@ -99,7 +99,7 @@ def measure(launcher: ForkLauncher, folder: Path, args: Mapping[str, Any]) -> Co
     """
     found = launcher.run(
         "tests.bench.train_functions:measure", world_size=1, run_dir=folder / "ranks",
-        args={**args, "folder": str(folder)}, deadline_s=300.0, collective_deadline_s=120.0,
+        args={**args, "folder": str(folder), "steady": GREATEST_COST}, deadline_s=300.0, collective_deadline_s=120.0,
     )[0]  # fmt: skip
     seconds = found["seconds"]
     judged = []
@@ -107,7 +107,6 @@ def measure(launcher: ForkLauncher, folder: Path, args: Mapping[str, Any]) -> Co
         began = time.perf_counter()
         report = judge(trace)
         judged.append(time.perf_counter() - began)
-    twice = [abs(one - other) for one, other in batched(seconds["plain"], 2)]
     bare, plain = ([sum(pair) / 2 for pair in batched(seconds[name], 2)] for name in ("bare", "plain"))
     config, lengths = config_of(args["sizes"], args["dtype"]), lengths_of(args["rows"], args["micro_batches"])
     cost = Cost(
@@ -115,7 +114,7 @@ def measure(launcher: ForkLauncher, folder: Path, args: Mapping[str, Any]) -> Co
         recording=min(seconds["recorded"]) / min(seconds["plain"]) - 1,
         own=statistics.median(seconds["own"]) / statistics.median(plain),
         judging=statistics.median(judged) / statistics.median(plain),
-        spread=statistics.median(twice) / statistics.median(plain),
+        spread=spread_of(seconds["plain"]),
         step_s=statistics.median(plain),
         bare_s=statistics.median(bare),
         num_tokens=sum(lengths),

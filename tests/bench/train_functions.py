@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +193,10 @@ def measure(context: RankContext) -> dict[str, Any]:
     """Seconds of two steps of each kind, in turns; the first turn warms up, with one of each, and is left out.
 
     A turn takes the kinds there and back, so that a device that gets slower as it gets warm slows all of them alike.
-    All of learning rate 0, so that every step is the same work and ends in the same weights. While a recorded step
-    trains, the judge's process judges the recorded one before it, as in `verifier train`, and the step lasts until both
-    have ended.
+    A host whose plain steps vary by more than `steady`, a share of a step, takes turns until they do not, or until
+    `most_rounds`. All of learning rate 0, so that every step is the same work and ends in the same weights. While a
+    recorded step trains, the judge's process judges the recorded one before it, as in `verifier train`, and the step
+    lasts until both have ended.
     """
     args = context.args
     device = torch.device("cpu") if args["tier"] == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -218,7 +221,10 @@ def measure(context: RankContext) -> dict[str, Any]:
     said = {}
     before: Recorded | None = None
     with started_judge() as judge:
-        for turn in range(args["rounds"] + 1):
+        turn = -1
+        while (turn := turn + 1) <= args["rounds"] or (
+            turn <= args["most_rounds"] and spread_of(seconds["plain"][1:]) > args["steady"]
+        ):
             for way, name in enumerate([*THERE, *reversed(THERE)] if turn else THERE):
                 if name != "recorded":
                     said[name], step_s = _timed(steps[name], device)
@@ -238,6 +244,12 @@ def measure(context: RankContext) -> dict[str, Any]:
         "norm_gap": abs(said["plain"].grad_norm / bare_norm - 1),
         "peak_gib": 0.0 if device.type == "cpu" else torch.cuda.max_memory_allocated() / 2**30,
     }
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """Median gap of a turn's two steps of a kind, as a share of a step."""
+    gaps = [abs(one - other) for one, other in batched(seconds, 2)]
+    return statistics.median(gaps) / statistics.median(seconds)
 
 
 def _step_and_verdict(step: Callable[[], Any], verdict: Future[Judged] | None) -> None:

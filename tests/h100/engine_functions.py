@@ -46,11 +46,13 @@ def bare_vllm(path: str, options: Mapping[str, Any]) -> Iterator[Callable[..., f
     ours, theirs = context.Pipe()
     process = context.Process(target=_be_bare, args=(theirs, path, dict(options)))
     process.start()
+    theirs.close()  # so that its end is seen here
     try:
         _answer(ours, "start")
         yield lambda *asked, **more: _asked(ours, asked, more)
     finally:
-        ours.send(None)
+        with contextlib.suppress(OSError):
+            ours.send(None)
         process.join(60)
         process.kill()
 
@@ -62,7 +64,10 @@ def _asked(conn: Connection, asked: tuple[Any, ...], more: dict[str, Any]) -> fl
 
 def _answer(conn: Connection, what: str) -> Any:
     assert conn.poll(START_S), f"bare vLLM did not {what} within {START_S:g} s"
-    return conn.recv()
+    try:
+        return conn.recv()
+    except EOFError:
+        raise AssertionError(f"bare vLLM ended before it did {what}, for the reason that it wrote above") from None
 
 
 def _be_bare(conn: Connection, path: str, options: dict[str, Any]) -> None:
