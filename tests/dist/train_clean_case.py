@@ -41,6 +41,12 @@ BALANCED = ("model=tiny:add-deepseek", "megatron.moe_bias_update_rate=0.001")
 SAMPLED = ("verify.every=1",)
 """Every step is computed by the oracle too."""
 
+SPARSE = (
+    "lora.rank=8", "grpo.reward=operator:gt", "grpo.drop_zero_variance=true", "data.batch_size=1", "grpo.group_size=2",
+    "grpo.entropy_weight=0", "evaluation.num_problems=4", "evaluation.every=1",
+)  # fmt: skip
+"""Adapters, and too few answers for an advantage in each step."""
+
 RUNS: dict[str, tuple[str, ...]] = {
     # supervised fine-tuning, over meshes
     "sft": SAMPLED,
@@ -151,6 +157,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "live in flight, kept": (
         *LIVE, "grpo.mode=inflight", "grpo.inflight_steps=3", "grpo.keep_kv_cache=true", *AHEAD, *SAMPLED,
     ),
+    # adapters, of which a step without an update sends none
+    "live lora, steps without an update": (*LIVE, *SPARSE, "dtype=bf16"),
+    "live lora, steps without an update, async": (*LIVE, *SPARSE, "grpo.mode=async", *AHEAD),
 }  # fmt: skip
 """Name of a run -> its knobs."""
 
