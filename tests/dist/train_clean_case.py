@@ -43,7 +43,7 @@ SAMPLED = ("verify.every=1",)
 
 SPARSE = (
     "lora.rank=8", "grpo.reward=operator:gt", "grpo.drop_zero_variance=true", "data.batch_size=1", "grpo.group_size=2",
-    "grpo.entropy_weight=0", "evaluation.num_problems=4", "evaluation.every=1",
+    "grpo.entropy_weight=0", "evaluation.num_problems=4", "evaluation.every=1", "verify.every=0",
 )  # fmt: skip
 """Adapters, and too few answers for an advantage in each step."""
 
