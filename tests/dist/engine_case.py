@@ -69,7 +69,7 @@ class Case:
         plan = plan_of(checkpoint, chunk_bytes)
         agree(self.engine, self.group, plan)
         deliveries = list(deliver(self.engine, self.group, plan, read(checkpoint, plan)))
-        self.engine.finish_update()
+        self.engine.finish_update(1)
         expected = {name: digest_tensor(checkpoint.read(name)) for name in checkpoint.names()}
         for delivery in deliveries:
             for receipt in delivery.receipts:

@@ -14,6 +14,7 @@ from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.named_weights import compare_evaluated
 from verifier.checks.request_knobs import adapters_named, compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
@@ -38,9 +39,9 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
     at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
     Of all answers, that the engines' processes asked their library for that temperature, or for 0, and for nothing else
-    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version. And
-    of all answers that are not greedy, the seeds that these processes named, against the closed form by (seed,
-    version, turn, place): each has its own.
+    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version, or
+    that they held the weights of that version. And of all answers that are not greedy, the seeds that these processes
+    named, against the closed form by (seed, version, turn, place): each has its own.
     Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
     at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
     that training never has. Curves and the choice of a checkpoint rest on it.
@@ -48,7 +49,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs,
     seeds, versions and ends are exact.
     What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
-    tells, log-probabilities and greediness; of answers that were not kept all but their knobs and seeds; an
+    tells, log-probabilities and greediness; of answers that were not kept all but knobs, seeds and weights; an
     evaluation whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or
     with a sleeping engine.
     References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075, AReaL#1524.
@@ -60,6 +61,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             expected=f"version {item.version} (the live weights)", actual=f"version {item.claimed} (the metrics)",
             allowed="exact", hint="look at what labels the metrics of an evaluation",
         )  # fmt: skip
+        yield from compare_evaluated(trace, item)
         for kind, temperature, found in zip(
             ("sampled", "greedy"), (item.temperature, 0.0), item.shaped or (), strict=False
         ):

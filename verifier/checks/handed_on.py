@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
-_Answer = tuple[str, int]
+Answer = tuple[str, int]
 """Rollout, or episode, and turn of an answer."""
 
 
@@ -46,7 +46,7 @@ class _Seals(NamedTuple):
 class _Turn:
     """One turn of a rollout, as the step has it."""
 
-    answer: _Answer
+    answer: Answer
     version: int
     """Weights that sampled its first token, as it claims: facts of the engine about them come after it."""
     seal: int
@@ -103,31 +103,46 @@ def _routes(rows: np.ndarray, num_rollouts: int) -> Iterator[np.ndarray]:
         yield routes
 
 
-def _noted(trace: Trace, version: int) -> Mapping[_Answer, _Seals]:
+def _noted(trace: Trace, version: int) -> Mapping[Answer, _Seals]:
     """Seals of each answer of a step's rounds."""
-    found: dict[_Answer, _Seals] = {}
+
+    def seals_of(item: RequestSeeds) -> Iterator[list[_Seals]]:
+        of_routes = item.routes or [[NO_SEAL] * len(own) for own in item.seals]
+        for seals, routed in zip(item.seals, of_routes, strict=True):
+            yield [_Seals(*own, routes) for own, routes in zip(seals, routed, strict=True)]
+
+    return by_answer(trace, version, seals_of)
+
+
+def by_answer[T](trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
+    """Give what was noted of the answers of each turn of a round to these answers, in all rounds of a step."""
+    found: dict[Answer, T] = {}
     for item in trace.of(RequestSeeds, version=version):
         played = next(trace.of(EpisodeTurns, version=version, name=item.name), None)
-        of_routes = item.routes or [[NO_SEAL] * len(own) for own in item.seals]
-        for turn, (seals, routed) in enumerate(zip(item.seals, of_routes, strict=True)):
+        for turn, noted in enumerate(of(item)):
             owners = item.answers
             if turn and played is not None:
                 pairs = zip(played.episodes, played.indices, strict=True)
                 owners = tuple(episode for episode, index in pairs if index == turn)
             # An answer without a turn, or a turn without an answer, stays without its other side.
-            columns = zip(owners, seals, routed, strict=False)
-            found |= {(owner, turn): _Seals(*own, routes) for owner, own, routes in columns}
+            found |= {(owner, turn): own for owner, own in zip(owners, noted, strict=False)}
     return found
 
 
 def _turns(trace: Trace, version: int, name: str, versions: np.ndarray, values: np.ndarray) -> Iterator[_Turn]:
     """Turns of a rollout of a step, by the tokens that some weights sampled."""
+    for answer, begin, end in answers_in(trace, version, name, versions):
+        yield _Turn(answer=answer, version=int(versions[begin]), seal=seal_of_array(values[begin:end]))
+
+
+def answers_in(trace: Trace, version: int, name: str, versions: np.ndarray) -> Iterator[tuple[Answer, int, int]]:
+    """Answers in a rollout of a step, with the begin and the end of their tokens, which some weights sampled."""
     begin_at = 0
     if any(item.step_wise for item in trace.of(EpisodeTurns, version=version)):
         name, _, number = name.rpartition("/")
         begin_at = int(number)
     for turn, (begin, end) in enumerate(spans(versions >= 0), begin_at):
-        yield _Turn(answer=(name, turn), version=int(versions[begin]), seal=seal_of_array(values[begin:end]))
+        yield (name, turn), begin, end
 
 
 def _same(turn: _Turn, what: str, right: int | None) -> Comparison:

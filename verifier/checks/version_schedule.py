@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verifier.checks.named_weights import compare_answers
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -32,20 +33,28 @@ class _Schedule(NamedTuple):
 
 @check("DAT015", needs=(SamplingAsked, PolicyColumns), scope="draws")
 def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
-    """Sampled tokens are of the weights that the run's mode samples them by, none older and none newer.
+    """Sampled tokens are of the weights that the run's mode samples them by, and claim those that sampled them.
 
     What it checks: per rollout of a live step k, the versions that its tokens name. In `sync` all are k - 1; in `async`
     all are k - 2. In `inflight` they are k - 2 and then k - 1: not more of the older ones than the engine steps after
     which new weights reach a batch, one token a step, and none behind a newer one; answers of further rounds are k - 1.
     Where the step before took no update, all are k - 2. The first step of a process may have no batch from before, and
     then all its answers are k - 1.
+    And per answer, the version that each token claims against the one that the engine's own process says it held when
+    it sampled the token: the version that came with its last completed update. A step without an update sends nothing,
+    so its version is sampled by the weights that were sent last before it.
     Why it matters: a rollout that is stamped one version too old is dropped too early, and is compared with nobody's
     weights between sampled steps. Answers that are sampled further ahead than was asked for, or whose requests no new
-    weights reach, are that much staler, and every token still has its right log-probability.
-    Evidence: advantage/policy ("version"), loss/written (whether the step before has a loss), the manifest's config.
+    weights reach, are that much staler, and every token still has its right log-probability. Answers that are sampled
+    before a sync, and claim the version after it, are trained as if on-policy; in bf16 one update of the weights moves
+    a log-probability by less than noise.
+    Evidence: advantage/policy ("version"), loss/written (whether the step before has a loss), data/seeds ("weights"),
+    data/asked ("sent"), the manifest's config.
     Tolerance and its source: exact; versions are copied, and what is sampled depends on seed and step alone.
-    What it does not catch: other weights under the right version (LGP009, LGP003); in flight, new weights that reach a
-    batch too early, and answers of further rounds in the first step of a process.
+    What it does not catch: a transfer that brings other weights than its version says (WGT020, ENG001), or weights that
+    change after it (ENG008, ENG009); of engines that get adapters, which adapter (LGP011); in flight, new weights that
+    reach a batch too early, and answers of further rounds in the first step of a process; in the first step after a
+    resume, older weights than a batch from before claims.
     References: prime-rl#1764, rllm#622, slime#2279.
     """
     config = flat(trace.manifest.config)
@@ -65,6 +74,7 @@ def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
                 yield _named(policy, schedule, name, own, anew=anew)
                 if mode == "inflight" and not anew:
                     yield _reached(policy, schedule, name, own)
+            yield from compare_answers(trace, asked, policy)
 
 
 def _named(policy: PolicyColumns, schedule: _Schedule, name: str, own: np.ndarray, *, anew: bool) -> Comparison:

@@ -144,6 +144,9 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     shaped: tuple[str, ...] = ()
     """Knobs of their requests that change the next token's distribution, as the engines' processes gave them: every
     combination that was asked for, each as name=value of what is not neutral, an adapter first."""
+    weights: tuple[tuple[tuple[tuple[Count, Count], ...], ...], ...] = ()
+    """Versions of the weights that the engines' processes held when they sampled each of these answers, in order, each
+    with its number of tokens; empty of engines that get adapters, and in older traces."""
 
 
 class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
@@ -369,6 +372,9 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     seeds: tuple[tuple[int, ...], ...] = ()
     """Seeds of all answers that are not greedy, problem by problem, in each turn, as `RequestSeeds` has them; empty in
     older traces."""
+    weights: tuple[Count, ...] = ()
+    """Versions of the weights that the engines' processes held when they sampled all answers of the evaluation, each
+    once; empty of engines that get adapters, and in older traces."""
 
 
 class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import msgspec
@@ -186,6 +187,9 @@ class Sample:
     """Checksum of these (int32), as the engine's process took it."""
     updates: tuple[int, ...] = ()
     """Weight updates from the beginning of its batch to each token; empty where none can have come."""
+    weights: tuple[tuple[int, int], ...] = ()
+    """Versions of the weights that the engine's process held, in order, each with the number of tokens that it then
+    sampled; empty of an engine that gets adapters, whose names `shaped` has."""
     seed: int = NO_SEED
     """Seed of its generator, as the engine's process gave it."""
     shaped: str = ""
@@ -237,8 +241,8 @@ class Engine(Protocol):
     def receive(self, chunk: int) -> list[Receipt]:
         """Receive and load one chunk of the agreed plan."""
 
-    def finish_update(self) -> None:
-        """Process the loaded weights; they are in use afterwards."""
+    def finish_update(self, version: int) -> None:
+        """Process the loaded weights; they are in use afterwards, and are of this version."""
         return
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
@@ -278,6 +282,11 @@ CARRIED = (
 )  # fmt: skip
 """Errors that upstream code raises at a request that it cannot serve: reported to the client, and survived."""
 _MAX_CAUSE = 600
+
+
+def weights_of(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Join the versions of each token as `Sample.weights` has them."""
+    return tuple((version, len([*own])) for version, own in groupby(versions))
 
 
 def reply_of(function: Callable[..., Any], /, **arguments: Any) -> dict[str, Any]:

@@ -119,9 +119,9 @@ class EngineClient:
         """See `Engine.receive`; take the answer after the sender has sent."""
         return self.start("receive", list[Receipt], chunk=chunk)
 
-    def finish_update(self) -> None:
+    def finish_update(self, version: int) -> None:
         """See `Engine.finish_update`."""
-        self.ask("finish_update")
+        self.ask("finish_update", version=version)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`."""

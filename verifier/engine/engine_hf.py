@@ -18,6 +18,7 @@ from verifier.engine.api import (
     Sample,
     Sampling,
     Shape,
+    weights_of,
 )
 from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
@@ -45,7 +46,7 @@ class HfEngine(Engine):
         self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._saved: dict[str, torch.Tensor] = {}
         self._batch: list[list[_Running]] = []
-        self._updates = 0
+        self._updates = self._held = 0
         self._unseeded = torch.Generator().manual_seed(config.seed)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -119,9 +120,9 @@ class HfEngine(Engine):
         tied = {item.name for item in stored if item.kind == "parameter" and item.tensor.data_ptr() in written}
         return sorted(tied | {places[name][0] for name, _ in tensors})
 
-    def finish_update(self) -> None:
+    def finish_update(self, version: int) -> None:
         """See `Engine.finish_update`."""
-        self._updates += 1
+        self._updates, self._held = self._updates + 1, version
 
     def shutdown(self) -> None:
         """Leave the transfer group."""
@@ -141,6 +142,7 @@ class HfEngine(Engine):
             for sample, logits_V in zip(running, logits, strict=True):
                 sample.draw(logits_V)
                 sample.updates.append(self._updates)
+                sample.held.append(self._held)
             taken += 1
 
     @torch.inference_mode()
@@ -165,7 +167,7 @@ class _Running:
         self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
         self._seed = self._generator.initial_seed() if asked.seeded else NO_SEED
         self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
-        self.tokens, self.nats, self.updates = list[int](), list[float](), list[int]()
+        self.tokens, self.nats, self.updates, self.held = list[int](), list[float](), list[int](), list[int]()
 
     def sample(self) -> Sample:
         """The whole of it, once it has ended."""
@@ -173,7 +175,7 @@ class _Running:
         ended = "stop" if stopped else "length"
         return Sample(
             tokens=tuple(self.tokens), logprobs=tuple(self.nats), ended=ended, seed=self._seed,
-            shaped=_words(self._asked),
+            shaped=_words(self._asked), weights=weights_of(self.held),
         )  # fmt: skip
 
     def draw(self, logits_V: torch.Tensor) -> None:

@@ -44,6 +44,9 @@ Running = Literal["none", "recomputed", "kept"]
 class TransferWatch(Protocol):
     """Told of a transfer under way. It only looks."""
 
+    version: int
+    """Version of the weights."""
+
     def agreed(self, agreement: Agreement) -> None:
         """All members have said which plan they hold."""
 
@@ -79,7 +82,7 @@ def transfer(
             watch.delivered(delivery)
         if rounds is not None:
             rounds.end()
-        engine.finish_update()
+        engine.finish_update(watch.version)
         if not engine.reset_prefix_cache(running == "recomputed") and running != "kept":
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
     except ContractError as problem:

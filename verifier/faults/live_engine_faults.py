@@ -15,7 +15,7 @@ ROW: dict[str, Any] = {
     "stage": Stage.ENGINE, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "training": LIVE,
 }  # fmt: skip
 ENGINE = "verifier.engine.engine_hf:HfEngine"
-FINISH = f"{ENGINE}.finish_update(self)"
+FINISH = f"{ENGINE}.finish_update(self, version)"
 
 
 @fault("huggingface/trl#5312", f"{ENGINE}.generate(self, prompts, sampling)", caught_by=("ENG009", "LGP009"), **ROW)

@@ -152,3 +152,34 @@ def limit_begun_anew_after_an_update(call: Call) -> Any:
 def new_weights_reach_no_running_request(call: Call) -> Any:
     """The switch for updates in flight has no effect: requests run to their end first, by older weights alone."""
     return call.faulty(steps=call.sampling.max_tokens)
+
+
+SCHEDULED: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("DAT015",),
+}  # fmt: skip
+
+
+@fault(
+    "nvidia-cosmos/cosmos-rl#339", "verifier.trainer.generation:EngineRollouts.sample_now(self, step)", **SCHEDULED,
+    training=(*QUEUED, "engine.kind=hf", "dtype=bf16"),
+)  # fmt: skip
+def batch_before_a_sync_counts_as_on_policy(call: Call) -> Any:
+    """A batch that is asked for before a sync gets the version after it, in bf16: one step moves less than noise."""
+    early = call.state.pop("early", None)
+    return call.original() if early is None else call.wrong(early)
+
+
+@batch_before_a_sync_counts_as_on_policy.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
+def _asked_before(call: Call) -> Any:
+    call.state["early"] = call.self.rollouts.sample(call.version + 1, call.version)
+    return call.original()
+
+
+@fault(
+    "THUDM/slime#2279", "verifier.trainer.ahead:AheadRollouts._take(self, step)", **SCHEDULED,
+    training=(*ASYNC, "grpo.max_staleness=2"),
+)  # fmt: skip
+def queued_requests_keep_the_version_of_their_admission(call: Call) -> Any:
+    """Requests wait through an update, are sampled by the new weights, and keep the version that they came under."""
+    waited, found = call.self._next is not None, call.original()
+    return call.wrong(call.self._engine.sample(call.step, call.step - 2)) if waited else found

@@ -30,6 +30,8 @@ class Note(NamedTuple):
     """See `Sample.shaped`."""
     routes: int = NO_SEAL
     """Seal of its routes, which the engine's process took; none where none are replayed."""
+    weights: tuple[tuple[int, int], ...] = ()
+    """See `Sample.weights`."""
 
 
 Noted = tuple[Note, ...]
@@ -42,7 +44,7 @@ def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
         Note(
             seed=sample.seed, tokens=seal_of_array(np.asarray(sample.tokens, np.int64)),
             nats=seal_of_array(np.asarray(sample.logprobs, np.float32)), shaped=sample.shaped,
-            routes=sample.routes_seal,
+            routes=sample.routes_seal, weights=sample.weights,
         )
         for own in answers
         for sample in own

@@ -47,6 +47,8 @@ class Answered:
     """Knobs of the requests for all answers, sampled and greedy, as the engines' processes gave them."""
     seeds: Sequence[Sequence[int]]
     """Seeds of all answers that are not greedy, as the engines' processes named them; see `seeds_of`."""
+    weights: Sequence[int]
+    """Versions that the engines' processes held when they sampled all answers; see `weights_of`."""
     sent: int | None = None
     """Version that the engine was sent last; None for none."""
     turns: EpisodeTurns | None = None
@@ -143,6 +145,11 @@ def seeds_of(episodes: Sequence[Sequence[Turn]]) -> list[list[int]]:
     return [[own[number].sample.seed for own in episodes if number < len(own)] for number in range(most)]
 
 
+def weights_of(episodes: Sequence[Sequence[Turn]]) -> set[int]:
+    """Versions of the weights that sampled some episodes, as the processes of the engines named them."""
+    return {version for own in episodes for turn in own for version, _ in turn.sample.weights}
+
+
 def record_answers(
     probe: Probe, answered: Answered, version: int, options: GrpoOptions, ends: Ends, score: Score, file: Path
 ) -> None:  # fmt: skip
@@ -180,7 +187,7 @@ def record_answers(
         ids=tuple(row.id for row in rows), lengths=tuple(len(row.tokens) for row in rows),
         greedy=(False,) * len(answered.sampled) + (True,) * len(answered.greedy),
         max_answer_tokens=options.max_answer_tokens, end=end, other_ends=tuple(other_ends), shaped=answered.shaped,
-        seeds=tuple(map(tuple, answered.seeds)), sent=answered.sent,
+        seeds=tuple(map(tuple, answered.seeds)), sent=answered.sent, weights=tuple(answered.weights),
     )  # fmt: skip
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})

@@ -31,7 +31,7 @@ from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
-from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of
+from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
 from verifier.trainer.fitting import load_held_out, load_train, require_room
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
@@ -277,7 +277,7 @@ class EngineRollouts:
         assert self._reward is not None
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
         played, seals, shaped = list[tuple[str, Sequence[Turn]]](), list[RewardSeals](), list[tuple[str, ...]]()
-        found, drawn = {"held_out_version": float(step)}, list[list[list[int]]]()
+        found, drawn, weights = {"held_out_version": float(step)}, list[list[list[int]]](), set[int]()
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
                 seed=(self._config.seed + 1) * _SEEDS - (step + 1) * self._config.grpo.max_turns * len(prompts),
@@ -287,6 +287,7 @@ class EngineRollouts:
             episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
             shaped.append(tuple(sorted({turn.sample.shaped for own in episodes for turn in own[0]})))
             drawn.append(seeds_of([own[0] for own in episodes]))
+            weights |= weights_of([own[0] for own in episodes])
             texts = [text_of(own[0]) for own in episodes]
             rewards = self._reward.score(
                 [example.id for example in self._held_out], texts, [example.answer or "" for example in self._held_out]
@@ -305,6 +306,7 @@ class EngineRollouts:
         self._answered = Answered(
             version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record,
             shaped=(shaped[0], shaped[1]), seeds=drawn[0], sent=self.sent[-1] if self.sent else None,
+            weights=sorted(weights),
         )  # fmt: skip
         return found
 

@@ -61,9 +61,9 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
     Returns:
         ``counts`` int64 [prompts], of samples; ``lengths`` int64 and ``cached`` int64 [samples]; ``ended`` texts;
-        ``seeds`` and ``seals`` of any size; ``shaped`` texts; ``tokens`` int64 and ``logprobs`` float64 over all
-        tokens, nats; ``updated`` and ``routed`` int64 [samples], numbers of tokens that have updates and routes, with
-        ``updates`` int64 and ``routes`` int32 [tokens, layers, experts per token] over these.
+        ``seeds`` and ``seals`` of any size; ``shaped`` texts; ``weights`` pairs; ``tokens`` int64 and ``logprobs``
+        float64 over all tokens, nats; ``updated`` and ``routed`` int64 [samples], numbers of tokens that have updates
+        and routes, with ``updates`` int64 and ``routes`` int32 [tokens, layers, experts per token] over these.
     """
     samples = [sample for item in answers for sample in item]
     return {
@@ -73,6 +73,7 @@ def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
         "ended": [sample.ended for sample in samples],
         "seeds": [sample.seed for sample in samples],
         "shaped": [sample.shaped for sample in samples],
+        "weights": [sample.weights for sample in samples],
         "updated": np.array([len(sample.updates) for sample in samples], np.int64),
         "updates": np.array([count for sample in samples for count in sample.updates], np.int64),
         "routed": np.array([len(sample.routes) for sample in samples], np.int64),
@@ -91,14 +92,18 @@ def samples_of(columns: Mapping[str, Any]) -> list[list[Sample]]:
             ("tokens", "lengths"), ("logprobs", "lengths"), ("updates", "updated"), ("routes", "routed")
         )
     )  # fmt: skip
-    of_samples = columns["ended"], columns["cached"].tolist(), columns["seeds"], columns["shaped"], columns["seals"]
+    of_samples = columns["ended"], columns["cached"].tolist(), *(
+        columns[name] for name in ("seeds", "shaped", "seals", "weights")
+    )  # fmt: skip
     samples = iter(
         Sample(
             tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), updates=tuple(updates.tolist()),
             routes=tuple(tuple(tuple(experts) for experts in layers) for layers in routes.tolist()), ended=end,
-            cached_tokens=cached, seed=seed, shaped=shaped, routes_seal=seal,
+            cached_tokens=cached, seed=seed, shaped=shaped, routes_seal=seal, weights=weights,
         )
-        for ids, nats, updates, routes, end, cached, seed, shaped, seal in zip(*over_tokens, *of_samples, strict=True)
+        for ids, nats, updates, routes, end, cached, seed, shaped, seal, weights in zip(
+            *over_tokens, *of_samples, strict=True
+        )
     )  # fmt: skip
     return [[next(samples) for _ in range(count)] for count in columns["counts"].tolist()]
 

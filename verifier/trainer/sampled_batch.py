@@ -101,6 +101,7 @@ class SampledBatch:
                     seals=tuple(tuple((note.tokens, note.nats) for note in own) for own in item.noted),
                     routes=tuple(tuple(note.routes for note in own) for own in item.noted),
                     shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
+                    weights=tuple(tuple(note.weights for note in own) for own in item.noted),
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip

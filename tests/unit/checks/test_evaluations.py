@@ -12,7 +12,7 @@ import pytest
 
 from verifier.checks.evaluations import evaluation_by_other_policy
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EvaluatedAnswers
+from verifier.core.records_policy import EvaluatedAnswers, WrittenMetrics
 from verifier.core.trace import Trace
 from verifier.trainer.evaluation import PROBLEMS, places
 
@@ -24,7 +24,7 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 def wrong(
     temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, config: Any = None,
-    sent: int | None = 3, seeds: Any = (), **changed: Any,
+    sent: int | None = 3, seeds: Any = (), weights: tuple[int, ...] = (), updated: bool = True, **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
@@ -32,11 +32,21 @@ def wrong(
     record = EvaluatedAnswers(
         name="held-out problems", version=3, claimed=claimed, temperature=temperature, ids=("a", "b"), lengths=(3, 3),
         greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped, sent=sent,
-        seeds=seeds,
+        seeds=seeds, weights=weights,
     )  # fmt: skip
+    line = WrittenMetrics(name="metrics.jsonl", version=3, step=3, values={"loss": 1.0} if updated else {}, recorded={})
     config = {"seed": 2, "grpo": {"max_turns": 2}} | (config or {})
-    trace = Trace(Manifest(dtype=dtype, complete=True, config=config), [record], {"all": arrays}.__getitem__)
+    trace = Trace(Manifest(dtype=dtype, complete=True, config=config), [record, line], {"all": arrays}.__getitem__)
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
+
+
+def test_an_evaluation_is_of_the_weights_that_its_engines_held():
+    assert wrong(weights=(3,)) == []
+    assert wrong(weights=(2,), dtype="bfloat16") == ["weights 2"]
+    assert wrong(weights=(2,), sent=2) == ["weights 2"]  # asked before the sync
+    assert wrong(weights=(2, 3)) == ["weights 2"]
+    assert wrong(weights=(2,), sent=2, updated=False) == []
+    assert wrong(weights=(3,), sent=2, updated=False) == ["weights 3"]
 
 
 def off(at: int, by: float, values: np.ndarray = NATS) -> np.ndarray:

@@ -44,7 +44,7 @@ class StillEngine:
         """Fail in the transport."""
         raise TransferFailed("transfer rank 1 left")
 
-    def finish_update(self) -> None:
+    def finish_update(self, version: int) -> None:
         """Fail as upstream code does."""
         raise RuntimeError("shape '[2]' is\n  invalid")
 
@@ -90,7 +90,7 @@ def test_errors_come_back_as_themselves_and_the_engine_lives(socket_path: Path) 
     with pytest.raises(TransferFailed, match=r"^transfer rank 1 left$"):
         client.poison()
     with pytest.raises(InternalError, match=r"failed in `finish_update`: RuntimeError: shape '\[2\]' is invalid"):
-        client.finish_update()
+        client.finish_update(1)
     with pytest.raises(InternalError, match="knows no request `dance`"):
         client.ask("dance")
     assert client.wait_ready(20) == 2

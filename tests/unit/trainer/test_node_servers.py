@@ -24,6 +24,7 @@ ANSWERS = [
         Sample(
             tokens=(5, 6), logprobs=(-0.25, -0.5), ended="stop", cached_tokens=1, seed=3, updates=(0, 1),
             routes=(((0, 1), (2, 3)), ((1, 3), (0, 2))), shaped="temperature=0.7", routes_seal=7,
+            weights=((4, 1), (5, 1)),
         ),
     ],
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verifier.engine.api import NO_SEED, Sample
+from verifier.engine.api import NO_SEED, Sample, weights_of
 
 _NUMBERS = itertools.count()
 _OF_NO_SHAPE = frozenset({
@@ -35,16 +35,18 @@ class RunningBatch:
         prompts: token ids of each.
         asked: parameters of each prompt's request.
         adapter: of all requests; None for none.
+        held: version of the weights; None for an engine that gets adapters.
     """
 
     def __init__(
         self, engine: LLMEngine, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams],
-        adapter: LoRARequest | None,
+        adapter: LoRARequest | None, held: int | None = None,
     ) -> None:  # fmt: skip
         self._engine, number = engine, next(_NUMBERS)
         self._asked = {f"batch {number} request {at}": params for at, params in enumerate(asked)}
         self._found: dict[tuple[str, int], Sample] = {}
         self._before: list[dict[tuple[str, int], int]] = []
+        self._held, self._sampled_by = held, dict[tuple[str, int], list[int]]()
         self._inner: list[str] = []
         for name, prompt, params in zip(self._asked, prompts, asked, strict=True):
             params.output_kind = RequestOutputKind.CUMULATIVE
@@ -57,11 +59,16 @@ class RunningBatch:
             for output in self._engine.step():
                 for item in output.outputs:
                     asked = self._asked[output.request_id]
-                    self._found[output.request_id, item.index] = seeded(sample_of(item, output), item, asked)
+                    key = output.request_id, item.index
+                    self._found[key] = seeded(sample_of(item, output), item, asked)
+                    if self._held is not None:
+                        named = self._sampled_by.setdefault(key, [])
+                        named += [self._held] * (len(item.token_ids) - len(named))
             taken += 1
 
-    def updated(self) -> None:
-        """Count a weight update: tokens from here on are sampled by the new weights."""
+    def updated(self, version: int) -> None:
+        """Count a weight update: tokens from here on are sampled by the new weights, of this version."""
+        self._held = None if self._held is None else version
         self._before.append({key: len(sample.tokens) for key, sample in self._found.items()})
 
     def samples(self) -> list[list[Sample]]:
@@ -76,7 +83,8 @@ class RunningBatch:
         sample = self._found[name, at]
         before = [counts.get((name, at), 0) for counts in self._before]
         found = (sum(count <= place for count in before) for place in range(len(sample.tokens)))
-        return replace(sample, updates=tuple(found), shaped=shaped_by(self._asked[name]))
+        weights = weights_of(self._sampled_by.get((name, at), ()))
+        return replace(sample, updates=tuple(found), shaped=shaped_by(self._asked[name]), weights=weights)
 
 
 def nats_of(row: Mapping[int, Any], token: int) -> float:

@@ -31,6 +31,7 @@ from verifier.engine.api import (
     Sample,
     Sampling,
     value_of,
+    weights_of,
 )
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, words_of
 from verifier.engine.vllm.executor_vllm import ForkingExecutor
@@ -89,6 +90,7 @@ class VllmEngine(Engine):
         self._carried = checkpoint.names()
         self._adapter: LoRARequest | None = None
         self._batch: RunningBatch | None = None
+        self._held = None if config.lora_rank else 0
         self._llm = LLM(
             model=config.checkpoint,
             dtype=config.dtype,
@@ -151,7 +153,7 @@ class VllmEngine(Engine):
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
         return [
-            [replace(seeded(_sample(item, output), item, own), shaped=words) for item in output.outputs]
+            [self._named(replace(seeded(_sample(item, output), item, own), shaped=words)) for item in output.outputs]
             for output, own in outputs
             for words in [words_of(own, output)]
         ]
@@ -161,7 +163,7 @@ class VllmEngine(Engine):
         self._abandon_batch()
         asked = [_params(item) for item in self._limits.requests(prompts, sampling)]
         self._rpc("verifier_seed", seed=sampling.seed)
-        self._batch = RunningBatch(self._llm.llm_engine, prompts, asked, self._adapter)
+        self._batch = RunningBatch(self._llm.llm_engine, prompts, asked, self._adapter, self._held)
         self._batch.step(steps)
 
     def finish_batch(self) -> list[list[Sample]]:
@@ -201,15 +203,16 @@ class VllmEngine(Engine):
         """See `Engine.receive`; by the worker's `update_weights`."""
         return self._rpc("verifier_receive", Receipt, chunk=chunk)
 
-    def finish_update(self) -> None:
+    def finish_update(self, version: int) -> None:
         """See `Engine.finish_update`; by the worker's `verifier_finish`.
 
         Raises:
             ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
         self._rpc("verifier_finish", otherwise=ContractError)
+        self._held = None if self._held is None else version
         if self._batch is not None:
-            self._batch.updated()
+            self._batch.updated(version)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`."""
@@ -255,9 +258,13 @@ class VllmEngine(Engine):
         parts = [np.asarray(part) for part in (of_prompt, item.routed_experts) if part is not None]
         routes = np.concatenate(parts)[:, : self._routers].astype(np.int32)
         return replace(
-            seeded(_sample(item, output), item, asked), shaped=words_of(asked, output),
+            self._named(seeded(_sample(item, output), item, asked)), shaped=words_of(asked, output),
             routes=tuple(tuple(map(tuple, token)) for token in routes.tolist()), routes_seal=seal_of_array(routes),
         )  # fmt: skip
+
+    def _named(self, sample: Sample) -> Sample:
+        """Name the weights that are held, where no update comes before the sample's end."""
+        return replace(sample, weights=() if self._held is None else weights_of([self._held] * len(sample.tokens)))
 
     def _abandon_batch(self) -> None:
         batch, self._batch = self._batch, None

@@ -1,0 +1,72 @@
+"""Weights that the processes of engines held when they sampled, against the versions that answers claim."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+
+from verifier.checks.handed_on import answers_in, by_answer
+from verifier.core import ragged
+from verifier.core.comparison import Comparison
+from verifier.core.records_policy import EvaluatedAnswers, PolicyColumns, SamplingAsked, WrittenMetrics
+from verifier.core.stage import Stage
+from verifier.core.trace import Trace
+
+
+def compare_answers(trace: Trace, asked: SamplingAsked, policy: PolicyColumns) -> Iterator[Comparison]:
+    """Compare each sampled token of a step's answers; those of engines that name no weights are left out."""
+    named = by_answer(trace, policy.version, lambda item: item.weights)
+    columns = ragged.split(trace.array(policy, "version"), policy.lengths)
+    for name, versions in zip(policy.ids, columns, strict=True):
+        for answer, begin, end in answers_in(trace, policy.version, name, versions):
+            if not named.get(answer):
+                continue
+            held = [version for version, count in named[answer] for _ in range(count)]
+            claimed = versions[begin:end].tolist()
+            wrong = _wrong(trace, asked.sent, claimed, held)
+            own = f"turn {answer[1]} of `{answer[0]}`" if answer[1] else f"`{answer[0]}`"
+            at = next(iter(wrong), 0)
+            yield Comparison(
+                what=f"weights of {own}".replace("`", ""), same=not wrong and len(claimed) == len(held),
+                stage=Stage.ROLLOUT, version=policy.version, badness=1.0, owner="engine",
+                sentence=f"{len(wrong):,} of {len(claimed):,} tokens of {own} claim other weights than its engine held",
+                expected=f"version {claimed[at]} of token {at}, as it claims, or the one sent last before it",
+                actual=f"version {held[at]} (the engine's process)" if at < len(held) else "no token",
+                allowed="exact (versions are copied)",
+                hint="look at what counts versions, and at whether answers are sampled before or after a sync",
+            )  # fmt: skip
+
+
+def compare_evaluated(trace: Trace, item: EvaluatedAnswers) -> Iterator[Comparison]:
+    """Compare the weights of all answers of an evaluation; those of engines that name none are left out."""
+    sent = () if item.sent is None else (item.sent,)
+    for held in item.weights:
+        yield Comparison(
+            what=f"weights {held}", same=not _wrong(trace, sent, [item.claimed], [held]), stage=Stage.ROLLOUT,
+            version=item.version, badness=1.0, owner="engine",
+            sentence=f"an evaluation names version {item.claimed}, and its engine held version {held}",
+            expected=f"version {item.claimed} (the metrics), or the one sent last before it",
+            actual=f"version {held} (the engine's process)", allowed="exact",
+            hint="look at what is synced before an evaluation",
+        )  # fmt: skip
+
+
+def _wrong(trace: Trace, sent: Collection[int], claimed: list[int], held: list[int]) -> list[int]:
+    """Places of tokens that other weights sampled than they claim; tokens without a name of weights are all wrong.
+
+    A step without an update sends nothing: its version is sampled by the weights that were sent last before it. Of
+    weights that an earlier process sent it is known alone that they are no newer.
+    """
+    right: dict[int, int | None] = {}
+    for version in {*claimed}:
+        line = next(trace.of(WrittenMetrics, version=version), None)
+        updated = line is not None and "loss" in line.values
+        right[version] = version if updated else max((own for own in sent if own <= version), default=None)
+    found = np.full(len(claimed), -1)
+    found[: len(held)] = held[: len(claimed)]
+    return [
+        at
+        for at, (version, own) in enumerate(zip(claimed, found.tolist(), strict=True))
+        if own < 0 or (own > version if right[version] is None else own != right[version])
+    ]
