@@ -55,7 +55,7 @@ def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
     change after it (ENG008, ENG009); of engines that get adapters, which adapter (LGP011); in flight, new weights that
     reach a batch too early, and answers of further rounds in the first step of a process; in the first step after a
     resume, older weights than a batch from before claims.
-    References: prime-rl#1764, rllm#622, slime#2279.
+    References: prime-rl#1764, rllm#622, cosmos-rl#592.
     """
     config = flat(trace.manifest.config)
     mode = config.get("grpo.mode")

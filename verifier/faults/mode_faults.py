@@ -160,7 +160,7 @@ SCHEDULED: dict[str, Any] = {
 
 
 @fault(
-    "nvidia-cosmos/cosmos-rl#339", "verifier.trainer.generation:EngineRollouts.sample_now(self, step)", **SCHEDULED,
+    "rllm-org/rllm#622", "verifier.trainer.generation:EngineRollouts.sample_now(self, step)", **SCHEDULED,
     training=(*QUEUED, "engine.kind=hf", "dtype=bf16"),
 )  # fmt: skip
 def batch_before_a_sync_counts_as_on_policy(call: Call) -> Any:
@@ -176,7 +176,7 @@ def _asked_before(call: Call) -> Any:
 
 
 @fault(
-    "THUDM/slime#2279", "verifier.trainer.ahead:AheadRollouts._take(self, step)", **SCHEDULED,
+    "nvidia-cosmos/cosmos-rl#592", "verifier.trainer.ahead:AheadRollouts._take(self, step)", **SCHEDULED,
     training=(*ASYNC, "grpo.max_staleness=2"),
 )  # fmt: skip
 def queued_requests_keep_the_version_of_their_admission(call: Call) -> Any:
