@@ -53,7 +53,7 @@ def test_every_fault_lies_in_a_file_of_its_stage():
         "pack": {"pack", "column"},
         "data": {"data", "turn", "size", "answer", "reading", "evaluation", "loop", "handing", "term"},
         "train": {"train", "adam", "gradient"}, "checkpoint": {"checkpoint", "reading", "loop"},
-        "reward": {"evaluation", "handing", "metric", "reward"}, "logprob": {"logprob", "score", "setting"},
+        "reward": {"evaluation", "handing", "metric", "reward"}, "logprob": {"logprob", "score", "setting", "tuning"},
     }  # fmt: skip
     for item in CATALOG.values():
         _, body = item.replacements[0]

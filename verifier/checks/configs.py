@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import verifier.checks.stated as stated
 from verifier.checks.stated import Config
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ProviderFields, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -159,6 +160,10 @@ MODULES: tuple[tuple[str, str, Wanted], ...] = (
 """Attribute of an engine's module, the key that it comes from, and its value."""
 
 
+FREQUENCY = 1e-5
+"""Share of a rotary frequency that it may be off by."""
+
+
 @check("LGP007", needs=(StatedConfig, ProviderFields), scope="logprob", also="stated")
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
@@ -166,16 +171,17 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     What it checks: on every rank, in training on one of each pipeline stage, each key of config.json that has a
     counterpart in megatron-bridge's provider, which is Megatron's TransformerConfig, against it, by an explicit table
     (`TRAINER` in `verifier/checks/configs.py`). Keys that config.json does not have count as what transformers takes
-    for them. The window of each layer's live attention against the kind of that layer, and the epsilon of each live
-    norm of the decoder.
+    for them. The window of each layer's live attention against the kind of that layer, the epsilon of each live norm
+    of the decoder, and the live frequencies of plain rotary embeddings, which no checkpoint has, against their formula.
     Why it matters: a window of 2,048 or in the other layers, a rope that scales from position 4,096 on, a bound of
     gated units, or an epsilon or a router's dtype below the noise of bf16 changes nothing that a short run computes.
     Evidence: load/stated-config, logprob/provider.
-    Tolerance and its source: exact, numbers as float64; a provider is derived by copying.
+    Tolerance and its source: exact, numbers as float64; a provider is derived by copying. A frequency 1e-5 of itself:
+    float32 rounds the exponent of a base up to 1e7 by 1e-6 of the power.
     What it does not catch: keys without a counterpart, which its outcome names in JSON reports; a module that computes
     with other values than the provider's (LGP001); what megatron-core derives from a field.
     References: Megatron-Bridge#5097, transformers#38002, slime#1734, Megatron-Bridge#4875, Megatron-Bridge#4610,
-    Megatron-Bridge#5712.
+    Megatron-Bridge#5712, torchtune#218, SkyRL#1725.
     """
     config = _values(next(trace.of(StatedConfig)))
     rest = sorted(config.keys() - ENGINE_KEYS - stated.NOT_OF_THE_FORWARD)
@@ -197,6 +203,7 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
         yield from _windows_of_layers(item, fields, config)
         yield from _epsilons_of_norms(item, fields, config)
+        yield from _frequencies(item, fields, config)
 
 
 def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
@@ -229,6 +236,28 @@ def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> 
             sentence=f"`{name}` of the trainer has the epsilon {got}, norms have {want} by config.json",
             expected=f"{want} (config.json)", actual=f"{got} (the live norms of trainer rank {item.rank})",
             allowed="exact (a copy)", hint="look at what the module that makes this norm passes on of the config",
+        )  # fmt: skip
+
+
+def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
+    """Frequencies of rotary embeddings that nothing scales; not of latent attention."""
+    base, size = stated.rope_theta(config), stated.rotary_dim(config)
+    if stated.rope_type(config) != "default" or stated.is_latent(config) or base is ... or size is ...:
+        return
+    want = [float(base) ** (-at / size) for at in range(0, size, 2)]
+    for path, got in fields.get(ROTARY_FREQUENCIES, {}).items():
+        off = [abs(a / b - 1) for a, b in zip(got, want, strict=False)]
+        at = max(range(len(off)), key=lambda at: off[at] if off[at] == off[at] else math.inf)
+        same = len(got) == len(want) and off[at] <= FREQUENCY
+        yield Comparison(
+            what=f"frequencies of {path}", same=same, stage=Stage.LOGPROB, badness=1.0,
+            owner=f"trainer rank {item.rank}",
+            sentence=f"pair {at} of `{path}` turns by {got[at]:.6g} radians a position in the trainer, it should by "
+            f"{want[at]:.6g}",
+            expected=f"{want[at]:.6g}, {len(want)} pairs (rope_theta of config.json)",
+            actual=f"{got[at]:.6g}, {len(got)} pairs (live on trainer rank {item.rank})",
+            allowed=f"{FREQUENCY:g} of it (float32 rounds a power)",
+            hint="look at what fills buffers that no checkpoint has, and at what casts them with the model",
         )  # fmt: skip
 
 

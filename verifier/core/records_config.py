@@ -8,6 +8,8 @@ LAYER_WINDOWS = "windows of layers"
 """Key of `ProviderFields`: number of each layer that a rank has -> rows before its own that a row attends to."""
 NORM_EPSILONS = "epsilons of norms"
 """Key of `ProviderFields`: path of the decoder's norms, with * for the number of the layer -> their epsilons."""
+ROTARY_FREQUENCIES = "frequencies of rotary embeddings"
+"""Key of `ProviderFields`: path of a module -> the frequencies of its pairs, radians a position; not of YaRN's."""
 
 
 class ConfigRecord(Record, frozen=True, kw_only=True):

@@ -330,7 +330,8 @@ class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
 class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     """One rollout of a step that the trainer scored by itself, alone in its pack, before the step's first update.
 
-    Arrays [L - 1] float32, nats: ``current`` by the weights as they were, ``reference`` where there is one.
+    Arrays [L - 1] float32, nats: ``current`` by the weights as they were, ``reference`` where there is one; and the
+    first ones of ``current`` again, ``beginning``, where the rollout was scored without its end.
     """
 
     id: str

@@ -39,6 +39,7 @@ from verifier.faults import (  # noqa: F401
     term_faults,
     train_faults,
     transport_faults,
+    tuning_faults,
     turn_faults,
 )
 from verifier.faults.fault import CATALOG

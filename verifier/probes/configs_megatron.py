@@ -17,6 +17,7 @@ from verifier.core.record import Probe
 from verifier.core.records_config import (
     LAYER_WINDOWS,
     NORM_EPSILONS,
+    ROTARY_FREQUENCIES,
     ExportedConfig,
     ProviderFields,
     SourceConfig,
@@ -37,10 +38,11 @@ def record_stated(probe: Probe, source: Checkpoint) -> None:
 
 
 def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) -> None:
-    """The plain fields of the provider that a rank's model was built from, windows of layers, epsilons of norms."""
+    """The plain fields of the provider of a rank's model, windows of layers, epsilons of norms, rotary frequencies."""
     fields = {name: _plain(value) for name, value in vars(provider).items()}
     fields[LAYER_WINDOWS] = dict(window for chunk in chunks for window in _windows(chunk))
     fields[NORM_EPSILONS] = norm_epsilons(chunks)
+    fields[ROTARY_FREQUENCIES] = dict(found for chunk in chunks for found in _frequencies(chunk))
     probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
 
 
@@ -58,6 +60,15 @@ def _windows(chunk: nn.Module) -> Iterator[tuple[str, int | None]]:
         elif hasattr(attention, "window_size"):
             before = -1 if attention.window_size is None else attention.window_size[0]
             yield str(module.layer_number - 1), None if before < 0 else int(before)
+
+
+def _frequencies(chunk: nn.Module) -> Iterator[tuple[str, list[float]]]:
+    """Yield (path, frequencies) of each module of the text model that has one set of them, as YaRN's have not."""
+    for path, module in chunk.named_modules():
+        name, found = path.replace("module.", ""), getattr(module, "inv_freq", None)
+        plain = isinstance(found, torch.Tensor) and found.ndim == 1 and not hasattr(module, "inv_freq_inter")
+        if plain and name.removeprefix("language_model.") == "rotary_pos_emb":
+            yield name, found.tolist()
 
 
 def norm_epsilons(chunks: Iterable[nn.Module]) -> dict[str, list[float]]:

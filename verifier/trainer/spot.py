@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_policy import SpotScore
-from verifier.data.rollout import Rollout
+from verifier.data.rollout import PROMPT_VALUES, Rollout
 from verifier.data.rollout_file import save_rollouts
 from verifier.model.families import num_experts_of
 from verifier.runs.model_under_test import ModelUnderTest
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 EVERY = 8
-"""Steps between two that have such a rollout: the pass costs some 20 ms of a rank."""
+"""Steps between two that have such a rollout: each of its passes costs some 20 ms of a rank."""
+MOST_WITHOUT_BEGINNING = 2
+"""Tokens of a rollout that has no beginning with a token to score."""
 
 
 def has_spot(step: int) -> bool:
@@ -40,7 +43,15 @@ def why_no_spot(config: TrainConfig, model: ModelUnderTest) -> str:
     if model.dtype == "float32":
         return "" if model.tier == "cpu" else "what a pack changes in fp32 on a GPU is not measured"
     live = config.algorithm == "grpo" and config.data.rollouts is None
-    return "" if live else f"no step measures the noise of {model.dtype} here"
+    return "" if live or model.tier == "cpu" else f"no step measures the noise of {model.dtype} here"
+
+
+def beginning_of(rollout: Rollout) -> Rollout:
+    """A rollout without the second half of what follows its prompt: the token before the end of one, at least."""
+    length = len(rollout) - max(1, rollout.response_length // 2)
+    parts = {name: getattr(rollout, name)[:length] for name in ("tokens", *PROMPT_VALUES)}
+    routes = None if rollout.routes is None else rollout.routes[:length]
+    return replace(rollout, prompt_length=min(rollout.prompt_length, length), routes=routes, **parts)
 
 
 def place_of(seed: int, step: int, parts: Sequence[Sequence[int]]) -> int:
@@ -75,6 +86,9 @@ def record_spot(
     save_rollouts(alone, [rollout])
     sides = ("current", "reference") if config.algorithm == "grpo" and config.grpo.has_reference else ("current",)
     arrays = {which: score(alone, which)[0][1:] for which in sides}
+    if len(rollout) > MOST_WITHOUT_BEGINNING:
+        save_rollouts(alone, [beginning_of(rollout)])
+        arrays["beginning"] = score(alone, "current")[0][1:]
     alone.unlink()
     record = SpotScore(
         name="spot", version=step, id=rollout.id, seed=config.seed, step=step, mini_batches=len(parts),

@@ -201,7 +201,7 @@ def step_manifest(
     gaps += [NO_LAYOUT + also] if loaded and model.layout is None else []
     gaps += [NO_SUMS] if audited and not dropped and model.layout is None else []
     no_spot = why_no_spot(config, model)
-    if not no_spot and has_spot(step) and model.dtype != "float32" and "mismatch" not in scopes:
+    if not no_spot and has_spot(step) and model.dtype != "float32" and model.tier != "cpu" and "mismatch" not in scopes:
         no_spot = f"no noise of {model.dtype} stands beside this step"
     known = noise or model.dtype == "float32"
     scopes += ["examined"] if examined else []

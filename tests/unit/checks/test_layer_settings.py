@@ -1,6 +1,7 @@
 """LGP007 and ENG007 on windows of single layers, bounds and dtypes that a short run hardly computes with."""
 
 import json
+import math
 
 import pytest
 
@@ -8,7 +9,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ProviderFields, StatedConfig
+from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -25,6 +26,7 @@ EXPERTS = {"model_type": "deepseek_v3", "n_routed_experts": 8}
 OF_EXPERTS = {"num_moe_experts": 8, "moe_router_dtype": "fp32"}
 GPT_OSS = {"model_type": "gpt_oss"}
 EPSILON, OF_EPSILON = {"rms_norm_eps": 1e-6}, {"layernorm_epsilon": 1e-6}
+PLAIN_ROPE, OF_PLAIN_ROPE = {"rope_theta": 1e4, "head_dim": 4}, {"rotary_base": 10000}
 NORM = "decoder.layers.*.self_attention.q_layernorm"
 
 
@@ -65,6 +67,12 @@ def in_trainer(config, fields):
         (EPSILON, OF_EPSILON | {NORM_EPSILONS: {NORM: [1e-5]}}, f"epsilon of {NORM}"),
         (EPSILON, OF_EPSILON | {NORM_EPSILONS: {NORM: [1e-6, 1e-5]}}, f"epsilon of {NORM}"),
         ({}, {NORM_EPSILONS: {NORM: [1e-5]}}, None),
+        (PLAIN_ROPE, OF_PLAIN_ROPE | {ROTARY_FREQUENCIES: {"rotary_pos_emb": [1.0, 0.01]}}, None),
+        *(
+            (PLAIN_ROPE, OF_PLAIN_ROPE | {ROTARY_FREQUENCIES: {"rotary_pos_emb": off}}, "frequencies of rotary_pos_emb")
+            for off in ([1.0, 0.010009765625], [0.0, 0.0], [1.0], [math.nan, 0.01])
+        ),
+        ({}, {ROTARY_FREQUENCIES: {"rotary_pos_emb": [1.0, 0.5]}}, None),
     ],
 )
 def test_a_trainers_setting_is_that_of_config_json(config, fields, what):

@@ -15,8 +15,9 @@ from verifier.core.record import Record
 from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
+from verifier.data.rollout import NO_VERSION, make_rollout
 from verifier.trainer.mismatch import sampled_noise
-from verifier.trainer.spot import EVERY, place_of
+from verifier.trainer.spot import EVERY, beginning_of, place_of
 
 IDS, LENGTHS, SEED = tuple("abcdefg"), (9, 7, 8, 6, 9, 7, 8), 11
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])
@@ -145,5 +146,31 @@ def test_in_bf16_old_is_held_against_the_noise_of_sampled_steps(off: float, verd
     assert (found.verdict, found.num_compared, found.error) == (verdict, 2, None)
 
 
-def test_in_bf16_without_noise_it_cannot_be_judged() -> None:
-    assert judged(*policy(dtype="bfloat16")).verdict is Verdict.INCONCLUSIVE
+@pytest.mark.parametrize(("off", "verdict"), [(0.04, Verdict.HOLDS), (0.06, Verdict.VIOLATED)])
+def test_in_bf16_without_noise_the_mean_is_judged(off: float, verdict: Verdict) -> None:
+    seen, arrays, _ = sft()
+    for rank in range(2):
+        arrays[f"rows {rank}"]["current"] += np.float32(off)
+    found = judged(seen, arrays, Manifest(dtype="bfloat16", complete=True))
+    assert (found.verdict, found.num_compared, found.error) == (verdict, 3, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("off", "verdict"), [(0.0, Verdict.HOLDS), (0.1, Verdict.VIOLATED), (np.nan, Verdict.VIOLATED)]
+)
+def test_a_token_that_depends_on_later_ones_shows(dtype: str, off: float, verdict: Verdict) -> None:
+    seen, arrays, _ = sft()
+    arrays["spot"]["beginning"] = arrays["spot"]["current"][:3] + np.float32(off)
+    found = judged(seen, arrays, Manifest(dtype=dtype, complete=True))
+    assert (found.verdict, found.num_compared, found.error) == (verdict, 4, None)
+    assert found.finding is None or "its beginning by itself" in found.finding.bad[0].sentence
+
+
+def test_a_beginning_ends_within_the_answer_and_leaves_a_token() -> None:
+    for prompt, answer in ((4, [5, 6, 7]), (3, [5]), (4, [])):
+        rollout = make_rollout("a", range(prompt), answer, sampled=[True] * len(answer), versions=NO_VERSION)
+        found = beginning_of(rollout)
+        assert prompt - 1 <= len(found) < len(rollout)
+        assert found.prompt_length == min(prompt, len(found))
+        assert found.tokens.tolist() == rollout.tokens[: len(found)].tolist()
