@@ -246,16 +246,17 @@ def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterat
         return
     want = [float(base) ** (-at / size) for at in range(0, size, 2)]
     for path, got in fields.get(ROTARY_FREQUENCIES, {}).items():
-        off = [abs(a / b - 1) for a, b in zip(got, want, strict=False)]
+        live = [*got, *[math.nan] * (len(want) - len(got))]
+        off = [abs(a / b - 1) for a, b in zip(live, want, strict=False)]
         at = max(range(len(off)), key=lambda at: off[at] if off[at] == off[at] else math.inf)
         same = len(got) == len(want) and off[at] <= FREQUENCY
         yield Comparison(
             what=f"frequencies of {path}", same=same, stage=Stage.LOGPROB, badness=1.0,
             owner=f"trainer rank {item.rank}",
-            sentence=f"pair {at} of `{path}` turns by {got[at]:.6g} radians a position in the trainer, it should by "
+            sentence=f"pair {at} of `{path}` turns by {live[at]:.6g} radians a position in the trainer, it should by "
             f"{want[at]:.6g}",
             expected=f"{want[at]:.6g}, {len(want)} pairs (rope_theta of config.json)",
-            actual=f"{got[at]:.6g}, {len(got)} pairs (live on trainer rank {item.rank})",
+            actual=f"{live[at]:.6g}, {len(got)} pairs (live on trainer rank {item.rank})",
             allowed=f"{FREQUENCY:g} of it (float32 rounds a power)",
             hint="look at what fills buffers that no checkpoint has, and at what casts them with the model",
         )  # fmt: skip

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from verifier.checks.content import times
+from verifier.checks.named_weights import adapters_named
 from verifier.checks.packing import POSITION_BITS
-from verifier.checks.request_knobs import adapters_named, compare_knobs
+from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -20,6 +21,7 @@ from verifier.core.records_tokens import Rollouts, SampledNoise
 from verifier.core.records_trainer import LossColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.knob import flat
 
 SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it."""
@@ -92,8 +94,7 @@ def _claimed(trace: Trace, asked: SamplingAsked) -> set[int]:
     found = {int(each) for own in versions for each in np.unique(own) if each >= 0}
     if found:
         return found
-    grpo = trace.manifest.config.get("grpo")
-    ahead = isinstance(grpo, Mapping) and grpo.get("mode") != "sync"
+    ahead = flat(trace.manifest.config).get("grpo.mode", "sync") != "sync"
     return {asked.version - 1, max(asked.version - 2, 0)} if ahead else {asked.version - 1}
 
 

@@ -14,8 +14,8 @@ from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
 from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
-from verifier.checks.named_weights import compare_evaluated
-from verifier.checks.request_knobs import adapters_named, compare_knobs
+from verifier.checks.named_weights import adapters_named, compare_evaluated
+from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from verifier.core.comparison import Comparison
 from verifier.core.records_policy import EvaluatedAnswers, PolicyColumns, SamplingAsked, WrittenMetrics
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.knob import flat
 
 
 def compare_answers(trace: Trace, asked: SamplingAsked, policy: PolicyColumns) -> Iterator[Comparison]:
@@ -53,16 +54,8 @@ def compare_evaluated(trace: Trace, item: EvaluatedAnswers) -> Iterator[Comparis
 
 
 def _wrong(trace: Trace, sent: Collection[int], claimed: list[int], held: list[int]) -> list[int]:
-    """Places of tokens that other weights sampled than they claim; tokens without a name of weights are all wrong.
-
-    A step without an update sends nothing: its version is sampled by the weights that were sent last before it. Of
-    weights that an earlier process sent it is known alone that they are no newer.
-    """
-    right: dict[int, int | None] = {}
-    for version in {*claimed}:
-        line = next(trace.of(WrittenMetrics, version=version), None)
-        updated = line is not None and "loss" in line.values
-        right[version] = version if updated else max((own for own in sent if own <= version), default=None)
+    """Places of tokens that other weights sampled than they claim; tokens without a name of weights are all wrong."""
+    right = {version: sent_as(trace, sent, version) for version in {*claimed}}
     found = np.full(len(claimed), -1)
     found[: len(held)] = held[: len(claimed)]
     return [
@@ -70,3 +63,36 @@ def _wrong(trace: Trace, sent: Collection[int], claimed: list[int], held: list[i
         for at, (version, own) in enumerate(zip(claimed, found.tolist(), strict=True))
         if own < 0 or (own > version if right[version] is None else own != right[version])
     ]
+
+
+def sent_as(trace: Trace, sent: Collection[int], version: int) -> int | None:
+    """Return the version under which an engine was sent the weights of a version.
+
+    A step without an update sends nothing: its version is sampled by the weights that were sent last before it. Of
+    weights that an earlier process sent it is known alone that they are no newer.
+
+    Args:
+        trace: of a step, with the line of metrics of the one before.
+        sent: versions that the engine was sent last.
+        version: that tokens claim.
+
+    Returns:
+        The version itself, or an older one; None where it is not known.
+    """
+    line = next(trace.of(WrittenMetrics, version=version), None)
+    if line is not None and "loss" in line.values:
+        return version
+    return max((own for own in sent if own <= version), default=None)
+
+
+def adapters_named(trace: Trace, versions: Iterable[int], sent: Collection[int]) -> list[str] | None:
+    """Return names of the adapters that sampled some versions, as an engine gets them; see `sent_as`.
+
+    Returns:
+        A name for each version; empty for a run whose engine gets no adapter; None where it is not known.
+    """
+    config = flat(trace.manifest.config)
+    if not config.get("lora.rank") or config.get("lora.sync") != "adapter":
+        return []
+    held = {sent_as(trace, sent, version) for version in versions}
+    return None if None in held else [f"version-{own:06d}" for own in sorted(own for own in held if own is not None)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from verifier.core.comparison import Comparison
 from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 _ADAPTER = re.compile(r"^adapter=[^,]*(, )?")
 NEUTRAL = "temperature 1, all else neutral"
@@ -42,23 +41,3 @@ def compare_knobs(
             hint="look at the defaults of a request: the model's generation_config, a server's, a penalty; at the "
             "adapter that it names",
         )  # fmt: skip
-
-
-def adapters_named(trace: Trace, versions: Iterable[int], sent: Collection[int]) -> list[str] | None:
-    """Return names of the adapters that sampled some versions, as an engine gets them.
-
-    A step without an update sends nothing: its version is sampled by the adapter that was sent last before it.
-
-    Args:
-        trace: of a step.
-        versions: that tokens claim.
-        sent: versions that the engine was sent last.
-
-    Returns:
-        A name for each version; empty for a run whose engine gets no adapter; None where it is not known.
-    """
-    lora = trace.manifest.config.get("lora")
-    if not isinstance(lora, Mapping) or not lora.get("rank") or lora.get("sync") != "adapter":
-        return []
-    held = {max((own for own in sent if own <= version), default=-1) for version in versions}
-    return None if -1 in held else [f"version-{own:06d}" for own in sorted(held)]

@@ -107,7 +107,8 @@ def test_requests_of_an_evaluation_name_the_adapter_of_its_version():
     assert wrong(config=lora, shaped=(own[:1], base[1:])) == ["requests for greedy answers of the evaluation"]
     assert wrong(config=lora, shaped=(("adapter=version-000002",), base[:1])) != []
     before = (("adapter=version-000002",), ("adapter=version-000002, temperature=0.0",))
-    assert wrong(config=lora, shaped=before, sent=2) == []  # step 3 took no update
+    assert wrong(config=lora, shaped=before, sent=2, updated=False) == []
+    assert len(wrong(config=lora, shaped=before, sent=2)) == 2  # step 3 took an update that nobody sent
     assert wrong(config={"lora": {"rank": 8, "sync": "merged"}}, shaped=(("",), ("temperature=0.0",))) == []
 
 

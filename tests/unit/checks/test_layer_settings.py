@@ -70,7 +70,7 @@ def in_trainer(config, fields):
         (PLAIN_ROPE, OF_PLAIN_ROPE | {ROTARY_FREQUENCIES: {"rotary_pos_emb": [1.0, 0.01]}}, None),
         *(
             (PLAIN_ROPE, OF_PLAIN_ROPE | {ROTARY_FREQUENCIES: {"rotary_pos_emb": off}}, "frequencies of rotary_pos_emb")
-            for off in ([1.0, 0.010009765625], [0.0, 0.0], [1.0], [math.nan, 0.01])
+            for off in ([1.0, 0.010009765625], [0.0, 0.0], [1.0], [], [math.nan, 0.01])
         ),
         ({}, {ROTARY_FREQUENCIES: {"rotary_pos_emb": [1.0, 0.5]}}, None),
     ],
