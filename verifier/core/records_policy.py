@@ -290,13 +290,14 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
 
 
 class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
-    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats."""
+    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats.
+    A float32 run has ``scale`` [N] float64 too: most nats that float32's differences of logits change it by.
+    """
 
     temperature: float
     """Divisor of the logits."""
     noise: Real
-    """Greatest distance of such an entropy by weights of the run's dtype, or of float64, at any token of the update's
-    rollouts, those of prompts too; nats."""
+    """Greatest distance by weights of the run's dtype, or of float64, at any token of the rollouts; nats."""
 
 
 class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
