@@ -21,10 +21,10 @@ MISMATCH = Tolerance(absolute=1e-4, unit="nats", source="fp32: least that is all
 MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32: least that is allowed nine tenths beside a measured noise")
 UNMEASURED = 10
 """Times these where no noise is measured: a trained model of 30 layers has a scale of 7e-6 nats, 4e-5 at its coarsest
-token, so 24 of these and more; deeper ones may have twice that."""
-MOST_ROUNDINGS = ROUNDINGS / 2
-"""Times the scale that nine tenths of a step's tokens may differ by. Four standard deviations, see `ROUNDINGS`: chance
-exceeds them at 6e-5 of the tokens, at a tenth of `FEW` or more less than once in 1e12."""
+token, so 14 and more of these; deeper ones may have twice that."""
+MOST_ROUNDINGS = 8
+"""Times the scale that nine tenths of a step's tokens may differ by: 4.6 standard deviations, see `ROUNDINGS`. Chance
+exceeds them at one token in 250,000, so at a tenth of `FEW` independent ones less than once in 1e15."""
 CARRIED = 2
 """Times a scale that was measured on an earlier step, as weights sharpen."""
 FEW = 40
@@ -80,13 +80,13 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     an importance weight hides it, and the reward stops rising.
     Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps
     (`verify.every`) measure and later steps keep.
-    Tolerance and its source: fp32 16 times the scale of rounding at the coarsest token of the last sampled step, and 8
+    Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
     times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
     nats, divided by a temperature below 1; ten times these where no noise is measured, but for tiny models. Chance of
-    a false alarm below 1e-14 a token, 1e-12 for nine tenths. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be off by it, so
-    twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors more, a signed
-    mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise of a
-    log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
+    a false alarm below 1e-11 a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be
+    off by it, so twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors
+    more, a signed mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise
+    of a log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
     that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
     single tokens of a mixture, whose routers flip, or beside a floor of fewer than 100 tokens.

@@ -29,9 +29,10 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: an entropy of logits before the temperature, or of one rank's slice of the vocabulary, is shown as
     the policy's, and no gradient betrays it while the weight of the entropy is 0.
     Evidence: loss/rows, logprob/entropy, advantage/columns (arrays).
-    Tolerance and its source: fp32 16 times what logits that differ as transformers' in fp32 do from its own in float64
-    can change the entropy at the very token by; at least 1e-5 nats, divided by a temperature below 1. bf16 three times what transformers in bf16 differs by at most from fp32 on them; of an update
-    with fewer than 100 tokens in the loss any finite one.
+    Tolerance and its source: fp32 12 times what logits that differ as transformers' in fp32 do from its own in float64
+    can change the entropy at the very token by; at least 1e-5 nats, divided by a temperature below 1. bf16 three times
+    what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those of prompts too; of
+    an update with fewer than 100 tokens in the loss any finite one.
     What it does not catch: steps between the sampled ones, but for what MET001 shows of their mean; a weight of the
     entropy that is wrong (LSS004).
     References: OpenRLHF#1319.
@@ -63,7 +64,7 @@ def _compare(
     gaps = np.where(np.isnan(gaps), np.inf, gaps)
     of_all = _bound(GREATEST_NOISES * noise, oracle.temperature, len(entropy), exact)
     own = np.zeros(len(gaps)) if scale is None else scale[order]
-    for at in worst_rows(update.rollout, gaps / np.maximum(of_all.absolute, ROUNDINGS * own)):
+    for at in worst_rows(update.rollout, gaps / np.maximum(FP32.absolute, ROUNDINGS * own)):
         name, gap, bound = columns.ids[update.rollout[at]], float(gaps[at]), wider(of_all, rounding(float(own[at])))
         yield Comparison(
             what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,

@@ -14,9 +14,7 @@ from verifier.core.records_tokens import ROUNDINGS, DtypeNoise, EngineNoise, Giv
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-FP32 = Tolerance(
-    absolute=1e-5, unit="nats", source="fp32, tiny models: more than 16 times the scale of their rounding at any token"
-)
+FP32 = Tolerance(absolute=1e-5, unit="nats", source="fp32: ten times the scale of rounding in tiny models")
 """Least that is allowed in fp32: what is below it is asked of nobody."""
 FEW_TOKENS = 100
 """Below this many tokens a mean says less than the greatest difference does, and is not judged."""

@@ -189,9 +189,9 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).
-    Tolerance and its source: fp32 16 times the scale of rounding at each place: the root mean square over the
+    Tolerance and its source: fp32 12 times the scale of rounding at each place: the root mean square over the
     vocabulary of what transformers in fp32 differs by from itself in float64; 1e-5 nats at least, divided by a
-    temperature below 1. Chance of a false alarm below 1e-14 a token. bf16 twice the checkpoint's stored noise floor for
+    temperature below 1. Chance of a false alarm below 1e-11 a token. bf16 twice the checkpoint's stored noise floor for
     sequences of that length, by token, mean and median, or without one the run's own noise. NaN and infinity are never
     allowed, on neither side.
     What it does not catch: what no scored token exercises (an expert that none is routed to: WGT001).
