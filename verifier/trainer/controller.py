@@ -17,6 +17,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import moe_layers_of
+from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
 
 Progress = Callable[[str], None]
-ENGINE_DEADLINE_S = 600.0
-"""Seconds that the engine may take for one request."""
 
 
 class Trainer:
@@ -88,6 +87,7 @@ class Trainer:
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
         self._placement = Placement()
+        self._tier: Tier = "cpu"
 
     def run(self) -> TrainSummary:
         """Train.
@@ -103,7 +103,7 @@ class Trainer:
         self._until = until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
         require_fit(config, model.checkpoint.config, model.tier)
-        plan = self._plan_of(model)
+        plan, self._tier = self._plan_of(model), model.tier
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder = folder
             stack.enter_context(failure_traced(config, model, folder, self._judge))
@@ -203,8 +203,12 @@ class Trainer:
         config = self._config
         self._progress(f"starting the engine ({config.engine.kind})")
         fixes, places = sorted(selected(config.fixes)), self._placement.engine_gpus
-        asked = [self._rollouts.engine_config(gpus, fixes, number) for number, gpus in enumerate(places)]
-        given = (self._until, ENGINE_DEADLINE_S, self._progress)
+        lent = self._placement.transport == "ipc" and not config.engine.sleep_level
+        asked = [
+            self._rollouts.engine_config(gpus, fixes, number, tier=self._tier, lent=lent)
+            for number, gpus in enumerate(places)
+        ]
+        given = (self._until, self._rollouts.deadline_s, self._progress)
         restarts = RESTARTS if self._placement.transport == "gloo" else 0
         engine: Engines
         if self._cluster is not None:
