@@ -113,10 +113,9 @@ class Outcome:
     widened: tuple[str, ...] = ()
     """Names of what had the same values in a wider dtype, "`name` (bfloat16 as float32)"."""
     shares: Shares = field(default_factory=Shares)
-    """Of the comparisons with a computed bound."""
+    """Distribution over the comparisons with a computed bound."""
     recurs: bool = True
-    """What mismatched may do so again for all that the trace holds: False where a later version of a recorded loop,
-    judged by the same check, is within its bounds."""
+    """False where the mismatch is of one version of a recorded loop alone, and a later one was compared and has none."""
 
     @property
     def suspected(self) -> bool:

@@ -123,7 +123,7 @@ def _restricted(item: Check, names: str) -> Check:
 
 
 def excess(outcome: Outcome) -> str:
-    """How far a suspected check is beyond its bound, and where most."""
+    """Say how far a suspected check is beyond its bound, and where most."""
     assert outcome.finding is not None
     worst = outcome.finding.worst
     return f"{worst.share:.3g} times its bound, `{worst.what}` in version {worst.version}"

@@ -1,4 +1,4 @@
-"""A computed bound that is exceeded by little: suspected where all mismatches are such, and what each command makes of it."""
+"""A computed bound that is exceeded by little: suspected where all mismatches are such; what becomes of it."""
 
 import json
 import math

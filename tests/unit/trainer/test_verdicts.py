@@ -100,7 +100,7 @@ def test_a_suspicion_is_confirmed_by_the_next_step_that_the_check_judges(tmp_pat
     found.settle(2)
     assert found.metrics.signs == []  # type: ignore[attr-defined]
     assert found.suspicions.open["ABC001"].step == 1  # step 2 compared nothing of it
-    with pytest.raises(ViolationFound, match="confirmed: step 1 .*`one`.*step 3 is beyond the bound again") as raised:
+    with pytest.raises(ViolationFound, match=r"confirmed: step 1 .*`one`.*step 3 is beyond the bound again") as raised:
         found.settle(3)
     assert raised.value.exit_code == 1
 
