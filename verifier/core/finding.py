@@ -115,7 +115,7 @@ class Outcome:
     shares: Shares = field(default_factory=Shares)
     """Distribution over the comparisons with a computed bound."""
     recurs: bool = True
-    """False where the mismatch is of one version of a recorded loop alone, and a later one was compared and has none."""
+    """False where the mismatch is of one version of a recorded loop alone, and a later one was compared and holds."""
 
     @property
     def suspected(self) -> bool:
