@@ -192,6 +192,7 @@ class Running:
         steps = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         whole = self.process.returncode == 0
         said = "" if whole else (self.folder / "log").read_text()[-500:]
+        said = said.replace(str(self.folder), "RUN").replace(str(ROOT), ".")
         shutil.rmtree(self.folder, ignore_errors=True)
         return {
             **self.head, "command": " ".join(["verifier train", *self.words[:-1]]), "whole": whole,
