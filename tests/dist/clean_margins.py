@@ -255,7 +255,7 @@ def drawn(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
     by_run = Counter[str]()
     for row in rows:
         by_run[f"| {row['run']} | {row['isa']} | {row['threads']} | {row['cpu']} |"] += row["steps"]
-    alarms = [f"- {row['run']}, seed {row['seed']}: {alarm}" for row in rows for alarm in row["alarms"]]
+    alarms = [f"- {row['run']}, seed {row['seed']}: {alarm}"[:110] for row in rows for alarm in row["alarms"]]
     beyond = [code for code, found in merged(rows).items() if found[1] > HALF and code not in STATISTICAL]
     said = [
         f"Judged clean steps: {sum(row['steps'] for row in rows):,}, of {len(rows):,} runs. Alarms: {len(alarms):,}.",
