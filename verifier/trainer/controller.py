@@ -42,7 +42,7 @@ from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
 from verifier.trainer.spot import why_no_spot
-from verifier.trainer.verdicts import Judge, Verdicts
+from verifier.trainer.verdicts import Judge, Suspicions, Verdicts
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
@@ -62,6 +62,7 @@ class Trainer:
         within: see `WorkerSpec.within`.
         whole_answers: see `EngineRollouts`.
         view: shows metrics and verdicts as they come; None for none.
+        tell: called with a sentence on what is suspected; None for `progress`.
         given: what the run's command line and file asked for, by a second reading; empty for what is not known.
     """
 
@@ -76,9 +77,11 @@ class Trainer:
         within: Sequence[str] = (),
         whole_answers: bool = False,
         view: View | None = None,
+        tell: Progress | None = None,
         given: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._progress, self._judge, self._view = config, progress, judge, view
+        self._tell = tell or progress
         self._launcher, self._within, self._whole_answers, self._given = launcher, within, whole_answers, given
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
@@ -109,7 +112,8 @@ class Trainer:
             stack.enter_context(failure_traced(config, model, folder, self._judge))
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
-                return TrainSummary(**ended, finished_before=True)
+                kept = Suspicions(folder.suspicions, ended["steps"])
+                return TrainSummary(**ended, finished_before=True, suspicions=kept)
             self._continuation = Continuation(config, folder, self._progress, self._data)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
@@ -137,7 +141,10 @@ class Trainer:
             loop = StepLoop(
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
                 call=self._call, progress=self._progress, metrics=line,
-                verdicts=Verdicts(judge=self._judge, metrics=line), rollouts=self._rollouts, ahead=self._ahead,
+                verdicts=Verdicts(
+                    judge=self._judge, metrics=line, tell=self._tell, suspicions=Suspicions(folder.suspicions, done),
+                ),
+                rollouts=self._rollouts, ahead=self._ahead,
                 held_out=self._held_out, oracle=oracle, data=self._data, given=self._given,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
