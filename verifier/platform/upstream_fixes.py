@@ -132,9 +132,10 @@ def _misplaces_states(model: Sizes, run: RunFacts) -> bool:
     return _rounds_decay(model, run) and run.steps > 1 and MEGATRON_DECAY in selected(run.fixes)
 
 
-SEPARATE_HEADS = frozenset(
-    "ernie4_5_moe exaone4 falcon_h1 gemma3_text gemma4_text hy_v3 llama mistral nemotron qwen3_moe".split()
-)
+SEPARATE_HEADS = frozenset((
+    "ernie4_5_moe", "exaone4", "falcon_h1", "gemma3_text", "gemma4_text", "hy_v3", "llama", "mistral", "nemotron",
+    "qwen3_moe",
+))  # fmt: skip
 """Model types with a bridge whose tied head is a module of its own in vLLM 0.21; in others it is the embedding's."""
 _TIED_BY_DEFAULT = frozenset(("gemma3_text", "gemma4_text"))
 VLLM_BUFFERS = "vllm-44371"
