@@ -127,7 +127,7 @@ def transforming_loader_is_counted_twice() -> None:
     assert not torch.equal(model.D, sent["D"])
 
 
-class Packing(QuantizeMethodBase):
+class PackedMethod(QuantizeMethodBase):
     """Packs a weight for CPUs as vLLM's `UnquantizedEmbeddingMethod` does: a closure multiplies by a copy."""
 
     def create_weights(self, layer: nn.Module, *sizes: object, **attributes: object) -> None:
@@ -143,27 +143,27 @@ class Packing(QuantizeMethodBase):
         layer.cpu_linear = lambda x: x @ packed.t()
 
 
-class Embedding(nn.Module):
+class PackedLayer(nn.Module):
     """A weight that is packed."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight, self.quant_method = weight, Packing()
+        self.weight, self.quant_method = weight, PackedMethod()
         self.quant_method.process_weights_after_loading(self)
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """An embedding, and a head that shares its weight as `ParallelLMHead.tie_weights` makes it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False))
-        self.lm_head = Embedding(self.embed_tokens.weight)
+        self.embed_tokens = PackedLayer(nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False))
+        self.lm_head = PackedLayer(self.embed_tokens.weight)
 
 
 def head_after_reload() -> tuple[bool, bool]:
-    """Whether, after a reload of the embedding, the head's weight is the new one, and what it multiplies by too."""
-    model = Tied()
+    """Test, after a reload of the embedding, the weight of the head, and then what it multiplies by."""
+    model = TiedModel()
     sent = reloaded(model, ["embed_tokens.weight"])["embed_tokens.weight"]
     head = model.lm_head
     return torch.equal(head.weight, sent), torch.equal(head.cpu_linear(torch.eye(WIDTH)), sent.t())
