@@ -105,7 +105,7 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
             bound = of_token if noise is None else _greatest(noise, old)
             yield Comparison(
                 what=name, same=math.isfinite(gap) and gap <= bound.absolute,
-                stage=Stage.ROLLOUT, version=item.version, badness=times(gap, bound.absolute), owner="engine",
+                stage=Stage.ROLLOUT, version=item.version, share=times(gap, bound.absolute), owner="engine",
                 sentence=f"token {place} of `{name}` has {engine:.6g} nats in the engine and {old:.6g} in the trainer",
                 expected=f"{old:.6g} (the trainer, version {item.trained_version})",
                 actual=f"{engine:.6g} (the engine, which says version {item.trained_version})",
@@ -163,7 +163,7 @@ def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
     most = float(np.quantile(seen.gap, SHARE))
     return Comparison(
         what=f"{SHARE:.0%} of the tokens", same=most <= bound.absolute, stage=Stage.ROLLOUT, version=item.version,
-        badness=times(most, bound.absolute), owner="engine",
+        share=times(most, bound.absolute), owner="engine",
         sentence=f"one token in ten differs by {most:.3g} nats or more between engine and trainer",
         expected="the trainer's log-probabilities of the same tokens", actual=f"{most:.3g} nats apart",
         allowed=str(bound), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
@@ -222,7 +222,7 @@ def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise)
     for found in _statistics(item, seen, noise):
         yield Comparison(
             what=found.name, same=found.value <= found.bound.absolute, stage=Stage.ROLLOUT, version=item.version,
-            badness=times(found.value, found.bound.absolute), owner="engine",
+            share=times(found.value, found.bound.absolute), owner="engine",
             sentence=f"the {found.name} of what engine and trainer differ by is {found.value:.3g} {found.unit} over "
             f"{len(seen):,} tokens, {found.bound.absolute:.3g} is allowed",
             expected="the trainer's log-probabilities of the same tokens", actual=f"{found.value:.3g} {found.unit}",

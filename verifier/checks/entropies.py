@@ -68,7 +68,7 @@ def _compare(
         name, gap, bound = columns.ids[update.rollout[at]], float(gaps[at]), wider(of_all, rounding(float(own[at])))
         yield Comparison(
             what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,
-            version=columns.version, badness=times(gap, bound.absolute),
+            version=columns.version, share=times(gap, bound.absolute),
             sentence=f"in {columns.name} the entropy at a token of `{name}` is {actual[at]:.6g} nats, it should be "
             f"{expected[at]:.6g}",
             expected=f"{expected[at]:.6g} (transformers in fp32, at a temperature of {oracle.temperature:g})",

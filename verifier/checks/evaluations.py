@@ -137,7 +137,7 @@ def _worst(
     gap, bound = float(gaps[place]), float(bounds[place])
     return Comparison(
         what=name, same=bool(np.isfinite(gap)) and gap <= bound, stage=Stage.ROLLOUT, version=item.version,
-        badness=times(gap, bound), owner="engine",
+        share=times(gap, bound), owner="engine",
         sentence=f"token {at[place]} of `{name}` has {engine[place]:.6g} nats in the evaluation and "
         f"{trainer[place]:.6g} in the trainer",
         expected=f"{trainer[place]:.6g} (the trainer, version {item.version})",
@@ -169,7 +169,7 @@ def _greedy(
     short, bound = float(below[place]), SIDES * float(bounds[place])
     return Comparison(
         what=f"{name}, greedy", same=bool(np.isfinite(short)) and short <= bound, stage=Stage.ROLLOUT,
-        version=item.version, badness=times(short, bound), owner="engine",
+        version=item.version, share=times(short, bound), owner="engine",
         sentence=f"token {at[place]} of `{name}` is {short:.6g} nats less likely than the likeliest one, which a "
         "greedy answer has",
         expected=f"the likeliest token (the trainer, version {item.version})", actual=f"{short:.6g} nats below it",

@@ -272,7 +272,7 @@ def _compared(
     also = f" and {len(pair.left) - 1} more" if len(pair.left) > 1 else ""
     return Comparison(
         what=f"{pair.kind}: {first} in {name}", same=gap <= allowed, stage=Stage.LOSS, version=version,
-        badness=times(gap, allowed) if math.isfinite(gap) else math.inf,
+        share=times(gap, allowed) if math.isfinite(gap) else math.inf,
         sentence=f"in {name} scaling `{first}`{also} changes the loss by {left.product:.6g} times the factor's change, "
         f"by {by} it is {right.product:.6g}",
         expected=f"{right.product:.6g} ({by})", actual=f"{left.product:.6g} (weight times gradient, over all ranks)",

@@ -100,7 +100,7 @@ def compare_with_oracle(
             value = float(STATISTICS[name](gaps if bounds.once is None else counted_once(gaps, bounds.once)))
             yield Comparison(
                 what=f"{actual.name} {name}", same=value <= bound.absolute, stage=actual.stage, version=actual.version,
-                badness=times(value, bound.absolute),
+                share=times(value, bound.absolute),
                 sentence=f"log-probabilities of {actual_says} and {expected_says} differ by {value:.3g} nats "
                 f"on the {name}, {bound.absolute:.3g} is allowed",
                 owner=owner_of(actual), allowed=str(bound), hint=hint,
@@ -128,7 +128,7 @@ def _compare_one(
     return Comparison(
         what=f"{actual.name} {what}", same=greatest <= bound.absolute and not found.num_not_finite,
         stage=actual.stage, version=actual.version, sentence=sentence, owner=owner_of(actual),
-        badness=math.inf if found.num_not_finite else times(greatest, bound.absolute),
+        share=math.inf if found.num_not_finite else times(greatest, bound.absolute),
         expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
         mismatched=found.text, allowed=str(bound), hint=hint,
     )  # fmt: skip

@@ -141,7 +141,7 @@ def _compare_mean(spot: SpotScore, side: _Side, alone: np.ndarray) -> Comparison
     gap, bound = float(np.abs(side.nats - alone).mean()), at_temperature(MEAN, spot.temperature)
     return Comparison(
         what=f"{spot.id} ({side.says})", same=bool(np.isfinite(gap)) and gap <= bound.absolute, stage=Stage.LOGPROB,
-        version=spot.version, badness=times(gap, bound.absolute),
+        version=spot.version, share=times(gap, bound.absolute),
         sentence=f"log-probabilities of `{spot.id}` in {side.says} differ by {gap:.3g} nats on the mean from those of "
         "its rollout by itself",
         expected="those alone in its pack, by the same weights", actual=f"{gap:.3g} nats apart ({side.says})",
@@ -166,7 +166,7 @@ def _compare(
     values = (float(side.nats[worst]), float(alone[worst]))
     return Comparison(
         what=f"{spot.id} ({side.says})", same=bool(np.isfinite(gap)) and gap <= bound.absolute, stage=Stage.LOGPROB,
-        version=spot.version, badness=times(gap, bound.absolute),
+        version=spot.version, share=times(gap, bound.absolute),
         sentence=f"token {token} of `{spot.id}` has {values[0]:.6g} nats in {side.says}, and {values[1]:.6g} where its "
         "rollout is scored by itself",
         expected=f"{values[1]:.6g} (alone in its pack, by the same weights)", actual=f"{values[0]:.6g} ({side.says})",
