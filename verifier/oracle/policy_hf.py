@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -155,29 +154,39 @@ def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int]
         dtype: second dtype of the weights, whose distance from float32 is the noise.
 
     Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights, and "noise", nats: the greatest distance of
-        all tokens of these rollouts, those of prompts too, as in `_noise`.
+        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `_scale`; and "noise", nats:
+        the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
     """
     found = []
     for number in numbers:
         rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
         rows = [row for row in rows if row["mask"][1:].any()]
-        exact, other = (_entropies(weights, rows, temperature, kind) for kind in (torch.float32, getattr(torch, dtype)))
-        noise = max((float((one - two).abs().max()) for one, two in zip(exact, other, strict=True)), default=0.0)
-        in_loss = [one[row["mask"][1:].bool()].tolist() for one, row in zip(exact, rows, strict=True)]
-        found.append({"entropy": [*chain.from_iterable(in_loss)], "noise": noise})
+        models = [hold_model(str(weights), kind, "cpu") for kind in (getattr(torch, dtype), torch.float32)]
+        parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
+        for batch in _batches(models[1], rows):
+            other, exact = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
+            entropy = _entropy(exact)
+            noise = max(noise, float((entropy - _entropy(other)).abs().max()))
+            for at, pair in zip(batch.places, torch.stack([entropy, _scale(exact, other)], dim=1), strict=True):
+                parts[at] = pair
+        in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
+        found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
     return found
 
 
-def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Per rollout [T - 1] float64 entropy of the distribution that each token but the first is one of, nats."""
-    model = hold_model(str(checkpoint), dtype, "cpu")
-    parts = [torch.zeros(0, dtype=torch.float64)] * len(rows)
-    for batch in _batches(model, rows):
-        scaled = logits_of(model, batch)[:, :-1].double() / temperature
-        for at, entropy in zip(batch.places, _entropy(scaled), strict=True):
-            parts[at] = entropy
-    return parts
+def _scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """[B, T] most that differences of logits of their size change the entropy by, nats.
+
+    The entropy changes by the sum of p (log p + H) times each difference: by the spread of log p times that of the
+    differences at most, both by the distribution (Cauchy and Schwarz).
+    """
+    nats = torch.log_softmax(exact, dim=-1)
+    share = nats.exp()
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return (share * (values - (share * values).sum(dim=-1, keepdim=True)) ** 2).sum(dim=-1).sqrt()
+
+    return spread(nats) * spread(other - exact)
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
