@@ -32,7 +32,9 @@ DEPTH = 1024
 OF_A_SHARE = 4
 """Times that a probability is rounded besides log Z: exponential, its sum, quotient and difference."""
 IN_BF16 = Tolerance(
-    absolute=0.05, unit="of the root of the sum of squares of all that is added", source="bf16: clean runs 0.014 at most"
+    absolute=0.05,
+    unit="of the root of the sum of squares of all that is added",
+    source="bf16: clean runs 0.014 at most",
 )
 ROUNDING_IN_BF16 = 2.0**-7
 """Four roundings: of the rows' contributions, whose sum may be small where they are not."""

@@ -116,8 +116,8 @@ def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: s
         if has_router_losses(config):
             stack.enter_context(router_losses(probe, trainer, name, version))
         if compares_products(trainer.tier):
-            policy = config.algorithm == "grpo"
-            temperature, spread = (config.grpo.temperature, bool(config.grpo.entropy_weight)) if policy else (1.0, False)
+            grpo = config.grpo if config.algorithm == "grpo" else None
+            temperature, spread = (grpo.temperature, bool(grpo.entropy_weight)) if grpo else (1.0, False)
             looked = logit_spreads(probe, trainer, name, version, temperature=temperature, spread=spread)
             stack.enter_context(looked)
         if lora.rank:
