@@ -97,7 +97,7 @@ class _Rows(NamedTuple):
     told: bool
     """The rows are recorded, and of their logits the size, and the spread too where their loss has an entropy."""
     rounding: float = 0.0
-    """What float32's rounding of the rows' probabilities may change the product of the last norm by."""
+    """Change of the last norm's product by float32's rounding of the rows' probabilities."""
     uncertain: bool = False
     """A token with a gradient has an entropy, so that the gradient by its logits is not 0."""
 
