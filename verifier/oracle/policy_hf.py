@@ -41,8 +41,6 @@ Source:
 """
 NOISES = 3
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
-ROUNDINGS = 3
-"""Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
@@ -124,7 +122,7 @@ def judge_updates(
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
             "acting": exact.acting,
         }  # fmt: skip
-        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
+        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
         for row, reduced in measured(old, exact.gradients, rounded.gradients, actual):
