@@ -255,11 +255,18 @@ def _saved(folder: Path) -> Any:
 
 def _opened(files: Sequence[Path]) -> Any:
     import datasets
+    import pyarrow.parquet
 
-    try:
-        return datasets.load_dataset("parquet", data_files=[*map(str, files)], split="train", streaming=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{files[0]} is no Parquet: {str(error).splitlines()[0]}") from error
+    schemas = []
+    for file in files:
+        try:
+            schemas.append(pyarrow.parquet.read_schema(file))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} is no Parquet file: {str(error).splitlines()[0]}") from error
+        if not schemas[-1].equals(schemas[0]):
+            ours, theirs = (", ".join(f"{item.name} {item.type}" for item in schemas[at]) for at in (-1, 0))
+            raise UsageError(f"{file} has the columns {ours}, and {files[0].name} beside it {theirs}: make them alike")
+    return datasets.load_dataset("parquet", data_files=[*map(str, files)], split="train", streaming=True)
 
 
 def _tables(path: Path, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
