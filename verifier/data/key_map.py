@@ -66,7 +66,7 @@ def messages_of(value: Any) -> Any:
 
 
 def unread(row: Mapping[str, Any]) -> str:
-    """What to say of a row that has neither prompt nor messages: its columns, and knobs that read such a data set."""
+    """Refusal of a row that has neither prompt nor messages: its columns, and the knobs that read such a data set."""
     way = next((way for columns, way in _KNOWN if columns <= row.keys()), "data.prompt_key or data.messages_key")
     return f"it has neither `prompt` nor `messages`; its columns are {', '.join(row) or 'none'}: give {way}"
 

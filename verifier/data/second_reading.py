@@ -49,7 +49,7 @@ class Columns:
     """Names of the columns that a row's parts are read from; see `KeyMap`, which the trainer reads with."""
 
     names: Mapping[str, str | None] = MappingProxyType({})
-    """Of those that are not called as the part."""
+    """Name of the column by part, where the two differ."""
     as_messages: bool = False
     """A prompt is a user's message."""
     changes: Callable[[Sequence[Said]], bool] = lambda _: False

@@ -21,7 +21,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FIRST = "<|im_start|>system\nS\u00e9 breve \u4f60\u597d<|im_end|>\n<|im_start|>user\n\u00bf1+2? \U0001f642<|im_end|>\n<|im_start|>assistant\n"
+FIRST = (
+    "<|im_start|>system\nS\u00e9 breve \u4f60\u597d<|im_end|>\n"
+    "<|im_start|>user\n\u00bf1+2? \U0001f642<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 @pytest.fixture(scope="module")
