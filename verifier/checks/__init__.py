@@ -15,6 +15,7 @@ from verifier.checks import (
     end_draws,
     engine_mismatch,
     entropies,
+    estimators,
     evaluation_numbers,
     evaluations,
     final_export,

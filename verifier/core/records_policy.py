@@ -34,7 +34,13 @@ class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     kl_kind: str = "k3"
     token_counts: tuple[Count, ...]
     """Tokens of each rollout in the loss before any filter."""
-    advantages: tuple[float, ...]
+    advantages: tuple[Real, ...]
+    dtype: str = "float64"
+    """Dtype that rewards, means and deviations were rounded to."""
+    epsilons: tuple[float, float] | None = None
+    """Least and greatest epsilon that may have been added to a standard deviation; None: the textbook's own."""
+    ddofs: tuple[Count, ...] = ()
+    """What may have been subtracted from the number of terms under a variance; empty: the textbook's own."""
 
 
 class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/policy"):
@@ -43,7 +49,7 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     Arrays [N] over all tokens of all rollouts: ``old``, ``engine``, ``divisor``, ``reference`` float32, nats, NaN where
     not sampled; ``advantage`` float64, the rollout's times the token's importance factor; ``mask`` bool, in the loss;
     ``own`` bool, in the loss before any filter; ``version`` int32, weights that sampled the token. With the KL in the
-    reward ``penalty_reference``, and no ``reference``.
+    reward ``penalty_reference``, and no ``reference``; of a recorded loop that names none, no ``engine``.
     """
 
     ids: tuple[str, ...]
