@@ -79,12 +79,12 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             if not len(at):
                 continue
             yield _ended(item, name, tokens, mask)
-            if not known:
-                continue
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
+            if not known and np.isfinite(engine).all():  # that is wrong in any dtype
+                continue
             bounds = _bounds(trainer, 1.0 if greedy else item.temperature, noise)
             yield _worst(item, name, at, (engine, trainer), bounds, noise)
-            if greedy:
+            if greedy and known:
                 yield _greedy(item, name, at, below, bounds, noise)
 
 

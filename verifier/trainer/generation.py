@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -33,6 +32,7 @@ from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
 from verifier.trainer.fitting import load_held_out, load_train, require_room
+from verifier.trainer.lost_logprobs import require_numbers
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
@@ -257,20 +257,29 @@ class EngineRollouts:
             groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, noted=noted, seals=seals
         )  # fmt: skip
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, *, judged: bool = False) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
 
         Args:
             step: whose weights these are; the samples of each evaluation have seeds of their own.
+            judged: LGP015 will judge the answers that are kept.
 
         Returns:
             "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
+
+        Raises:
+            LogprobLost: a token of an answer that is kept has none that is finite, and nothing will judge it.
         """
         if not self._held_out:
             return {}
-        if self.revival is None:
-            return self._evaluated(step)
-        return self.revival.repeated(lambda: self._evaluated(step), step)
+        found = (
+            self._evaluated(step)
+            if self.revival is None
+            else self.revival.repeated(lambda: self._evaluated(step), step)
+        )
+        if self._answered is not None and (not judged or self._config.engine.quantization):
+            require_numbers(self._config, [*self._answered.sampled, *self._answered.greedy])
+        return found
 
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
@@ -355,9 +364,6 @@ class EngineRollouts:
             sample: of the engine.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
-        for at, nats in enumerate(sample.logprobs):
-            if not math.isfinite(nats):
-                raise ContractError(f"rollout `{name}`: the engine's log-probability of answer token {at} is {nats}")
         ended = bool(tokens) and tokens[-1] == eos_id
         drawn = (True,) * len(tokens)
         return RolloutRow(
