@@ -17,9 +17,9 @@ def poison(worker: Any, number: int) -> None:
     name = "verifier_finish" if hasattr(worker, "verifier_finish") else "finish_update"
     whole, seen = getattr(worker, name), 0
 
-    def finish(*arguments: Any) -> Any:
+    def finish(*arguments: Any, **named: Any) -> Any:
         nonlocal seen
-        found, seen = whole(*arguments), seen + 1
+        found, seen = whole(*arguments, **named), seen + 1
         if seen >= number:
             model = worker.model_runner.model if hasattr(worker, "model_runner") else worker.model
             model.get_parameter(WEIGHT).data[0] = math.nan

@@ -99,7 +99,7 @@ def test_weights_of_a_later_sync(train, tmp_path):
 
 
 def test_without_a_judge(train, tmp_path):
-    with pytest.raises(LogprobLost, match="log-probability of answer token 0 of .* sampled, is nan") as caught:
+    with pytest.raises(LogprobLost, match=r"log-probability of answer token 0 of .* sampled, is nan") as caught:
         train(tmp_path / "run", 1, judged=False)
     assert caught.value.exit_code == ExitCode.VIOLATED
 
