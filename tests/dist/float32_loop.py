@@ -38,7 +38,7 @@ def run(trace: Path, folder: Path, *, bug: str = "", seed: int = 0, steps: int =
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=END, pad_token_id=0, bos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=END, pad_token_id=None, bos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)

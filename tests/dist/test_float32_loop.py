@@ -19,7 +19,7 @@ from verifier.probe.loop_oracle import add_oracle
 from verifier.report import Report, render_text, report_of
 
 CAUSES = {
-    "temperature": "LGP009 engine-logprob-differs-from-trainer: rollout, version 1",
+    "temperature": "LGP003 sampled-logprob-differs-from-oracle: rollout, version 0",
     "advantages": "ADV002 advantage-differs-from-estimator: advantage, version 1",
     "denominator": "LSS001 gradient-differs-from-oracle: loss, version 1",
     "swap": "WGT005 export-differs-from-live: export, version 1, `model.layers.0.mlp.gate_proj.weight`",

@@ -21,7 +21,6 @@ from verifier.core.records_policy import (
     GivenRewards,
     LossRows,
     LossTerms,
-    OracleEnds,
     OracleEntropy,
     PolicyColumns,
     ReferenceShard,
@@ -34,7 +33,7 @@ from verifier.core.records_policy import (
     UpdateRatios,
     WrittenMetrics,
 )
-from verifier.core.records_tokens import RouterChoices, SampledTokens
+from verifier.core.records_tokens import OracleEnds, RouterChoices, SampledTokens
 from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,

@@ -34,7 +34,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What an advantage may be: from `low` to `high`, by the range of epsilon, and `allowed` beyond."""
+    """Range of an advantage: from `low` to `high`, by the range of epsilon, and `allowed` beyond."""
 
     low: float
     high: float

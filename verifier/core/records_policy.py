@@ -40,7 +40,7 @@ class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     epsilons: tuple[float, float] | None = None
     """Least and greatest epsilon that may have been added to a standard deviation; None: the textbook's own."""
     ddofs: tuple[Count, ...] = ()
-    """What may have been subtracted from the number of terms under a variance; empty: the textbook's own."""
+    """Numbers of which one was subtracted from the terms under a variance; empty: the textbook's own."""
 
 
 class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/policy"):
@@ -303,20 +303,6 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     noise: Real
     """Greatest distance of such an entropy by weights of the run's dtype, or of float64, at any token of the update's
     rollouts, those of prompts too; nats."""
-
-
-class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
-    """Probability that a draw was an end token, by transformers in float32, at each token that one version sampled.
-
-    The array [N] float64 goes over the tokens of `SampledTokens` of the same name and version, in order.
-    """
-
-    ends: tuple[Count, ...]
-    """Tokens whose probabilities are added."""
-    temperature: float
-    """Divisor of the logits."""
-    noise: Real
-    """Sum of the distances of the same by weights of the run's dtype, or of float64."""
 
 
 class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):

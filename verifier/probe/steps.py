@@ -31,7 +31,7 @@ Source:
     0 in no-epsilon loops, 1e-9 in OpenRLHF, 1e-6 in verl and SkyRL, 1e-4 in TRL's `GRPOTrainer`.
 """
 DDOFS = (1, 0)
-"""What may be subtracted from the terms under a variance where a loop does not say: `torch.std`, `numpy.std`."""
+"""Numbers to subtract from the terms under a variance where a loop does not say: `torch.std`, `numpy.std`."""
 
 
 @dataclass
@@ -247,8 +247,8 @@ class StepRecorder(ABC):
             if loss is None or num_tokens is None or grad_norm is None:
                 raise UsageError("a step's report has loss, num_tokens and grad_norm: give all three, or none")
             report = StepReport(
-                name=f"step {step}", version=step, loss=real(float(loss)), num_tokens=int(num_tokens),
-                grad_norm=real(float(grad_norm)), update=step,
+                name=f"step {step}", version=step, loss=real(float(_host(loss))), num_tokens=int(num_tokens),
+                grad_norm=real(float(_host(grad_norm))), update=step,
             )  # fmt: skip
             self.emit(report)
         if step in self._steps:

@@ -143,7 +143,7 @@ class GrpoPlan:
             require_numbers(config, rows, step)
         except LogprobLost:
             if probe is not None:
-                self._record_columns(probe, step, given, {"old": scored.old, "mask": [item.mask for item in given]})
+                self._record_columns(probe, step, scored, given)
             raise
         times = {"score_s": time.monotonic() - rolled} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
         if probe is not None and self._spots and has_spot(step):
@@ -266,19 +266,20 @@ class GrpoPlan:
                 token_counts=tuple(int(item.mask.sum()) for item in given), advantages=tuple(found.tolist()),
             )
         )  # fmt: skip
-        flat = {"old": scored.old, "mask": [item.mask for item in kept], **columns}
+        flat = dict(columns)
         if scored.reference is not None and options.kl_in == "reward":
             flat["penalty_reference"] = scored.reference
-        self._record_columns(probe, step, given, flat)
+        self._record_columns(probe, step, scored, kept, flat)
 
     def _record_columns(
-        self, probe: Probe, step: int, given: Sequence[Rollout], columns: Mapping[str, Values]
+        self, probe: Probe, step: int, scored: ScoredRollouts, kept: Sequence[Rollout],
+        columns: Mapping[str, Values] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Record columns of the loss by token, beside those that the rollouts have themselves."""
-        options = self._config.grpo
+        """Record columns of the loss by token; those that rollouts and the scores before it have, and others."""
+        options, given = self._config.grpo, scored.rollouts
         flat = {
-            "engine": [item.logprobs for item in given], "own": [item.mask for item in given],
-            "version": [item.versions for item in given], **columns,
+            "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
+            "own": [item.mask for item in given], "version": [item.versions for item in given], **columns,
         }  # fmt: skip
         probe.emit(
             PolicyColumns(
