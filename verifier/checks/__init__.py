@@ -56,8 +56,8 @@ __all__ = [
     "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content", "batch_sizes",
     "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "estimators",
     "evaluation_numbers", "evaluations", "final_export", "gradient_products", "gradient_sums", "handed_on", "knobs",
-    "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",
-    "router_choices", "router_losses", "routes", "run_terms", "samples", "score_bias", "scored_rows", "seeded_draws",
-    "served", "spot_scores", "stack", "step", "step_metrics", "training_step", "turns", "version_schedule",
-    "weights",
+    "logprobs", "loss_rows", "moves", "packing", "policy_step", "read_data", "read_tokens", "resume",
+    "reward_penalty", "rollout_texts", "router_choices", "router_losses", "routes", "run_terms", "samples",
+    "score_bias", "scored_rows", "seeded_draws", "served", "spot_scores", "stack", "step", "step_metrics",
+    "training_step", "turns", "version_schedule", "weights",
 ]  # fmt: skip
