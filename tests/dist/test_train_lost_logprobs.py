@@ -48,7 +48,9 @@ def train(request, resources):
     """Train with a weight poisoned at an update by number."""
 
     def run(folder: Path, number: int, *knobs: str, judged: bool = True) -> None:
-        words = [*KNOBS, f"engine.kind={request.param}", *knobs, f"run={folder}"]
+        own = [*knobs, f"engine.kind={request.param}", f"verify.steps={str(judged).lower()}", f"run={folder}"]
+        given = {text.partition("=")[0] for text in own}
+        words = [*(text for text in KNOBS if text.partition("=")[0] not in given), *own]
         config, _ = load(TrainConfig, overrides=words)
         launcher, judge = resources.launcher(Deadline(300)), JudgeAtOnce() if judged else None
         try:
