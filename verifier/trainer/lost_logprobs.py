@@ -19,7 +19,7 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.step_trace import step_manifest
 
 _SENT: tuple[Scope, ...] = (
-    "held", "exported", "handed", "plan", "transport", "engine", "cold", "settings", "untouched"
+    "held", "exported", "handed", "plan", "transport", "engine", "cold", "untouched"
 )  # fmt: skip
 """Scopes of a sync whose evidence is whole before the engine answers."""
 
