@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 GONE = (FileNotFoundError, ProcessLookupError)
 """Errors of a file under /proc: its process ended before it was opened, or before it was read."""
+
+
+_STAGE = re.compile(r"[a-z]+: \d+ s: ")
+"""Beginning of a line of progress, in a log file."""
+
+
+def said(stderr: str) -> str:
+    """Text of a command's stderr without its lines of progress."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if not _STAGE.match(line)).removesuffix("\n")
 
 
 def alive(pid: int) -> bool:

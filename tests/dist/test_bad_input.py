@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import said
 from verifier.cli.app import run
 from verifier.model.tiny import write_tiny
 
@@ -74,7 +75,7 @@ class Shell:
         assert done.returncode == 4, done.stderr
         assert done.stdout == ""
         assert sorted(self.folder.rglob("*")) == before
-        sentence = done.stderr.removeprefix("verifier: ").removesuffix("\n")
+        sentence = said(done.stderr).removeprefix("verifier: ")
         assert "\n" not in sentence
         return sentence
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import alive, arguments, children
+from tests.processes import alive, arguments, children, said
 from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ class Run:
         self.command = subprocess.Popen(
             [sys.executable, "-m", "verifier", *command, "--trace", str(folder / "trace")],
             cwd=folder, env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self.seen: dict[int, str] = {}
 
@@ -93,12 +93,14 @@ class Run:
         return found[what]
 
     def sentence(self) -> tuple[str, float]:
-        """First line that the command prints to stderr, and when."""
+        """First line on stderr that is no progress, and when."""
         assert self.command.stderr is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.command.stderr, selectors.EVENT_READ)
-            assert selector.select(60), "nothing was said"
-        return self.command.stderr.readline().decode(), time.monotonic()
+        while True:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.command.stderr, selectors.EVENT_READ)
+                assert selector.select(60), "nothing was said"
+            if said(line := self.command.stderr.readline().decode()):
+                return line, time.monotonic()
 
     def left(self) -> list[str]:
         """Processes and temporary files that outlive the command."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import ROOT
+from tests.processes import said
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.trainer.controller import Trainer
@@ -77,7 +78,7 @@ def test_the_same_seed_gives_the_same_weights_with_and_without_judging(run, trai
 def test_a_folder_with_a_run_of_another_config_is_refused(run):
     folder, _ = run
     done = train("--run", str(folder))
-    assert (done.returncode, done.stderr.strip()) == (
+    assert (done.returncode, said(done.stderr)) == (
         4, f"verifier: the run folder `{folder}` holds a run with data.batch_size=16, and data.batch_size=128 is asked "
         "for: give the same value to continue it, or choose another --run",
     )  # fmt: skip

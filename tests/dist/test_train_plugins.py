@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.meta.sources import ROOT
+from tests.processes import said
 from verifier.faults.training_trial import GRPO_KNOBS
 
 PLUGIN = """
@@ -78,7 +79,7 @@ def test_what_a_plugin_registers_trains(name, train, tmp_path):
 )  # fmt: skip
 def test_what_no_plugin_registers_is_refused(words, sentence, train, tmp_path):
     done = train(*GRPO_KNOBS, *words, "--dry-run") if words[0] != "plugins=[absent]" else train_without(words, tmp_path)
-    assert (done.returncode, done.stderr.strip()) == (4, f"verifier: {sentence}")
+    assert (done.returncode, said(done.stderr)) == (4, f"verifier: {sentence}")
 
 
 def train_without(words, tmp_path) -> subprocess.CompletedProcess[str]:

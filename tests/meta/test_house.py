@@ -2,24 +2,14 @@
 
 import ast
 import re
-from collections import defaultdict
 
 import pytest
 
 from tests.meta.sources import ROOT, python_files, tree_of, where
 
-OFTEN = {"__init__.py", "__main__.py", "conftest.py"}
 DANGLING = re.compile(r"(Of|By|What|Where|Whether|How|As|Which|Who|That|Those|Than|With)\b(?! a [a-z]+ of)")
 """First words of a docstring that is no noun phrase and no sentence by itself."""
 TO_DOCS = re.compile(r"""PAGE\.write_|["']docs["'].*(write_text|write_bytes|open\(["']w)""")
-
-
-def named(paths):
-    """Name -> places, of names that occur more than once."""
-    found = defaultdict(list)
-    for name, place in paths:
-        found[name].append(place)
-    return {name: places for name, places in found.items() if len(places) > 1}
 
 
 def docstrings(tree: ast.Module):
@@ -35,26 +25,6 @@ def docstrings(tree: ast.Module):
             follows = place > 0 and isinstance(body[place - 1], ast.Assign | ast.AnnAssign)
             if (heads or follows) and isinstance(statement.value.value, str):
                 yield statement.lineno, statement.value.value
-
-
-def test_no_file_name_twice_in_the_package():
-    """A traceback, an import and a search name one file."""
-    assert named((path.name, where(path)) for path in python_files("verifier") if path.name not in OFTEN) == {}
-
-
-def test_no_test_file_name_twice():
-    """`tests/unit` mirrors the package, and other folders name what they test."""
-    assert named((path.name, where(path)) for path in python_files("tests") if path.name not in OFTEN) == {}
-
-
-def test_no_public_class_name_twice():
-    classes = [
-        (node.name, where(path, node.lineno))
-        for path in python_files("verifier")
-        for node in tree_of(path).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
-    assert named(classes) == {}
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "verifier").glob("*/__init__.py")))

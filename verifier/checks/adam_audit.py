@@ -50,7 +50,7 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             gap = float(item.gap)
             found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
             yield _compared(
-                audit, item.name, same=gap <= STEP.absolute, badness=times(gap, STEP.absolute),
+                audit, item.name, same=gap <= STEP.absolute, share=times(gap, STEP.absolute),
                 sentence=f"{audit.name} leaves masters of `{item.name}` that are {found} what Adam makes of its "
                 "gradient",
                 expected="the masters before, moved by Adam (float64, with the trainer's own clipped gradient)",
@@ -59,7 +59,7 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
             rounding = float(item.moments)
             yield _compared(
-                audit, f"{item.name} (moments)", same=rounding <= 1, badness=times(rounding, 1),
+                audit, f"{item.name} (moments)", same=rounding <= 1, share=times(rounding, 1),
                 sentence=f"{audit.name} leaves moments of `{item.name}` that are {rounding:.3g} times what float32 may "
                 "round them by off what Adam makes of its gradient",
                 expected="the moments before, and the clipped gradient (float64)",
@@ -142,10 +142,10 @@ def compare_used(trace: Trace) -> Iterator[Comparison]:
 
 def _compared(
     audit: AdamAudit, what: str, *, same: bool, sentence: str, expected: str, actual: str, allowed: str, hint: str,
-    badness: float = 1.0,
+    badness: float = 1.0, share: float | None = None,
 ) -> Comparison:  # fmt: skip
     return Comparison(
         what=f"{what} of {audit.name} on rank {audit.rank}", same=same, stage=Stage.TRAIN, version=audit.version,
-        badness=badness, sentence=sentence, owner=owner_of(audit), expected=expected, actual=actual, allowed=allowed,
-        hint=hint,
+        badness=badness, share=share, sentence=sentence, owner=owner_of(audit), expected=expected, actual=actual,
+        allowed=allowed, hint=hint,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
         allowed = 1 + (item.rank_of_adapter + SUMMANDS) * HALF_STEP["float32"] / step
         gap = float(item.gap)
         yield Comparison(
-            what=item.name, same=gap <= allowed, stage=Stage.EXPORT, version=item.version, badness=times(gap, allowed),
+            what=item.name, same=gap <= allowed, stage=Stage.EXPORT, version=item.version, share=times(gap, allowed),
             sentence=f"`{item.name}` is exported up to {gap:.3g} half steps of {item.dtype} from its base and adapter",
             expected="base + alpha / rank * B A (float64, of the live shards)",
             actual=f"off by {gap:.3g} half steps at element {item.where:,}",

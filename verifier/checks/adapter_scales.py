@@ -36,7 +36,7 @@ def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
             gap, allowed = float(adapter.gap), ROUNDING[adapter.dtype] * float(adapter.greatest)
             yield Comparison(
                 what=f"{adapter.name} in {item.name} on rank {item.rank}", same=gap <= allowed, stage=Stage.LOGPROB,
-                version=item.version, badness=times(gap, allowed), owner=owner_of(item),
+                version=item.version, share=times(gap, allowed), owner=owner_of(item),
                 sentence=f"`{adapter.name}` multiplies by {float(adapter.scale):.6g} in {item.name}, it should be "
                 f"{item.asked:g}",
                 expected=f"{item.asked:g} (alpha over rank of the config)", actual=f"{float(adapter.scale):.6g}",

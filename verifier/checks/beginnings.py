@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from verifier.checks.content import owner_of
+from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_weights import AdapterShard, AdapterSpread
@@ -55,7 +55,7 @@ def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
         found = float(spread.deviation)
         yield Comparison(
             what=spread.name, same=abs(found - right) <= allowed, stage=Stage.LOAD,
-            badness=abs(found - right) / allowed if allowed else 1.0,
+            share=times(abs(found - right), allowed),
             sentence=f"`{spread.name}` begins with a spread of {found:.3g}, which should be {right:.3g}",
             expected=f"{right:.3g} (Glorot's, of a whole {rank} by {width})" if inward else "0",
             actual=f"{found:.3g} (root mean square of the joined matrix)",

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import verifier.checks.stated as stated
+from verifier.checks.content import times
 from verifier.checks.stated import Config
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -251,7 +252,7 @@ def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterat
         at = max(range(len(off)), key=lambda at: off[at] if off[at] == off[at] else math.inf)
         same = len(got) == len(want) and off[at] <= FREQUENCY
         yield Comparison(
-            what=f"frequencies of {path}", same=same, stage=Stage.LOGPROB, badness=1.0,
+            what=f"frequencies of {path}", same=same, stage=Stage.LOGPROB, share=times(off[at], FREQUENCY),
             owner=f"trainer rank {item.rank}",
             sentence=f"pair {at} of `{path}` turns by {live[at]:.6g} radians a position in the trainer, it should by "
             f"{want[at]:.6g}",

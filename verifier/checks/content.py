@@ -44,8 +44,8 @@ def left_out(source: Mapping[str, SourceTensor], taken: Iterable[Record]) -> dic
 
 
 def times(value: float, allowed: float) -> float:
-    """Return the ratio to what is allowed; infinite where nothing is, or where the value is not finite."""
-    return value / allowed if allowed and math.isfinite(value) else math.inf
+    """Return the ratio to what is allowed, 0 for a value of 0; infinite where none is allowed or it is not finite."""
+    return 0.0 if value == 0 else value / allowed if allowed > 0 and math.isfinite(value) else math.inf
 
 
 def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:

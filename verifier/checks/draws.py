@@ -171,7 +171,7 @@ def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
         for what, nats, allowed in places:
             yield Comparison(
                 what=f"reports of {what}", same=nats <= allowed, stage=Stage.ROLLOUT, version=asked.version,
-                badness=times(nats, allowed), owner="engine",
+                share=times(nats, allowed), owner="engine",
                 sentence=f"{what} are e^{nats:.4g} times as likely by a mixture of what the trainer and the engine say "
                 "of them as by what the engine says alone",
                 expected=f"e^{allowed:.4g} times or less of tokens that were drawn as the engine says",
@@ -216,7 +216,7 @@ def _fair(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     total = float(above.sum())
     yield Comparison(
         what="log-probabilities of the tokens", same=abs(total) <= allowed, stage=Stage.ROLLOUT, version=asked.version,
-        badness=times(abs(total), allowed), owner="engine",
+        share=times(abs(total), allowed), owner="engine",
         sentence=f"the {len(above):,} sampled tokens are {abs(total) / len(above):.3g} nats "
         f"{'less' if total > 0 else 'more'} likely each than draws at temperature {asked.temperature:g} are",
         expected=f"{float(found.entropy.mean()):.4g} nats each below 0 on average (the entropy of the trainer's "

@@ -54,7 +54,7 @@ def _compare(asked: SamplingAsked, oracle: OracleEnds, chance: np.ndarray, sampl
     total = float(above.sum())
     return Comparison(
         what="ends of the answers", same=abs(total) <= allowed, stage=Stage.ROLLOUT, version=asked.version,
-        badness=times(abs(total), allowed), owner="engine",
+        share=times(abs(total), allowed), owner="engine",
         sentence=f"{int(ended.sum()):,} answers or turns end within {len(ended):,} sampled tokens, of fair draws "
         f"{float(chance.sum()):.4g} would: the answers are {'shorter' if total > 0 else 'longer'} than draws are",
         expected=f"{float(chance.sum()):.4g} ends (transformers in fp32, at a temperature of {oracle.temperature:g})",

@@ -88,7 +88,7 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
             gap, told = right.gap(actual), item.epsilons is None or item.epsilons[0] == item.epsilons[1]
             yield Comparison(
                 what=name, same=right.holds(actual), stage=Stage.ADVANTAGE, version=item.version,
-                badness=times(gap, right.allowed),
+                share=times(gap, right.allowed),
                 sentence=f"the advantage of `{name}` is {actual:.9g}, it should be {right.text}",
                 expected=f"{right.text} ({item.estimator} of the whole batch, {_denominator(item)})",
                 actual=f"{actual:.9g}",

@@ -164,7 +164,7 @@ def _number(line: WrittenMetrics, name: str) -> float:
 def _mean(version: int, number: str, shown: float, right: float, scale: float, stage: Stage, by: str) -> Comparison:
     gap, allowed = abs(shown - right), MEAN.absolute * max(scale, 1e-300)
     return Comparison(
-        what=number, same=gap <= allowed, stage=stage, version=version, badness=times(gap, allowed),
+        what=number, same=gap <= allowed, stage=stage, version=version, share=times(gap, allowed),
         sentence=f"the evaluation of step {version} shows {number} {shown:.6g}, it is {right:.6g}",
         expected=f"{right:.6g} (the mean over all problems)", actual=f"{shown:.6g} ({by})",
         allowed=f"{allowed:.3g}, {MEAN}", hint="look at what the number is summed over and divided by",

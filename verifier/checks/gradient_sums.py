@@ -111,7 +111,7 @@ def _summed(
     place = tensor.begin + tensor.owned_begin + worst
     return Comparison(
         what=f"gradient of {tensor.name} of {item.name} on rank {item.rank}", same=same, stage=Stage.TRAIN,
-        version=item.version, badness=times(float(gap[worst]), float(allowed[worst])), owner=owner_of(item),
+        version=item.version, share=times(float(gap[worst]), float(allowed[worst])), owner=owner_of(item),
         sentence=f"{item.name} gives the optimizer {actual[worst]:.6g} as the gradient of element {place:,} of "
         f"`{tensor.name}`, its passes gave {expected[worst]:.6g}",
         expected=f"{expected[worst]:.6g} (what micro-batches of {len(parts)} ranks gave, over {num_tokens:,} tokens)",
@@ -134,7 +134,7 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_t
     lost = rest or not times_owned
     return Comparison(
         what=f"whole gradient of {tensor.name} of {item.name}", same=gap <= allowed and not lost, stage=Stage.TRAIN,
-        version=item.version, badness=times(gap, allowed), owner=owner_of(item),
+        version=item.version, share=times(gap, allowed), owner=owner_of(item),
         sentence=f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of "
         f"`{tensor.name}`{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}",
         expected=f"{expected:.9g} (all {tensor.size:,} elements, what micro-batches of {len(found)} ranks gave, over "
@@ -179,7 +179,7 @@ def _normed(step: TrainerStep, rank: int, expected: float) -> Comparison:
     gap = abs(actual - expected)
     return Comparison(
         what=f"gradient norm of {step.name} on rank {rank}", same=gap <= allowed, stage=Stage.TRAIN,
-        version=step.version, badness=times(gap, allowed), owner=owner_of(step),
+        version=step.version, share=times(gap, allowed), owner=owner_of(step),
         sentence=f"{step.name} clips by a gradient norm of {actual:.6g}, its gradients have {expected:.6g}",
         expected=f"{expected:.6g} (all ranks' gradients, each counted once, float64)",
         actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",

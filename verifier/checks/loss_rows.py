@@ -134,6 +134,7 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
             yield Comparison(
                 what=f"{name} in {columns.name}", same=not which, stage=Stage.PACK, version=columns.version,
                 badness=worst,
+                share=None if rows else max((float(gaps[number]) for gaps in greatest.values()), default=0.0),
                 sentence=f"in {columns.name} the loss of `{name}` read "
                 + (f"{rows} tokens not once" if which == "rows" else f"another {which} than it was given"),
                 expected="each token once, with its own columns", actual=f"{which} differs" if which else "",
@@ -195,7 +196,7 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
             name, gap = columns.ids[update.rollout[at]], float(gaps[at])
             yield Comparison(
                 what=f"{what} of {name} in {columns.name}", same=gap <= allowed, stage=Stage.LOSS,
-                version=columns.version, badness=times(gap, allowed),
+                version=columns.version, share=times(gap, allowed),
                 sentence=f"in {columns.name} a token of `{name}` has a {what} of {actual[at]:.6g}, "
                 f"it should be {expected[at]:.6g}",
                 expected=f"{expected[at]:.6g} ({terms.loss}, float64)", actual=f"{actual[at]:.6g} (the trainer's)",
@@ -208,7 +209,7 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
         allowed = TERM.absolute * max(scale, 1e-12) + float(of_value.max(initial=0.0))
         yield Comparison(
             what=f"reported loss of {columns.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.LOSS,
-            version=columns.version, badness=times(gap, allowed), owner=owner_of(report),
+            version=columns.version, share=times(gap, allowed), owner=owner_of(report),
             sentence=f"{columns.name} reports a loss of {float(report.loss):.6g}, it should be {total:.6g}",
             expected=f"{total:.6g} (the weighted sum over all tokens, float64)", actual=f"{float(report.loss):.6g}",
             allowed=f"{allowed:.3g}, {TERM}", hint="look at what is summed over which ranks",

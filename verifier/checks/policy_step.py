@@ -110,7 +110,7 @@ def _policy_inputs(
     allowed = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
     yield Comparison(
         what=f"{name} (advantage)", same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-        badness=times(gap, allowed),
+        share=times(gap, allowed),
         sentence=f"the advantage of a token of `{name}`, times its importance factor, is off by {gap:.3g}",
         expected=f"{advantage:.6g} times the factor that old and engine give", actual=f"off by up to {gap:.3g}",
         allowed=f"{allowed:.3g}, {FACTOR}", hint="look at the level, the cap and the mask of importance weights",

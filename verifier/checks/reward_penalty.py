@@ -47,7 +47,7 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
                 gap, allowed = abs(actual - right), PENALTY.absolute * item.kl_weight * size + 1e-300
                 yield Comparison(
                     what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-                    badness=times(gap, allowed),
+                    share=times(gap, allowed),
                     sentence=f"the KL penalty in the reward of `{name}` is {actual:.6g}, it should be {right:.6g}",
                     expected=f"{right:.6g} ({item.kl_weight:g} times the sum of {item.kl_kind} over {len(old)} tokens)",
                     actual=f"{actual:.6g}", allowed=f"{allowed:.3g}, {PENALTY}",

@@ -49,7 +49,7 @@ def router_chooses_experts_far_from_the_best(trace: Trace) -> Iterator[Compariso
         gap, sequence, position = float(item.shortfall), *item.place
         yield Comparison(
             what=f"layer {item.layer}, {item.name}", same=gap <= allowed and item.closed <= most, stage=Stage.LOSS,
-            version=item.version, badness=max(times(gap, allowed), item.closed / most),
+            version=item.version, share=max(times(gap, allowed), item.closed / most),
             sentence=f"a router of layer {item.layer} chose an expert that scores {gap:.3g} of the scores' range below "
             f"the best ones, for token {position} of sequence {sequence}"
             + (f"; {item.closed:,} tokens have one of a group that is closed to them" if item.closed > most else ""),

@@ -157,7 +157,7 @@ def _compared(
     worst, bound = float(gap[row, expert]), float(allowed[row, 0])
     return Comparison(
         what=f"routers of layer {layer} in micro-batch {number} of {item.name} on rank {item.rank}",
-        same=bool((gap <= allowed).all()), stage=Stage.LOSS, version=item.version, badness=times(worst, bound),
+        same=bool((gap <= allowed).all()), stage=Stage.LOSS, version=item.version, share=times(worst, bound),
         owner=owner_of(item),
         sentence=f"in {item.name} the router of layer {layer} adds {found[row, expert]:.4g} to the gradient of a logit "
         f"of expert {expert}, its losses ask for {expected[row, expert]:.4g}",

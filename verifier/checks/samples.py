@@ -33,7 +33,7 @@ def compare_with_chance(
     allowed = Tolerance(absolute=math.log(cases / RARE), unit="nats", source=source)
     return Comparison(
         what=item.name, same=nats <= allowed.absolute, stage=item.stage, version=item.version,
-        badness=nats / allowed.absolute, owner=owner_of(item), sentence=sentence, expected=expected, actual=actual,
+        share=nats / allowed.absolute, owner=owner_of(item), sentence=sentence, expected=expected, actual=actual,
         mismatched=f"{nats:.3g} nats", allowed=str(allowed), hint=hint,
     )  # fmt: skip
 

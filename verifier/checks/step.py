@@ -43,7 +43,7 @@ LOSS = Tolerance(
 )  # fmt: skip
 STEP = Tolerance(
     absolute=1e-3, unit="learning rates",
-    source="fp32 rounding: half an ulp of a weight above 1 is 9e-5 of a learning rate of 7e-4",
+    source="beyond three roundings of the weight to float32; those of moments move an update by 3e-5 at most",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         owner, place, mismatched = _measured(item.gradient)
         yield Comparison(
             what=_subject(item), same=item.gradient is not None and gap <= allowed and dtype == "float32",
-            stage=Stage.LOSS, version=item.version, badness=times(gap, allowed),
+            stage=Stage.LOSS, version=item.version, share=times(gap, allowed),
             sentence=f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}",
             owner=owner, mismatched=mismatched, expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
             actual=f"{found} (the trainer's, reduced over all ranks)", allowed=f"{allowed:.3g} in float32, {bound}",
@@ -137,7 +137,7 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(
             what=f"{name} (length)" + (f" of update {update}" if update else ""),
             same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
-            badness=times(gap, bound.absolute),
+            share=times(gap, bound.absolute),
             sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
             expected="1 (along transformers' gradient, fp32)",
             actual=f"{length:.3g} (the trainer's, reduced over all ranks)", allowed=str(bound),
@@ -194,9 +194,9 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
     wrong norm.
     Evidence: loss/gradient (a measurement, in learning rates; the norm of all gradients), train/step.
-    Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
-    In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
-    1e-5 of the norm.
+    Tolerance and its source: three roundings to float32 of each weight, by its own size, and 1e-3 of the learning rate
+    for those of moments, which move an update by 3e-5 at most. In bf16 half a step of that dtype more, from the
+    unrounded weights that Adam has: a trainer's fp32 masters. 1e-5 of the norm.
     What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
     masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
@@ -209,7 +209,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
         yield Comparison(
             what=_subject(item), same=gap <= STEP.absolute, stage=Stage.TRAIN, version=item.version,
-            badness=times(gap, STEP.absolute),
+            share=times(gap, STEP.absolute),
             sentence=f"`{item.name}` is {found} what Adam makes of its gradient{place}",
             owner=owner, mismatched=mismatched,
             expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
@@ -221,7 +221,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         gap, allowed = abs(actual - right), NORM.absolute * right
         yield Comparison(
             what=f"gradient norm on rank {report.rank}{_of_update(report)}", same=gap <= allowed, stage=Stage.TRAIN,
-            version=report.version, badness=times(gap, allowed), owner=owner_of(report),
+            version=report.version, share=times(gap, allowed), owner=owner_of(report),
             sentence=f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
             expected=f"{right:.6g} (of all reduced gradients, float64)",
             actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
@@ -261,7 +261,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(
             what=f"reported loss on rank {report.rank}{_of_update(report)}",
             same=gap <= allowed and report.num_tokens == item.num_tokens, stage=Stage.LOSS,
-            version=report.version, badness=times(gap, allowed), owner=owner_of(report),
+            version=report.version, share=times(gap, allowed), owner=owner_of(report),
             sentence=f"the step reports a loss of {loss:.6g} over {report.num_tokens:,} tokens, "
             f"it is {right:.6g} over {item.num_tokens:,}",
             expected=f"{right:.6g} over {item.num_tokens:,} tokens (transformers)",

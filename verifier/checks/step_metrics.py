@@ -99,7 +99,7 @@ def metrics_misreported(trace: Trace) -> Iterator[Comparison]:
                 of_answers = name in OF_ANSWERS
                 yield Comparison(
                     what=name, same=gap <= allowed, stage=Stage.REWARD if of_answers else Stage.LOSS,
-                    version=item.version, badness=times(gap, allowed),
+                    version=item.version, share=times(gap, allowed),
                     sentence=f"the step shows {name} {shown:.6g}, it is {right:.6g}",
                     expected=f"{right:.6g} (from rewards, flags, versions and rows of the loss)", actual=f"{shown:.6g}",
                     allowed=f"{allowed:.3g}, {why}",

@@ -154,7 +154,7 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
             allowed = WEIGHT.absolute * right
             yield Comparison(
                 what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-                badness=times(gap, allowed),
+                share=times(gap, allowed),
                 sentence=f"a token of `{name}` weighs {float(weight.max(initial=0)):.6g}, it should be {right:.6g}",
                 expected=f"{right:.6g} (the {item.aggregation.replace('_', ' ')} of the whole batch, float64)",
                 actual=f"off by up to {gap:.3g} (the batch's)", allowed=f"{allowed:.3g}, {WEIGHT}",
@@ -231,7 +231,7 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
                 gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
                 yield Comparison(
                     what=f"{what} of {report.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
-                    version=report.version, badness=times(gap, allowed), owner=owner_of(report),
+                    version=report.version, share=times(gap, allowed), owner=owner_of(report),
                     sentence=f"{report.name} has a {what} of {actual:.6g}, it should be {expected:.6g}",
                     expected=f"{expected:.6g} (the {settings.schedule} schedule at step {report.step})",
                     actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {RATE}",

@@ -18,7 +18,7 @@ import typer
 from verifier.cli import faults as cli_faults
 from verifier.cli import pages as cli_pages
 from verifier.cli.bisect import bisect
-from verifier.cli.command import configured
+from verifier.cli.command import KnobCommand, configured
 from verifier.cli.gate_command import file_of_resume, gate
 from verifier.cli.results import (
     STDOUT,
@@ -88,7 +88,7 @@ def options(
     """Options of the command line as a whole."""
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @configured
 def golden(
     config: GoldenConfig,
@@ -118,7 +118,7 @@ def golden(
     return code
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @configured
 def roundtrip(
     config: RoundtripConfig,
@@ -147,7 +147,7 @@ def _file_of_replay(*, replay: Path | None, **_: object) -> Path | None:
     return None if replay is None else config_of(replay)
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @functools.partial(configured, file_of=_file_of_replay)
 def train(
     config: TrainConfig,
@@ -192,7 +192,7 @@ def train(
         return cli_train.preflight(config, progress)
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @configured
 def sweep(
     config: SweepConfig,
@@ -211,11 +211,11 @@ def sweep(
         return swept.sweep(config, progress)
 
 
-app.command()(functools.partial(configured, file_of=file_of_resume)(gate))
-app.command()(configured(bisect))
+app.command(cls=KnobCommand)(functools.partial(configured, file_of=file_of_resume)(gate))
+app.command(cls=KnobCommand)(configured(bisect))
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @configured
 def noise(config: NoiseConfig) -> int:
     """Measure what bf16 alone does to a model's log-probabilities."""
@@ -229,7 +229,7 @@ def noise(config: NoiseConfig) -> int:
     return ExitCode.HOLDS
 
 
-@app.command()
+@app.command(cls=KnobCommand)
 @configured
 def plan(config: PlanConfig, json: JsonOption = None) -> int:
     """Plan a model on any number of ranks from its config.json: shards, chunks, memory, sync time."""

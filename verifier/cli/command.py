@@ -7,15 +7,16 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from verifier.cli.results import show
 from verifier.config import claim_trace
-from verifier.config.load import load, resolved
+from verifier.config.load import default, load, resolved
 from verifier.config.words import note
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError
@@ -24,13 +25,39 @@ from verifier.knob import KnobEntry, entries
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with any of the knobs; see docs/config.md.")
 ]
-_OVERRIDES = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Any knob by its key, such as mesh.tp=2; or the file of --config."),
-]
 _PRINT = Annotated[
     bool, typer.Option("--print-config", help="Print every knob with its value, owner and default, and stop.")
 ]
+
+
+class KnobCommand(TyperCommand):
+    """Command whose help page ends with the knobs that have a key and no flag."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write them as a list of keys, types, help and defaults."""
+        knobs = [entry for entry in getattr(self.callback, "knobs", ()) if not entry.knob.flag]
+        if knobs:
+            with formatter.section("Keys without a flag, given as KEY=VALUE or in --config"):
+                formatter.write_dl([(_keyed(entry), _described(entry)) for entry in knobs])
+
+
+def _keyed(entry: KnobEntry) -> str:
+    words = "|".join(map(str, entry.knob.choices)) or entry.kind.__name__.lower()
+    return f"{entry.key} <{words}>"
+
+
+def _described(entry: KnobEntry) -> str:
+    return entry.knob.help + ("" if entry.computed or entry.default is None else f"  [default: {default(entry)}]")
+
+
+def _overrides(knobs: Sequence[KnobEntry]) -> Any:
+    """Type of the arguments that are KEY=VALUE, which a shell completes."""
+
+    def completed(incomplete: str) -> list[str]:
+        return [f"{entry.key}=" for entry in knobs if entry.key.startswith(incomplete)]
+
+    told = "Any knob by its key, such as mesh.tp=2; or the file of --config."
+    return Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=told, autocompletion=completed)]
 
 
 def configured(
@@ -47,7 +74,8 @@ def configured(
     first, *own = inspect.signature(function, eval_str=True).parameters.values()
     takes_owners, takes_traces = (any(item.name == name for item in own) for name in ("owners", "traces"))
     own = [item for item in own if item.name not in ("owners", "traces")]
-    flags = {entry.key.replace(".", "_"): entry for entry in entries(first.annotation) if entry.knob.flag}
+    knobs = entries(first.annotation)
+    flags = {entry.key.replace(".", "_"): entry for entry in knobs if entry.knob.flag}
 
     @functools.wraps(function)
     def command(
@@ -82,7 +110,7 @@ def configured(
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter("context", named, annotation=typer.Context),
-            inspect.Parameter("overrides", named, default=None, annotation=_OVERRIDES),
+            inspect.Parameter("overrides", named, default=None, annotation=_overrides(knobs)),
             *(
                 inspect.Parameter(name, named, default=_default(entry), annotation=_annotation(entry))
                 for name, entry in flags.items()
@@ -93,6 +121,7 @@ def configured(
         ]
     )
     command.__annotations__ = {}
+    command.knobs = knobs  # type: ignore[attr-defined]  # for `KnobCommand`
     return command
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verifier.cli.results import show
+from verifier.cli.results import complain, show
 from verifier.config.commands import next_trace
 from verifier.config.training import TrainConfig
 from verifier.config.words import noted
@@ -32,7 +32,11 @@ def judge_step(trace: str) -> Judged:
     from verifier.trainer.verdicts import Judged
 
     report = report_of(store.read(Path(trace)), trace)
-    return Judged(int(report.exit_code), render_text(report))
+    return Judged(
+        int(report.exit_code), render_text(report), report.suspected,
+        computed=frozenset(item.code for item in report.outcomes if item.shares.count),
+        mismatched=frozenset(item.code for item in report.outcomes if item.finding is not None),
+    )  # fmt: skip
 
 
 class ProcessJudge:
@@ -78,22 +82,30 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None,
             judge = stack.enter_context(started_judge()) if config.verify.steps else None
             if view is not None:
                 stack.enter_context(view.run(config.steps))
-            summary = Trainer(config, progress, judge, view=view, given=noted(begins)).run()
+            summary = Trainer(config, progress, judge, view=view, tell=complain, given=noted(begins)).run()
     except ViolationFound as found:
         show(str(found))
         return found.exit_code
     accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
-    judged = f"; {summary.judged:,} steps judged, all hold" if judge is not None else "; not judged"
+    judged, code, kept = "; not judged", ExitCode.HOLDS, summary.suspicions
+    if judge is not None:
+        told = "none violated" if kept.open or kept.num_dropped else "all hold"
+        judged = f"; {summary.judged:,} steps judged, {told}"
+    if kept.num_dropped:
+        judged += f"; suspected and not confirmed: {kept.num_dropped:,}"
+    for item in kept.open.values():
+        complain(f"inconclusive: step {item.step} is suspected ({item.sentence}), and no later step judged it again")
+        code = ExitCode.INCONCLUSIVE
     if summary.finished_before:
         show(
             f"the run `{config.run}` is finished already: {summary.steps:,} steps, loss {summary.loss:.4f}{accuracy}; "
             "give more --steps to go on, or another --run\n"
         )
-        return ExitCode.HOLDS
+        return code
     loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
     show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
-    return ExitCode.HOLDS
+    return code
 
 
 def preflight(config: TrainConfig, progress: Progress) -> int:

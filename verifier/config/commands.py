@@ -153,8 +153,9 @@ class EngineOptions:
 
     kind: str = knob("Where the weights go: vLLM, or transformers.", "vllm", flag="--engine", choices=("vllm", "hf"))
     tp: int = knob("Tensor parallel size of the engine.", 1, flag="--engine-tp", least=1)
-    cuda_graphs: bool = knob(
-        "vLLM replays captured CUDA graphs, or runs eagerly.", False, flag="--cuda-graphs/--enforce-eager"
+    cuda_graphs: bool | None = knob(
+        "vLLM replays captured CUDA graphs, or runs eagerly; by default it does in training on a GPU.", None,
+        flag="--cuda-graphs/--enforce-eager",
     )  # fmt: skip
     sleep_level: int = knob(
         "vLLM sleeps while the trainer steps: 1 keeps its weights on the host, 2 drops them, 0 stays awake.", 0,
@@ -185,7 +186,7 @@ class EngineOptions:
 
     def _gpu_options(self) -> dict[str, bool]:
         return {
-            "--cuda-graphs": self.cuda_graphs, "--sleep-level": self.sleep_level != 0,
+            "--cuda-graphs": bool(self.cuda_graphs), "--sleep-level": self.sleep_level != 0,
             "--engine-quantization": self.quantization is not None,
         }  # fmt: skip
 

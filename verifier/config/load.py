@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verifier.config.field_terms import TERMS
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, build, entries
 
@@ -126,8 +127,10 @@ def _require_known(known: Mapping[str, Any], key: str, where: str) -> None:
     inside = [name for name in known if name.startswith(f"{key}.")]
     if inside:
         raise UsageError(f"`{key}`{where} is a group of knobs: give one of {', '.join(inside)}")
-    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = last or difflib.get_close_matches(key, known, n=1)
+    word = key.rpartition(".")[2]
+    last = [name for name in known if name.rpartition(".")[2] == word]
+    term = TERMS.get(word.lower().replace("-", "_"))
+    near = [term] if term in known else last or difflib.get_close_matches(key, known, n=1)
     raise UsageError(
         f"there is no knob `{key}`{where}: " + (f"did you mean `{near[0]}`" if near else "`--print-config` lists them")
     )

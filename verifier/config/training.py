@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
@@ -20,6 +20,8 @@ from verifier.knob import check, group, knob
 SCHEDULES = ("constant", "linear", "cosine")
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 FIRST_RUN = Path("runs")
+GENERATED = ("tiny", "wide")
+"""Prefixes of models with random weights."""
 DEFAULT_COUNT = 8
 """Rollouts of a micro-batch where none of the knobs says how it is cut."""
 
@@ -81,7 +83,10 @@ class OptimizerOptions:
         UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
     """
 
-    learning_rate: float = knob("Learning rate once the warm-up has ended.", 1e-3)
+    learning_rate: float = knob(
+        "Learning rate after the warm-up; by default 1e-6 in GRPO, 1e-5 in SFT, 1e-3 of random weights.", math.nan,
+        derived=True,
+    )  # fmt: skip
     least_learning_rate: float = knob("Learning rate at the last step.", 0.0)
     schedule: str = knob("Course of the learning rate after the warm-up.", "constant", choices=SCHEDULES)
     warmup_steps: int = knob("Steps in which the learning rate rises, by equal amounts.", 0, least=0)
@@ -95,7 +100,8 @@ class OptimizerOptions:
         check(self)
         for name in ("learning_rate", "least_learning_rate", "weight_decay", "clip_grad", "epsilon"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            is_left = name == "learning_rate" and math.isnan(value)  # to the run's config, which knows the model
+            if not is_left and not 0 <= value < math.inf:
                 raise UsageError(f"optimizer.{name} is {value:g}, it must be at least 0 and finite")
         for name in ("beta_1", "beta_2"):
             value = getattr(self, name)
@@ -170,6 +176,18 @@ class VerifyOptions:
         check(self)
 
 
+def default_learning_rate(model: str, algorithm: str, *, adapters: bool) -> float:
+    """Learning rate of a run that names none.
+
+    Source:
+        Random weights learn at 1e-3. A pretrained model forgets at that rate: verl, TRL and SkyRL take 1e-6 for GRPO
+        and 1e-5 for fine-tuning, and ten times as much for adapters.
+    """
+    if model.partition(":")[0] in GENERATED:
+        return 1e-3
+    return (1e-6 if algorithm == "grpo" else 1e-5) * (10 if adapters else 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(RunConfig):
     """Config of `verifier train`."""
@@ -207,6 +225,12 @@ class TrainConfig(RunConfig):
     verify: VerifyOptions = group(VerifyOptions)
     profile: ProfileOptions = group(ProfileOptions)
     ray: RayOptions = group(RayOptions)
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.optimizer.learning_rate):
+            rate = default_learning_rate(self.model, self.algorithm, adapters=bool(self.lora.rank))
+            object.__setattr__(self, "optimizer", replace(self.optimizer, learning_rate=rate))
+        RunConfig.__post_init__(self)
 
     def _refuse_contradictions(self) -> None:
         if (self.aggregation == "constant") != (self.aggregation_constant is not None):

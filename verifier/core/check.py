@@ -8,12 +8,14 @@ from types import UnionType
 from typing import get_args
 
 from verifier.core.comparison import Comparison
-from verifier.core.finding import Finding, Outcome
+from verifier.core.finding import Finding, Outcome, Shares
 from verifier.core.manifest import Scope
 from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 
 CheckFn = Callable[[Trace], Iterator[Comparison]]
+LOOP = "probe"
+"""Command of the traces of other trainers' loops, each version of which is a step like the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     if missing:
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing, moved=moved)
     seen, bad, error = 0, [], None
+    shares: list[float] = []
+    versions: set[int] = set()
     left_out: tuple[str, ...] = ()
     widened: dict[str, None] = {}
     try:
@@ -88,11 +92,20 @@ def run_check(item: Check, trace: Trace) -> Outcome:
             left_out = left_out or comparison.left_out
             if comparison.widened:
                 widened[f"`{comparison.what}` ({comparison.widened})"] = None
+            if comparison.share is not None:
+                shares.append(comparison.share)
+                versions.add(comparison.version)
             if not comparison.same:
                 bad.append(comparison)
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(
         code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, moved=moved,
-        left_out=left_out, widened=tuple(widened),
+        left_out=left_out, widened=tuple(widened), shares=Shares.of(shares),
+        recurs=trace.manifest.command != LOOP or not _refuted({item.version for item in bad}, versions),
     )  # fmt: skip
+
+
+def _refuted(bad: set[int], versions: set[int]) -> bool:
+    """Tell whether one version alone is bad, and a later one that was compared too is not."""
+    return len(bad) == 1 and max(versions, default=0) > max(bad)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+SUSPECTED = 4.0
+"""Multiple of a computed bound below which a mismatch is suspected, and judged again on fresh evidence (ADR 0083)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """A bound and where the bound comes from; a bare float is not a tolerance."""
@@ -36,8 +40,11 @@ class Comparison:
     stage: Stage
     version: int = 0
     badness: float = 0.0
-    """Orders mismatches of one check: 1 is "absent", otherwise a fraction or a multiple of the allowed bound. Like the
-    texts below it is read of mismatches only."""
+    """Orders exact mismatches of one check: 1 is "absent", otherwise a fraction. Like the texts below it is read of
+    mismatches only."""
+    share: float | None = None
+    """Value over what is allowed, of a bound that is computed, whether it holds or not; None of a bitwise or exact
+    comparison. Infinite for a value that is not finite."""
     sentence: str = ""
     """Sentence that says what is wrong, numbers included, understandable alone."""
     owner: str = ""
@@ -52,6 +59,16 @@ class Comparison:
     """Names that the check had nothing to compare with; the same in every comparison of a check that has any."""
     widened: str = ""
     """Dtypes of two sides with the same values, "bfloat16 as float32"; empty where the bits are the same."""
+
+    @property
+    def severity(self) -> float:
+        """Orders mismatches of one check: the share of a computed bound, else the badness."""
+        return self.badness if self.share is None else self.share
+
+    @property
+    def suspected(self) -> bool:
+        """A computed bound is exceeded, by less than `SUSPECTED` times."""
+        return not self.same and self.share is not None and 1 < self.share < SUSPECTED
 
     @property
     def place(self) -> tuple[int, int, Stage]:

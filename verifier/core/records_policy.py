@@ -296,13 +296,15 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
 
 
 class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
-    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats."""
+    """Entropy by transformers in float32 at each token in the loss of one update.
+
+    Arrays [N] float64, nats: ``array``; of a float32 run ``scale``, most that float32's rounding of logits does to it.
+    """
 
     temperature: float
     """Divisor of the logits."""
     noise: Real
-    """Greatest distance of such an entropy by weights of the run's dtype, or of float64, at any token of the update's
-    rollouts, those of prompts too; nats."""
+    """Greatest distance by weights of the run's dtype, or of float64, at any token of the rollouts; nats."""
 
 
 class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):

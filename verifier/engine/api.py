@@ -47,6 +47,9 @@ class EngineConfig(EngineOptions):
     """Greatest number of tokens of a forward pass; 0 leaves it to the engine."""
     kv_cache_bytes: int = LEAST_KV_CACHE_BYTES
     """Bytes of keys and values on each rank."""
+    kv_cache_share: float = 0.0
+    """Share of what the weights leave of a GPU, which keys and values have where sequences at once need as much; 0:
+    they have `kv_cache_bytes`."""
     seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""

@@ -10,7 +10,9 @@ from verifier.errors import UsageError
 from verifier.model.families import size_if_any
 
 MOST_KV_CACHE_BYTES = 1 << 30
-"""Greatest cache that is taken where none is asked for, unless one sequence takes more: a trainer may be beside it."""
+"""Greatest cache on a CPU that is taken where none is asked for, unless one sequence takes more."""
+OWN_SHARE, LENT_SHARE = 0.8, 0.3
+"""Greatest share of what the weights leave of a GPU, on an engine's own one, and beside a trainer that stays on it."""
 _BLOCK = 128
 """Tokens to a multiple of which a sequence is counted: vLLM's blocks have 16, 32, 64 or 128."""
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -40,18 +42,20 @@ def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None
 
 
 def cache_bytes(
-    asked_gib: float | None, sizes: Mapping[str, Any], *, dtype: str, tp: int, length: int, count: int
-) -> int:
+    asked_gib: float | None, sizes: Mapping[str, Any], *, dtype: str, tp: int, length: int, count: int,
+    most: float = MOST_KV_CACHE_BYTES,
+) -> int:  # fmt: skip
     """Bytes of an engine rank's cache.
 
     Args:
         asked_gib: what the config asks for; None takes room for all sequences at once, at least 128 MiB and at most
-            1 GiB, or one sequence.
+            `most`, or one sequence.
         sizes: config.json of the model.
         dtype: of the weights.
         tp: engine ranks.
         length: tokens of a sequence, at most.
         count: sequences that are sampled at once, at most.
+        most: bytes, unless more are asked for.
 
     Raises:
         UsageError: one sequence does not fit what is asked for; names the numbers.
@@ -68,7 +72,12 @@ def cache_bytes(
     if each is None:
         return LEAST_KV_CACHE_BYTES
     one = -(-length // _BLOCK) * _BLOCK * each
-    return max(LEAST_KV_CACHE_BYTES, min(one * count, MOST_KV_CACHE_BYTES), one + _BLOCK * each)
+    return int(max(LEAST_KV_CACHE_BYTES, min(one * count, most), one + _BLOCK * each))
+
+
+def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, tp: int) -> float:
+    """Bytes of a cache on a GPU, at most: a share of what the weights of an engine rank leave of it."""
+    return share * max(device_bytes - weight_bytes / tp, 0.0)
 
 
 def _keeps_all(sizes: Mapping[str, Any]) -> bool:

@@ -226,7 +226,7 @@ def _finding(report: Report, outcome: Outcome, within: Callable[[Path], str]) ->
     bad = outcome.finding
     return GateFinding(
         check=outcome.code, name=outcome.name, sentence=first_line(outcome),
-        text=render_outcome(outcome, report.trace, report.manifest), violated=bad is not None,
+        text=render_outcome(outcome, report.trace, report.manifest), violated=outcome.verdict is Verdict.VIOLATED,
         stage="" if bad is None else bad.first_bad_stage.label,
         place=() if bad is None else tuple(int(part) for part in bad.first.place),
         known_bug=explanation(outcome, report.manifest), trace=within(Path(report.trace)),

@@ -14,6 +14,8 @@ MAX_STEPS = 400
 """Steps that are drawn; of more, every n-th."""
 _TIMES = ("rollout_s", "score_s", "train_s", "sync_s")
 """Stages of a step; `prepare_s` holds the first two."""
+_LEARNING = {"loss": "loss", "entropy": "nats", "kl": "nats", "grad_norm": "L2 norm", "answer_tokens": "tokens"}
+"""Metric that has a chart of its own -> unit."""
 
 Row = Mapping[str, Any]
 
@@ -43,7 +45,9 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
         title="Reward", x="step", y="reward, share",
         series=_lines(rows, {"reward": "reward", "held_out_reward": "held-out reward", "accuracy": "accuracy"}),
     )  # fmt: skip
-    yield Chart(title="Loss", x="step", y="loss", series=_lines(rows, {"loss": "loss"}))
+    for key, unit in _LEARNING.items():
+        name = key.replace("_", " ")
+        yield Chart(title=name.capitalize(), x="step", y=unit, series=_lines(rows, {key: name}))
     floor = tuple(Series(name=item.name, points=item.points, kind="bound", colour=3)
                   for item in _lines(rows, {"mismatch_floor": "floor: p99 of the first steps"}))  # fmt: skip
     yield Chart(

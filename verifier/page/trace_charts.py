@@ -199,7 +199,7 @@ def _gradient_ratios(trace: Trace) -> Iterator[tuple[str, int, float]]:
     if trace.has(GradientRecord):
         for item in gradient_differs_from_oracle(trace):
             if not item.what.endswith("(length)"):
-                yield item.what, item.version, item.badness
+                yield item.what, item.version, item.severity
 
 
 def _of_gradients(trace: Trace) -> Iterator[Chart]:

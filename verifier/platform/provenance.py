@@ -49,6 +49,16 @@ def host() -> str:
     return f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
 
 
+def gpu_bytes() -> int | None:
+    """Memory of this host's first GPU in bytes, as its driver says it; None where nothing can be asked."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+        return int(said.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
 def gpu_names(tier: str) -> tuple[str, ...]:
     """Name of each GPU that torch sees; none on the CPU tier, which is not asked."""
     if tier != "cuda":

@@ -14,6 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from verifier.core import store
+from verifier.core.check import LOOP
 from verifier.core.manifest import Manifest
 from verifier.core.reader import read
 from verifier.core.record import Role
@@ -29,7 +30,7 @@ from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.probe.declared import not_judged, scopes_of
 
-COMMAND = "probe"
+COMMAND = LOOP
 """Command of a recorded loop, by its manifest."""
 
 

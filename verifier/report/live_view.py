@@ -1,4 +1,4 @@
-"""A training run on a terminal: one table, drawn anew once a step; nothing where nobody looks."""
+"""A training run on a terminal: one table, drawn anew once a step; plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verifier.report.progress import Progress
+from verifier.report.progress import Progress, plain_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -131,9 +131,9 @@ def _words(name: str) -> str:
 
 @contextlib.contextmanager
 def live_view(what: str) -> Iterator[tuple[Progress, LiveView | None]]:
-    """Progress and view of runs on a terminal's stderr; neither if that is a file."""
+    """Progress and view of runs on a terminal's stderr; if that is a file, plain lines and no view."""
     if not sys.stderr.isatty():
-        yield lambda text: None, None
+        yield plain_lines(what), None
         return
     from rich.console import Console
 

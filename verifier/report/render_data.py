@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -69,6 +70,8 @@ def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
         "left_out": list(outcome.left_out),
         "error": outcome.error,
         "known_bug": explanation(outcome, manifest),
+        "suspected": outcome.suspected,
+        "shares": _plain(outcome.shares),
         "finding": _plain(outcome.finding),
     }
 
@@ -81,6 +84,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

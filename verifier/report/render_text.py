@@ -12,7 +12,7 @@ from verifier.core.outputs import printable
 from verifier.report.detail import Detail
 from verifier.report.grouping import grouped
 from verifier.report.header import header, located
-from verifier.report.report import Report, explanation, why_it_ended
+from verifier.report.report import Report, excess, explanation, why_it_ended
 
 MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
@@ -95,6 +95,8 @@ def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
             ("spread", _spread(finding)),
             ("kinds", _kinds(finding)),
         ]
+    if outcome.suspected:
+        fields.append(("suspected", f"{excess(outcome)}: judge another step before you trust it"))
     fields.append(("coverage", _coverage(outcome)))
     fields.append(("replay", f"`verifier replay {trace} --check {outcome.code}{only}`"))
     lines = [first_line(outcome), *(printable(f"  {name:<10}: {value}") for name, value in fields if value)]
@@ -102,7 +104,7 @@ def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
 
 
 def _sentence(outcome: Outcome) -> str:
-    if outcome.finding is not None:
+    if outcome.finding is not None and outcome.verdict is Verdict.VIOLATED:
         first = outcome.finding.first
         sentence = _cut(first.sentence) or f"`{first.what}` is not what was expected"
         count = outcome.finding.count
@@ -113,6 +115,8 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _why_unsure(outcome: Outcome) -> str:
+    if outcome.suspected:
+        return f"suspected: {excess(outcome)} alone, later ones hold; judge another run before you trust it"
     if outcome.error is not None:
         return f"the check itself broke: {outcome.error}"
     if outcome.not_recorded:

@@ -57,8 +57,17 @@ class Report:
     @property
     def violated(self) -> list[Outcome]:
         """Violations in the order in which data met them, so that a cause stands before its consequences."""
-        found = [(item.finding.first.place, item.code, item) for item in self.outcomes if item.finding is not None]
+        bad = [item for item in self.outcomes if item.verdict is Verdict.VIOLATED and item.finding is not None]
+        found = [(item.finding.first.place, item.code, item) for item in bad if item.finding is not None]
         return [item for _, _, item in sorted(found, key=lambda entry: entry[:2])]
+
+    @property
+    def suspected(self) -> dict[str, str]:
+        """Code -> sentence of each check that is suspected, if nothing else stands against the trace; else empty."""
+        bad = [item for item in self.outcomes if item.verdict is not Verdict.HOLDS]
+        if self.unreached or not self.manifest.complete or not all(item.suspected for item in bad):
+            return {}
+        return {item.code: f"{item.code} {item.name}: {excess(item)}" for item in bad}
 
     @property
     def compared_nothing(self) -> bool:
@@ -111,6 +120,13 @@ def report_of(
 def _restricted(item: Check, names: str) -> Check:
     """The same check over the subjects whose name contains a text."""
     return replace(item, fn=lambda trace: (found for found in item.fn(trace) if names in found.what))
+
+
+def excess(outcome: Outcome) -> str:
+    """Say how far a suspected check is beyond its bound, and where most."""
+    assert outcome.finding is not None
+    worst = outcome.finding.worst
+    return f"{worst.share:.3g} times its bound, `{worst.what}` in version {worst.version}"
 
 
 def stack_lines(manifest: Manifest) -> list[tuple[str, str]]:

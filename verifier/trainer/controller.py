@@ -17,6 +17,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import moe_layers_of
+from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -41,14 +42,12 @@ from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
 from verifier.trainer.spot import why_no_spot
-from verifier.trainer.verdicts import Judge, Verdicts
+from verifier.trainer.verdicts import Judge, Suspicions, Verdicts
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
 
 Progress = Callable[[str], None]
-ENGINE_DEADLINE_S = 600.0
-"""Seconds that the engine may take for one request."""
 
 
 class Trainer:
@@ -63,6 +62,7 @@ class Trainer:
         within: see `WorkerSpec.within`.
         whole_answers: see `EngineRollouts`.
         view: shows metrics and verdicts as they come; None for none.
+        tell: called with a sentence on what is suspected; None for `progress`.
         given: what the run's command line and file asked for, by a second reading; empty for what is not known.
     """
 
@@ -77,9 +77,11 @@ class Trainer:
         within: Sequence[str] = (),
         whole_answers: bool = False,
         view: View | None = None,
+        tell: Progress | None = None,
         given: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._progress, self._judge, self._view = config, progress, judge, view
+        self._tell = tell or progress
         self._launcher, self._within, self._whole_answers, self._given = launcher, within, whole_answers, given
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
@@ -88,6 +90,7 @@ class Trainer:
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
         self._placement = Placement()
+        self._tier: Tier = "cpu"
 
     def run(self) -> TrainSummary:
         """Train.
@@ -103,13 +106,14 @@ class Trainer:
         self._until = until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)
         require_fit(config, model.checkpoint.config, model.tier)
-        plan = self._plan_of(model)
+        plan, self._tier = self._plan_of(model), model.tier
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder = folder
             stack.enter_context(failure_traced(config, model, folder, self._judge))
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
-                return TrainSummary(**ended, finished_before=True)
+                kept = Suspicions(folder.suspicions, ended["steps"])
+                return TrainSummary(**ended, finished_before=True, suspicions=kept)
             self._continuation = Continuation(config, folder, self._progress, self._data)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
@@ -137,7 +141,10 @@ class Trainer:
             loop = StepLoop(
                 config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
                 call=self._call, progress=self._progress, metrics=line,
-                verdicts=Verdicts(judge=self._judge, metrics=line), rollouts=self._rollouts, ahead=self._ahead,
+                verdicts=Verdicts(
+                    judge=self._judge, metrics=line, tell=self._tell, suspicions=Suspicions(folder.suspicions, done),
+                ),
+                rollouts=self._rollouts, ahead=self._ahead,
                 held_out=self._held_out, oracle=oracle, data=self._data, given=self._given,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
@@ -203,8 +210,12 @@ class Trainer:
         config = self._config
         self._progress(f"starting the engine ({config.engine.kind})")
         fixes, places = sorted(selected(config.fixes)), self._placement.engine_gpus
-        asked = [self._rollouts.engine_config(gpus, fixes, number) for number, gpus in enumerate(places)]
-        given = (self._until, ENGINE_DEADLINE_S, self._progress)
+        lent = self._placement.transport == "ipc" and not config.engine.sleep_level
+        asked = [
+            self._rollouts.engine_config(gpus, fixes, number, tier=self._tier, lent=lent)
+            for number, gpus in enumerate(places)
+        ]
+        given = (self._until, self._rollouts.deadline_s, self._progress)
         restarts = RESTARTS if self._placement.transport == "gloo" else 0
         engine: Engines
         if self._cluster is not None:

@@ -14,6 +14,14 @@ from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
 from verifier.data.text_dataset import Task, load_examples, require_disjoint
 from verifier.engine.api import refuse_adapters
+from verifier.engine.kv_cache import (
+    LENT_SHARE,
+    MOST_KV_CACHE_BYTES,
+    OWN_SHARE,
+    bytes_per_token,
+    cache_bytes,
+    most_on_gpu,
+)
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
@@ -21,6 +29,7 @@ from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import config_of
 from verifier.model.rotary import misfit
 from verifier.platform import Tier
+from verifier.platform.provenance import gpu_bytes
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
 from verifier.trainer.wandb_offline import require_wandb
@@ -296,7 +305,8 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     sizes = config_of(config.model, config.dtype)
     require_ranks(config.mesh.world_size)
     validate(sizes, config.mesh)
-    require_fit(config, sizes, "cuda" if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu")
+    tier: Tier = "cuda" if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
+    require_fit(config, sizes, tier)
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
     if config.data.rollouts is None:
         task: Task = "sft" if config.algorithm == "sft" else "grpo"
@@ -306,6 +316,8 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
             f"data: {len(train):,} examples to train on, {len(held_out):,} held out, none in both; "
             f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"
         )
+    if config.samples:
+        lines.append(_rollout_line(config, sizes, tier))
     lines += [_batch_line(config), "\nnot checked without torch and the tokenizer: weights, lengths in tokens, GPUs\n"]
     return "".join(lines)
 
@@ -320,6 +332,35 @@ def _mesh_line(config: TrainConfig) -> str:
         f"mesh: {mesh.world_size} ranks = tp {mesh.tp} * cp {mesh.cp} * dp {mesh.dp} * pp {mesh.pp}; "
         f"experts: etp {mesh.etp} * ep {mesh.ep} * {mesh.expert_dp} copies in each of {mesh.pp} stages"
     )
+
+
+def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> str:
+    """Answers that run at once in an engine, by its cache."""
+    options, engine = config.grpo, config.engine
+    count = -(-config.data.batch_size // engine.replicas) * options.group_size
+    shown = f"rollout: {count:,} answers of up to {options.max_answer_tokens:,} tokens an engine and step"
+    each = bytes_per_token(sizes, config.dtype, engine.tp)
+    device_bytes = gpu_bytes() if tier == "cuda" else 0
+    if engine.kind != "vllm" or each is None or device_bytes is None:
+        return f"{shown}; how many run at once is not known before the engine has started\n"
+    most: float = MOST_KV_CACHE_BYTES
+    if tier == "cuda":
+        share = OWN_SHARE if engine.sleep_level or config.transport == "nccl" else LENT_SHARE
+        most = most_on_gpu(share, device_bytes, _stored_bytes(config.model), engine.tp)
+    length = options.max_turns * options.max_answer_tokens
+    cache = cache_bytes(
+        engine.kv_cache_gib, sizes, dtype=config.dtype, tp=engine.tp, length=length, count=count, most=most
+    )
+    at_once = min(count, cache // (each * length))
+    return (
+        f"{shown}; a cache of {cache / 2**30:.3g} GiB has room for {cache // each:,} tokens: {at_once:,} answers run "
+        "at once, less what their prompts take\n"
+    )
+
+
+def _stored_bytes(model: str) -> int:
+    """Bytes of the weight files of a local directory; 0 of a generated model, which is small."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
 def _batch_line(config: TrainConfig) -> str:

@@ -20,9 +20,10 @@ from verifier.data.recorded import RolloutRow, Routes, rollout_of
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
-from verifier.engine.kv_cache import cache_bytes
+from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
+from verifier.platform import Tier
 from verifier.rewards.scorer import RewardProcess
 from verifier.trainer.asked_samples import Noted, NotedAnswers, ends_of, noted_of, sampling_asked
 from verifier.trainer.batches import Score, order_of
@@ -89,21 +90,37 @@ class EngineRollouts:
         self.facts: Mapping[str, float] = {}
         self.sent: list[int] = []
 
-    def engine_config(self, gpus: str, fixes: Sequence[str], replica: int = 0) -> EngineConfig:
-        """Config of an engine, by its number: room for all answers of a step side by side."""
+    def engine_config(
+        self, gpus: str, fixes: Sequence[str], replica: int = 0, *, tier: Tier = "cpu", lent: bool = False
+    ) -> EngineConfig:
+        """Config of an engine, by its number: room for all answers of a step side by side.
+
+        Args:
+            gpus: see `EngineConfig.gpus`.
+            fixes: see `EngineConfig.fixes`.
+            replica: number of the engine.
+            tier: of the machine.
+            lent: a trainer is on the engine's GPU, and the engine stays there while it trains.
+        """
         config, options, engine = self._config, self._config.grpo, self._config.engine
         longest, inflight = self._longest_prompt, options.mode == "inflight"
         longest += self._longest_rest - options.max_answer_tokens
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
         num_seqs = self._num_seqs
         return EngineConfig(
-            kind=engine.kind, tp=engine.tp, cuda_graphs=engine.cuda_graphs, sleep_level=engine.sleep_level,
+            kind=engine.kind, tp=engine.tp, cuda_graphs=engine.replays_graphs(tier), sleep_level=engine.sleep_level,
             quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
             lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
             dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
             inflight=inflight, replica=replica, kv_cache_bytes=self._cache_bytes,
+            kv_cache_share=0.0 if engine.kv_cache_gib is not None else LENT_SHARE if lent else OWN_SHARE,
         )  # fmt: skip
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds that one request of an engine may take, of which the answers of a step are the largest."""
+        return self._config.engine.request_deadline_s(self._num_seqs * self._config.grpo.max_answer_tokens)
 
     @property
     def _longest_rest(self) -> int:

@@ -41,7 +41,7 @@ from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.token_versions import has_fresh
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.verdicts import Verdicts
+from verifier.trainer.verdicts import Suspicions, Verdicts
 from verifier.trainer.worker_spec import loss_terms, optimizer_settings, step_sizes
 
 JUDGED_BEHIND = 2
@@ -60,7 +60,9 @@ class TrainSummary:
     accuracy: float | None
     """Share of held-out problems that greedy decoding solves; None without evaluation."""
     judged: int
-    """Steps that were judged, all of which held."""
+    """Steps that were judged, none of which was violated."""
+    suspicions: Suspicions
+    """Open ones, which no later step has decided, and the number of dropped ones."""
     resumed_from: int = 0
     """Step of the checkpoint that it was continued from; 0 for a run from its beginning."""
     finished_before: bool = False
@@ -154,7 +156,8 @@ class StepLoop:
                 examined = self.examine(probe, step - 1)
                 evaluated = self._record_held_out(probe, step, first=step == done + 1)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone
-                if updates and probe is not None and self.oracle is not None and is_sampled(config, step) and known:
+                due = is_sampled(config, step) or (self.ahead is None and self.verdicts.suspicions.open)
+                if updates and probe is not None and self.oracle is not None and due and known:
                     sampled = SampledStep(config, self.model, self.oracle, self.folder.oracle(step), step)
                     if plan.scored is not None:
                         record_scored(probe, config, step, plan.scored)
@@ -216,8 +219,9 @@ class StepLoop:
         if accuracy is None:  # or of the evaluation before the only step
             accuracy, self._alone = self._evaluate(step).get("accuracy"), True
         return TrainSummary(
-            steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done
-        )
+            steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done,
+            suspicions=self.verdicts.suspicions,
+        )  # fmt: skip
 
     def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
         """Record the metrics of a step that its evidence can tell too."""
@@ -297,11 +301,7 @@ class StepLoop:
         return written if solved is not None or shown else []
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
-        """Have the ranks write the weights before a step, where the oracle needs them a step later.
-
-        Returns:
-            Version -> checkpoint of the weights that the oracle may need in this step.
-        """
+        """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""
         last = self._held.pop(step - 2, None)
         found = {} if last is None else {step - 2: last}
         if self.verdicts.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):

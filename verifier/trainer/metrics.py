@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verifier.config.training import TrainConfig
@@ -64,6 +64,7 @@ class Metrics:
         self._config, self._model = config, model
         self._last: deque[Mapping[str, Any]] | None = None
         self._restarted = False
+        self._suspected: list[str] = []
         self._events: EventFile | None = None
 
     def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
@@ -81,8 +82,9 @@ class Metrics:
         if self._utilisation is not None:
             values |= self._utilisation.facts(lengths, values["train_s"])
         self._last.append(values)
-        if signs := signs_of(list(self._last)):
+        if signs := [*signs_of(list(self._last)), *self._suspected]:
             values["signs"] = signs
+        self._suspected = []
         self._folder.add_metrics(values)
         numbers = dict(_numbers_of(values))
         if self._log is not None:
@@ -92,8 +94,9 @@ class Metrics:
         if self._view is not None:
             self._view.add(values)
 
-    def judged(self, step: int, exit_code: int) -> None:
-        """Show the verdict on a step where somebody looks; the judge's report has it."""
+    def judged(self, step: int, exit_code: int, suspected: Iterable[str] = ()) -> None:
+        """Show the verdict on a step where somebody looks; what is suspected is a sign on the next line of metrics."""
+        self._suspected += [f"suspected in step {step}: {sentence}" for sentence in suspected]
         if self._view is not None:
             self._view.judged(step, exit_code)
 

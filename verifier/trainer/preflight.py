@@ -14,12 +14,13 @@ import msgspec
 
 from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
+from verifier.core.finding import ExitCode
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.recorded import read_recorded, recorded_files
 from verifier.data.tokenizer import open_tokenizer
-from verifier.errors import ContractError, UsageError
+from verifier.errors import ContractError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.checkpoint import Checkpoint
 from verifier.runs.model_under_test import ModelUnderTest, open_model
@@ -93,7 +94,9 @@ def preflight(
             deadline_s = until.left("importing Megatron")
             launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
         ranks = None if own.ray.use else launcher
-        Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
+        summary = Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
+        for item in summary.suspicions.open.values():
+            raise ViolationFound(f"suspected: {item.sentence}: try once more\n", ExitCode.INCONCLUSIVE)
         trace = _load_again(own, with_kept_layout(own, model, own.run), launcher, until, progress)
         require_held(judge, trace, "the load")
     metrics = json.loads((own.run / "metrics.jsonl").read_text().splitlines()[-1])

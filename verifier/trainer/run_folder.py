@@ -15,6 +15,7 @@ checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
 knobs.json             values that the command must share to continue it
 finished.json          how the run ended
+suspected.json         suspicions, open and dropped, see `verdicts`
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class RunFolder:
     def failure_trace(self) -> Path:
         """Trace directory of the failure of the stack that ended the run, if one did."""
         return self.path / "failure"
+
+    @property
+    def suspicions(self) -> Path:
+        """File of the run's suspicions."""
+        return self.path / "suspected.json"
 
     @property
     def exported(self) -> Path:

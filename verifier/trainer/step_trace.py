@@ -127,6 +127,7 @@ def step_manifest(
     facts = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
         tp=config.mesh.tp, sleep_level=config.engine.sleep_level, training=True,
+        quantization=config.engine.quantization, cuda_graphs=config.engine.replays_graphs(model.tier),
         balanced=bool(config.megatron.moe_bias_update_rate),
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None

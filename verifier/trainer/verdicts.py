@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from verifier.core.finding import ExitCode
+from verifier.core.outputs import write_whole
 from verifier.errors import InternalError, VerifierError, ViolationFound
 from verifier.trainer.metrics import Metrics
 
@@ -24,6 +28,12 @@ class Judged:
     exit_code: int
     text: str
     """The report."""
+    suspected: Mapping[str, str] = field(default_factory=dict)
+    """Code -> sentence of each check that is suspected, where nothing else stands against the step."""
+    computed: frozenset[str] = frozenset()
+    """Codes of the checks that compared something with a computed bound."""
+    mismatched: frozenset[str] = frozenset()
+    """Codes of the checks that found a mismatch of any size."""
 
 
 class Judge(Protocol):
@@ -52,40 +62,112 @@ def require_held(judge: Judge, trace: Path, what: str) -> None:
         raise ViolationFound(judged.text, judged.exit_code)
 
 
+class Suspicion(msgspec.Struct, frozen=True, kw_only=True):
+    """A check that was beyond its bound by less than `SUSPECTED` times in a step."""
+
+    step: int
+    sentence: str
+    """Check, excess and place."""
+    trace: str
+    """Trace directory of the step, which is kept."""
+
+
+class _Kept(msgspec.Struct, kw_only=True):
+    open: dict[str, Suspicion] = {}
+    dropped: dict[str, list[int]] = {}
+
+
+class Suspicions:
+    """Open and dropped suspicions of a run, in a file that a resumed run goes on from.
+
+    Args:
+        file: of the run's folder.
+        last: last step that the run has kept; suspicions of later ones are forgotten.
+    """
+
+    def __init__(self, file: Path, last: int) -> None:
+        self._file = file
+        self._kept = msgspec.json.decode(file.read_bytes(), type=_Kept) if file.exists() else _Kept()
+        self._kept.open = {code: item for code, item in self.open.items() if item.step <= last}
+        dropped = {code: [step for step in steps if step <= last] for code, steps in self._kept.dropped.items()}
+        self._kept.dropped = {code: steps for code, steps in dropped.items() if steps}
+
+    @property
+    def open(self) -> dict[str, Suspicion]:
+        """Code of a check -> its suspicion that no later step has decided."""
+        return self._kept.open
+
+    @property
+    def num_dropped(self) -> int:
+        """Suspicions that a later step did not confirm."""
+        return sum(map(len, self._kept.dropped.values()))
+
+    def add(self, code: str, found: Suspicion) -> None:
+        """Keep a new suspicion."""
+        self.open[code] = found
+        self._write()
+
+    def drop(self, code: str) -> None:
+        """Count an open suspicion as dropped."""
+        self._kept.dropped.setdefault(code, []).append(self.open.pop(code).step)
+        self._write()
+
+    def _write(self) -> None:
+        write_whole(self._file, msgspec.json.encode(self._kept).decode() + "\n")
+
+
 @dataclass(kw_only=True)
 class Verdicts:
     """Verdicts on the steps of one run.
 
+    A step that is suspected ends nothing: the next judged step in which the same check compares something decides.
+
     Args:
         judge: judges them, one after another; None for a run without evidence.
         metrics: of the run, which is told of each verdict.
+        tell: called with a sentence on each suspicion, when it is raised and when it is dropped.
+        suspicions: open ones and the number of dropped ones, which outlive the process.
     """
 
     judge: Judge | None
     metrics: Metrics
+    tell: Callable[[str], None]
+    suspicions: Suspicions
     num_judged: int = field(default=0, init=False)
-    """Steps that were judged, all of which held."""
-    _pending: deque[tuple[int, Future[Judged]]] = field(default_factory=deque, init=False)
+    """Steps that were judged, none of which was violated."""
+    _pending: deque[tuple[int, Path, Future[Judged]]] = field(default_factory=deque, init=False)
 
     def ask(self, step: int, trace: Path) -> None:
         """Begin to judge a step."""
         assert self.judge is not None
-        self._pending.append((step, self.judge.submit(trace)))
+        self._pending.append((step, trace, self.judge.submit(trace)))
 
     def settle(self, until: int) -> None:
         """Wait for the verdicts of all steps up to one.
 
         Raises:
-            ViolationFound: of the first that does not hold.
+            ViolationFound: of the first that does not hold and is not suspected alone, or confirms a suspicion.
             InternalError: the judge did not answer.
         """
         while self._pending and self._pending[0][0] <= until:
-            step, verdict = self._pending.popleft()
+            step, trace, verdict = self._pending.popleft()
             judged = awaited(verdict, f"step {step}")
             self.num_judged += 1
-            self.metrics.judged(step, judged.exit_code)
-            if judged.exit_code:
-                raise ViolationFound(judged.text, judged.exit_code)
+            self.metrics.judged(step, judged.exit_code, judged.suspected.values())
+            known = self.suspicions.open
+            both = "".join(
+                f"confirmed: step {known[code].step} was suspected ({known[code].sentence}; trace in "
+                f"`{known[code].trace}`), and step {step} is beyond the bound again (trace in `{trace}`)\n"
+                for code in sorted(known.keys() & judged.mismatched)
+            )
+            if both or (judged.exit_code and not judged.suspected):
+                raise ViolationFound(judged.text + both, ExitCode.VIOLATED if both else judged.exit_code)
+            for code in sorted(known.keys() & judged.computed):
+                self.tell(f"suspicion dropped: {code} of step {known[code].step} is within its bound in step {step}")
+                self.suspicions.drop(code)
+            for code, sentence in judged.suspected.items():
+                self.tell(f"suspected: step {step}, {sentence}; judged again on the next step that {code} judges")
+                self.suspicions.add(code, Suspicion(step=step, sentence=sentence, trace=str(trace)))
 
     @contextlib.contextmanager
     def first(self, until: int) -> Iterator[None]:

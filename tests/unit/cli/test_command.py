@@ -20,7 +20,7 @@ def test_flags_keys_and_a_file_print_the_same_config(tmp_path, capsys, monkeypat
         assert [line.partition("  # ")[0] for line in printed.splitlines()] == [
             line.partition("  # ")[0] for line in by_flags.splitlines()
         ]
-    assert "# --cuda-graphs; default false" in by_flags
+    assert "# --cuda-graphs; default null" in by_flags
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from verifier.engine.api import EngineConfig
-from verifier.engine.kv_cache import bytes_per_token, cache_bytes, kept_keys
+from verifier.engine.kv_cache import bytes_per_token, cache_bytes, kept_keys, most_on_gpu
 from verifier.errors import UsageError
 from verifier.model.named import config_of
 
@@ -42,6 +42,15 @@ def test_bytes_of_a_token(sizes, dtype, tp, expected):
 )
 def test_a_cache_has_room_for_a_step_or_at_least_one_sequence(length, count, expected):
     assert cache_bytes(None, LARGE, dtype="bfloat16", tp=1, length=length, count=count) == expected
+
+
+def test_a_cache_on_a_gpu_is_a_share_of_what_the_weights_leave():
+    most = most_on_gpu(0.3, 80 << 30, 60 << 30, 2)
+    assert most == 0.3 * (50 << 30)
+    asked = {"dtype": "bfloat16", "tp": 1, "length": 1024, "count": 512}
+    assert cache_bytes(None, LARGE, **asked, most=most) == 15 << 30
+    assert cache_bytes(None, LARGE, **asked, most=most_on_gpu(0.8, 141 << 30, 60 << 30, 1)) == 48 << 30
+    assert most_on_gpu(0.3, 8 << 30, 60 << 30, 1) == 0.0
 
 
 def test_small_models_keep_the_least_cache():

@@ -64,8 +64,9 @@ def test_a_step_without_tokens_in_the_loss_is_shown():
         assert drawn(shown) == "step      2 of 3\nlearning  reward 0\n"
 
 
-def test_a_file_gets_nothing(capsys):
+def test_a_file_gets_a_plain_line_a_stage(capsys):
     with live_view("train") as (progress, shown):
         progress("loading")
+        progress("step 1: loss 0.5")
     assert shown is None
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "train: 0 s: loading\ntrain: 0 s: step 1: loss 0.5\n")

@@ -14,7 +14,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.trainer import loop
 from verifier.trainer.loop import StepLoop
-from verifier.trainer.verdicts import Verdicts
+from verifier.trainer.verdicts import Suspicions, Verdicts
 
 
 def calls_of(
@@ -44,7 +44,8 @@ def calls_of(
     metrics = SimpleNamespace(add=lambda *given: None)
     StepLoop(
         config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
-        call=call, progress=lambda text: None, metrics=metrics, verdicts=Verdicts(judge=None, metrics=metrics),
+        call=call, progress=lambda text: None, metrics=metrics,
+        verdicts=Verdicts(judge=None, metrics=metrics, tell=print, suspicions=Suspicions(tmp_path / "kept.json", 0)),
         rollouts=SimpleNamespace(evaluate=evaluate, sent=[]), ahead=None, held_out=None, oracle=None,
     ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
     return found

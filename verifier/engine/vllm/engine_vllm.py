@@ -33,11 +33,12 @@ from verifier.engine.api import (
     value_of,
     weights_of,
 )
+from verifier.engine.kv_cache import cache_bytes, most_on_gpu
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, words_of
 from verifier.engine.vllm.executor_vllm import ForkingExecutor
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
-from verifier.model.checkpoint import open_checkpoint
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.families import FAMILIES, moe_layers_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
@@ -101,7 +102,7 @@ class VllmEngine(Engine):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.pass_tokens(cuda=torch.cuda.is_available()),
             block_size=None if torch.cuda.is_available() else _CPU_BLOCK,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
+            kv_cache_memory_bytes=_cache_bytes(config, checkpoint),
             gpu_memory_utilization=_GPU_SHARE if torch.cuda.is_available() else 0.9,
             enforce_eager=not config.cuda_graphs,
             compilation_config={**_GRAPHS, "cudagraph_capture_sizes": _graph_sizes(config.max_num_seqs)}
@@ -291,6 +292,18 @@ class VllmEngine(Engine):
             )
             for rank, reply in enumerate(replies)
         ]
+
+
+def _cache_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Bytes of keys and values on each rank."""
+    if not config.kv_cache_share or not torch.cuda.is_available():
+        return config.kv_cache_bytes
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    most = most_on_gpu(config.kv_cache_share, device_bytes, checkpoint.num_bytes, config.tp)
+    return cache_bytes(
+        None, checkpoint.config, dtype=config.dtype, tp=config.tp, length=config.max_model_len,
+        count=config.max_num_seqs, most=most,
+    )  # fmt: skip
 
 
 def _graph_sizes(max_num_seqs: int) -> list[int]:
