@@ -30,7 +30,7 @@ def calls_of(
         found.append((name, given))
         return [(refused, {}, "")]
 
-    def evaluate(step: int) -> dict[str, float]:
+    def evaluate(step: int, *, judged: bool = False) -> dict[str, float]:
         found.append(("sample", {"step": step}))
         return {"accuracy": 0.0, "held_out_version": float(step)}
 
