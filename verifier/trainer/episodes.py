@@ -12,6 +12,7 @@ from msgspec import structs
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.records_policy import EpisodeTurns
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION
@@ -50,13 +51,16 @@ class Episodes:
         options: of the run.
         tokenizer: with a chat template that has messages of tools.
         files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
+        chat: template that the run asks for.
 
     Raises:
         UsageError: no such environment; the template does not end an assistant's turn with the end token.
     """
 
-    def __init__(self, options: GrpoOptions, tokenizer: Tokenizer, files: Path) -> None:
-        self._options, self._tokenizer, self._files = options, tokenizer, files
+    def __init__(
+        self, options: GrpoOptions, tokenizer: Tokenizer, files: Path, chat: ChatTemplate = AS_SHIPPED
+    ) -> None:
+        self._options, self._tokenizer, self._files, self._chat = options, tokenizer, files, chat
         self._environment = None
         if options.has_turns:
             encoded = None if self._second is None else self._second.reply
@@ -138,7 +142,7 @@ class Episodes:
     @cached_property
     def _second(self) -> SecondTokenizer | None:
         """Second reader of the tokenizer's files, if there is one."""
-        return None if why_unread(self._files) else SecondTokenizer(self._files)
+        return None if why_unread(self._files) else SecondTokenizer(self._files, self._chat)
 
     def _framed(self, said: str) -> str:
         """Text of a tool's message and of what comes before the next turn, by the second reader if there is one."""

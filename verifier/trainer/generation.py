@@ -16,8 +16,8 @@ from verifier.core.records_policy import EpisodeTurns, GivenRewards, RewardSeals
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
-from verifier.data.recorded import RolloutRow, Routes, rollout_of
-from verifier.data.rollout import MISSING_ROUTE, Rollout
+from verifier.data.recorded import RolloutRow, rollout_of
+from verifier.data.rollout import Rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
@@ -32,9 +32,12 @@ from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
-from verifier.trainer.fitting import load_held_out, load_train, require_room
+from verifier.trainer.fitting import require_room
+from verifier.trainer.given_routes import whole_routes
 from verifier.trainer.lost_logprobs import require_numbers
+from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
+from verifier.trainer.token_versions import versions_of
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -69,13 +72,14 @@ class EngineRollouts:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
         self._config, self._checkpoint, self._whole_answers = config, checkpoint, whole_answers
-        self._tokenizer = open_tokenizer(checkpoint.path)
+        self._chat = open_chat_template(config)
+        self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
         self._examples = load_train(config, "grpo")
         self._held_out = load_held_out(config, self._examples, "grpo")
         self.data = DataAsRead(config, "grpo", self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
-        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path)
+        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, self._chat)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
         self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
@@ -163,7 +167,9 @@ class EngineRollouts:
             at, which, _ = rollouts[place].group.split("/", 2)
             return self._examples[self._indices(step, int(at.partition(".")[2] or 0))[int(which)]]
 
-        record_tokens(probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False)
+        record_tokens(
+            probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False, chat=self._chat
+        )
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
@@ -354,7 +360,9 @@ class EngineRollouts:
             return self._held_out[int(rows[at].group.split("/", 2)[1])]
 
         given = [rollout_of(row) for row in rows]
-        record_tokens(probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False)
+        record_tokens(
+            probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False, chat=self._chat
+        )
         return answered.rewards
 
     def _rows(
@@ -387,21 +395,7 @@ class EngineRollouts:
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
             logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
             text=self._episodes.text(tokens), truncated=not ended,
-            routes=_whole(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None,
+            routes=(
+                whole_routes(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None
+            ),
         )  # fmt: skip
-
-
-def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
-    """Version of the weights that sampled each token, where the first were of `version`."""
-    if not any(sample.updates):
-        return (version,) * len(sample.tokens)
-    return tuple(version + count for count in sample.updates)
-
-
-def _whole(name: str, routes: Routes, length: int) -> Routes:
-    """Routes of all tokens of a rollout but its last, which the engine does not run."""
-    if len(routes) != length - 1:
-        raise ContractError(
-            f"rollout `{name}`: the engine reported the routes of {len(routes)} tokens, it ran {length - 1}"
-        )
-    return (*routes, tuple((MISSING_ROUTE,) * len(experts) for experts in routes[0]))
