@@ -21,7 +21,6 @@ from verifier.core.records_policy import (
     GivenRewards,
     LossRows,
     LossTerms,
-    OracleEnds,
     OracleEntropy,
     PolicyColumns,
     ReferenceShard,
@@ -31,7 +30,7 @@ from verifier.core.records_policy import (
     SpotScore,
     UpdateRatios,
 )
-from verifier.core.records_tokens import RouterChoices, SampledTokens
+from verifier.core.records_tokens import OracleEnds, RouterChoices, SampledTokens
 from verifier.core.records_trainer import (
     AdamAudit,
     AuditedTensor,

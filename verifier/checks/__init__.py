@@ -14,6 +14,7 @@ from verifier.checks import (
     end_draws,
     engine_mismatch,
     entropies,
+    estimators,
     evaluations,
     final_export,
     gradient_products,
@@ -50,7 +51,7 @@ from verifier.checks import (
 
 __all__ = [
     "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content",
-    "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies",
+    "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "estimators",
     "evaluations", "final_export", "gradient_products", "gradient_sums", "group_answers",
     "handed_on", "knobs", "logprobs", "loss_rows",
     "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",

@@ -12,8 +12,8 @@ from verifier.checks.draws import ERRORS
 from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_policy import OracleEnds, SamplingAsked
-from verifier.core.records_tokens import SampledTokens
+from verifier.core.records_policy import SamplingAsked
+from verifier.core.records_tokens import OracleEnds, SampledTokens
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 

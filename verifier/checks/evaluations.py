@@ -79,16 +79,16 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             if not len(at):
                 continue
             yield _ended(item, name, tokens, mask)
-            if not (exact or noise):
-                continue
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
+            if not (exact or noise) and np.isfinite(engine).all():  # that is wrong in any dtype
+                continue
             own = bound_in_fp32(trace, item.version + 1, 1.0 if greedy else item.temperature)
             bounds = (
                 np.full(len(at), own.absolute) if noise is None else GREATEST_NOISES * greatest_nats(noise, trainer)
             )
             said = _said(noise) if noise is not None else own
             yield _worst(item, name, at, (engine, trainer), bounds, said)
-            if greedy:
+            if greedy and (exact or noise):
                 yield _greedy(item, name, at, below, bounds, said)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,13 +17,6 @@ from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-ADVANTAGE = Tolerance(
-    absolute=1e-10, unit="of the batch's greatest advantage", source="float64: means of a group, in another order"
-)
-ROUNDINGS = Tolerance(
-    absolute=8 * 2.0**-52, unit="of the batch's greatest reward, divided as the advantage is",
-    source="float64: rewards, their mean and what is left of each are rounded, half a unit each on both sides",
-)  # fmt: skip
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
 )
@@ -74,86 +65,6 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ADV002", needs=(Advantages,), scope="estimator")
-def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
-    """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
-
-    What it checks: per rollout, the advantage against the textbook formula in float64: GRPO, Dr. GRPO, RLOO and both
-    kinds of REINFORCE++.
-    Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
-    to the wrong trajectory: rewards look right and the direction is wrong.
-    Evidence: advantage/advantages.
-    Tolerance and its source: 1e-10 of the greatest advantage; float64. Eight roundings of the greatest reward, divided
-    as the advantage is: a mean of rewards such as 0.1 is rounded, and a group whose rewards are nearly equal divides by
-    little. Of equal rewards the advantage is exactly 0 here.
-    What it does not catch: estimators of plugins, which have no second implementation.
-    References: verl#6362, SkyRL#1335, AReaL#1730.
-    """
-    for item in trace.of(Advantages):
-        found = _advantages(item)
-        if found is None:
-            continue
-        expected, roundings = found
-        of_all = ADVANTAGE.absolute * max(map(abs, expected), default=0.0) + 1e-300
-        for name, actual, right, rounding in zip(item.ids, item.advantages, expected, roundings, strict=True):
-            gap, allowed = abs(actual - right), of_all + ROUNDINGS.absolute * rounding
-            yield Comparison(
-                what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-                share=times(gap, allowed),
-                sentence=f"the advantage of `{name}` is {actual:.6g}, it should be {right:.6g}",
-                expected=f"{right:.6g} ({item.estimator} of the whole batch, float64)", actual=f"{actual:.6g}",
-                allowed=f"{allowed:.3g}, {ADVANTAGE}; {ROUNDINGS}",
-                hint="look at which rollouts form a group or a trajectory",
-            )  # fmt: skip
-
-
-def _advantages(item: Advantages) -> tuple[list[float], list[float]] | None:
-    """Advantage of each rollout by the textbook, and the greatest reward divided as it is; None for one of a plugin."""
-    parts: dict[str, list[float]] = defaultdict(list)
-    tokens: dict[str, int] = defaultdict(int)
-    group_of = dict(zip(item.trajectories, item.groups, strict=True))
-    for place, name in enumerate(item.trajectories):
-        parts[name].append(item.rewards[place] - item.penalties[place])
-        tokens[name] += item.token_counts[place]
-    reward = {name: math.fsum(values) for name, values in parts.items()}
-    members: dict[str, list[str]] = defaultdict(list)
-    for name, group in group_of.items():
-        members[group].append(name)
-    found: dict[str, float] = {}
-    divisor: dict[str, float] = {}
-    for names in members.values():
-        own = [reward[name] for name in names]
-        equal = len(set(own)) == 1
-        mean = own[0] if equal else statistics.fmean(own)
-        if item.estimator == "grpo":
-            share = (0.0 if equal else statistics.stdev(own)) + 1e-6
-        elif item.estimator in ("dr_grpo", "reinforce++_baseline", "reinforce++"):
-            share = 1.0
-        elif item.estimator == "rloo":
-            share = (len(own) - 1) / len(own)
-        else:
-            return None
-        for name in names:
-            found[name] = reward[name] if item.estimator == "reinforce++" else (reward[name] - mean) / share
-            divisor[name] = share
-    if item.estimator.startswith("reinforce++"):
-        found, share = _whitened(found, tokens)
-        divisor = dict.fromkeys(found, share)
-    most = max(map(abs, reward.values()), default=0.0)
-    return [found[name] for name in item.trajectories], [most / divisor[name] for name in item.trajectories]
-
-
-def _whitened(values: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], float]:
-    """Values less their mean over tokens, in standard deviations over tokens, and that deviation."""
-    total = sum(tokens.values())
-    if len(set(values.values())) == 1:
-        return dict.fromkeys(values, 0.0), math.sqrt(1e-8)
-    mean = math.fsum(values[name] * tokens[name] for name in values) / total
-    variance = math.fsum((values[name] - mean) ** 2 * tokens[name] for name in values) / total
-    share = math.sqrt(max(variance, 1e-8))
-    return {name: (value - mean) / share for name, value in values.items()}, share
-
-
 @check("ADV003", needs=(PolicyColumns, Advantages), scope="policy", also="dropped")
 def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     """Every token's inputs of the policy loss are those that the config names: divisor, advantage, importance factor.
@@ -172,7 +83,7 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     for item in trace.of(PolicyColumns):
         arrays = trace.arrays(item)
         advantage = {
-            name: value
+            name: float(value)
             for found in trace.of(Advantages, version=item.version)
             for name, value in zip(found.ids, found.advantages, strict=True)
         }
@@ -194,7 +105,7 @@ def _policy_inputs(
         expected=f"`{item.ratio_over}`, as the config says", actual="" if same else _which(rows, mask, divisor),
         allowed="bitwise (log-probabilities are copied)", hint="look at which policy the ratio is taken against",
     )  # fmt: skip
-    expected = advantage * _factors(item, rows["old"][mask], rows["engine"][mask])
+    expected = advantage * _factors(item, rows["old"][mask], rows.get("engine", rows["old"])[mask])
     gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
     allowed = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
     yield Comparison(

@@ -34,7 +34,13 @@ class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     kl_kind: str = "k3"
     token_counts: tuple[Count, ...]
     """Tokens of each rollout in the loss before any filter."""
-    advantages: tuple[float, ...]
+    advantages: tuple[Real, ...]
+    dtype: str = "float64"
+    """Dtype that rewards, means and deviations were rounded to."""
+    epsilons: tuple[float, float] | None = None
+    """Least and greatest epsilon that may have been added to a standard deviation; None: the textbook's own."""
+    ddofs: tuple[Count, ...] = ()
+    """Numbers of which one was subtracted from the terms under a variance; empty: the textbook's own."""
 
 
 class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/policy"):
@@ -43,7 +49,7 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     Arrays [N] over all tokens of all rollouts: ``old``, ``engine``, ``divisor``, ``reference`` float32, nats, NaN where
     not sampled; ``advantage`` float64, the rollout's times the token's importance factor; ``mask`` bool, in the loss;
     ``own`` bool, in the loss before any filter; ``version`` int32, weights that sampled the token. With the KL in the
-    reward ``penalty_reference``, and no ``reference``.
+    reward ``penalty_reference``, and no ``reference``; of a recorded loop that names none, no ``engine``.
     """
 
     ids: tuple[str, ...]
@@ -248,17 +254,6 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     """Divisor of the logits."""
     noise: Real
     """Greatest distance by weights of the run's dtype, or of float64, at any token of the rollouts; nats."""
-
-
-class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
-    """Probability [N] float64 that a draw was an end token, by transformers in float32, at each of `SampledTokens`."""
-
-    ends: tuple[Count, ...]
-    """Tokens whose probabilities are added."""
-    temperature: float
-    """Divisor of the logits."""
-    noise: Real
-    """Sum of the distances of the same by weights of the run's dtype, or of float64."""
 
 
 class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):

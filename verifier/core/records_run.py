@@ -34,8 +34,8 @@ class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
 
     @property
     def where(self) -> str:
-        """File and line."""
-        return f"{self.file}:{self.line}"
+        """File and line; the package where it answered and raised nothing."""
+        return f"{self.file}:{self.line}" if self.file else self.package
 
     @property
     def owner(self) -> str:
@@ -46,7 +46,8 @@ class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
     def sentence(self) -> str:
         """Package, version, place in it and message."""
         what = f"the module `{self.missing}` is not installed" if self.missing else self.message
-        return f"{self.package} {self.package_version}, {self.where} in {self.function}: {what}"
+        place = f", {self.where} in {self.function}" if self.file else ""
+        return f"{self.package} {self.package_version}{place}: {what}"
 
 
 class WrittenState(Record, frozen=True, kw_only=True, tag="checkpoint/state"):

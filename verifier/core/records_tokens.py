@@ -361,3 +361,17 @@ class ForcedRouteLogprobs(RouteLogprobs, frozen=True, kw_only=True, tag="replay/
 
 class OracleOfForced(OracleRecord, frozen=True, kw_only=True, tag="replay/oracle"):
     """Oracle's log-probabilities by those routes."""
+
+
+class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
+    """Probability that a draw was an end token, by transformers in float32, at each token that one version sampled.
+
+    The array [N] float64 goes over the tokens of `SampledTokens` of the same name and version, in order.
+    """
+
+    ends: tuple[Count, ...]
+    """Tokens whose probabilities are added."""
+    temperature: float
+    """Divisor of the logits."""
+    noise: Real
+    """Sum of the distances of the same by weights of the run's dtype, or of float64."""

@@ -111,7 +111,7 @@ def _classified(error: BaseException) -> StackFailure | None:
         return None
     for module, code, line in reversed(frames):
         if root := _root(module):
-            package, version = _distribution(root)
+            package, version = distribution(root)
             return StackFailure(
                 name="", package=package, package_version=version, file=_within(code.co_filename, module),
                 line=line, function=code.co_qualname, message=_message(error), missing=_missing(error),
@@ -160,7 +160,7 @@ def _is_ours(module: str) -> bool:
     return _is_in(module, "verifier") and module not in WRAPPERS
 
 
-def _distribution(root: str) -> tuple[str, str]:
+def distribution(root: str) -> tuple[str, str]:
     """Name and version of the distribution that installed a module of the stack."""
     names = STACK[root]
     for name in names:

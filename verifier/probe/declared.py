@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
+import numpy as np
+
 from verifier.core.manifest import Scope
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import (
@@ -74,7 +76,7 @@ def _recorded(trace: Trace) -> Iterator[Scope]:
         yield "planned"
     if trace.has(CheckpointView) and trace.has(ExpectedView):
         yield "held"
-    if trace.has(PolicyColumns) and (trace.manifest.dtype == "float32" or trace.has(SampledNoise)):
+    if trace.has(PolicyColumns) and trace.has(SampledTokens) and (_has_floor(trace) or _not_finite(trace)):
         yield "mismatch"
     if trace.has(PolicyColumns) and trace.has(Advantages) and trace.has(Drops):
         yield "dropped"
@@ -90,6 +92,16 @@ def _recorded(trace: Trace) -> Iterator[Scope]:
         yield "gradient"
 
 
+def _has_floor(trace: Trace) -> bool:
+    """Tell whether it is known what trainer and engine may differ by."""
+    return trace.manifest.dtype == "float32" or trace.has(SampledNoise)
+
+
+def _not_finite(trace: Trace) -> bool:
+    """Tell whether an engine gave a sampled token no finite log-probability, which no noise excuses."""
+    return any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens))
+
+
 def not_judged(trace: Trace) -> Iterator[str]:
     """Clauses on evidence that no check can judge as the trace stands."""
     if trace.has(TrainerLogprobs) and not trace.has(OracleLogprobs):
@@ -97,7 +109,7 @@ def not_judged(trace: Trace) -> Iterator[str]:
     if trace.has(KeptGradients) and not trace.has(GradientRecord):
         yield "gradients were not compared with transformers' (`verifier judge --oracle` does)"
     noisy = trace.manifest.dtype not in ("", "float32")
-    if trace.has(PolicyColumns) and noisy and not trace.has(SampledNoise):
+    if trace.has(PolicyColumns) and trace.has(SampledTokens) and noisy and not trace.has(SampledNoise):
         yield f"trainer against engine was not judged: no noise of {trace.manifest.dtype} was measured"
     if trace.has(CheckpointView) and not trace.has(ExpectedView):
         yield "engine weights were not judged: an engine rank holds parts of tensors, or another dtype"

@@ -74,7 +74,7 @@ def _declared(seen: Trace) -> Manifest:
     manifest = seen.manifest
     exported = next(seen.of(ExportedTensor), None)
     dtype = manifest.dtype or (exported.dtype if exported else "")
-    seen = Trace(replace(manifest, dtype=dtype), seen.records)
+    seen.manifest = replace(manifest, dtype=dtype)
     undertaken = manifest.config.get("undertakes")
     promised = undertaken if isinstance(undertaken, list) else []
     sent = {item.version for kind in (Handover, ReceivedTensor) for item in seen.of(kind)}
@@ -82,7 +82,7 @@ def _declared(seen: Trace) -> Manifest:
         sent |= {version for version in seen.versions(ExportedTensor) if version}
     ranks = [item.rank for kind in (ReceivedTensor, CheckpointView) for item in seen.of(kind)]
     return replace(
-        seen.manifest, ended=now(), scopes=scopes_of(seen, promised), synced_versions=tuple(sorted(sent)),
+        manifest, dtype=dtype, ended=now(), scopes=scopes_of(seen, promised), synced_versions=tuple(sorted(sent)),
         engine_ranks=max(ranks, default=0) + 1 if sent or ranks else 0,
         untouched_versions=(0,) if 0 in seen.versions(ExportedTensor) and seen.has(SourceTensor) else (),
         not_judged=tuple(not_judged(seen)),

@@ -5,6 +5,7 @@ They come in calls of their own, and the columns of the loss are recorded when t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,19 @@ from verifier.core.records_policy import Advantages, Drops, LossTerms, PolicyCol
 from verifier.core.records_tokens import Rollouts, SampledTokens, TrainerLogprobs
 from verifier.core.records_weights import StepReport
 from verifier.errors import UsageError
+from verifier.probe.declared import KNOWN_ESTIMATORS
 from verifier.probe.tokens import Rows, StepTokens, step_tokens
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Dtypes of advantages, those with the most rounding first."""
+EPSILONS = (0.0, 1e-4)
+"""Least and greatest epsilon beside a standard deviation where a loop names none.
+
+Source:
+    0 in no-epsilon loops, 1e-9 in OpenRLHF, 1e-6 in verl and SkyRL, 1e-4 in TRL's `GRPOTrainer`.
+"""
+DDOFS = (1, 0)
+"""Numbers to subtract from the terms under a variance where a loop does not say: `torch.std`, `numpy.std`."""
 
 
 @dataclass
@@ -32,6 +45,9 @@ class _Open:
     estimator: str = ""
     reasons: tuple[str, ...] = ()
     policy: dict[str, Any] = field(default_factory=dict)
+    denominator: dict[str, Any] = field(default_factory=dict)
+    has_rewards: bool = True
+    has_engine: bool = True
 
 
 class StepRecorder(ABC):
@@ -77,7 +93,9 @@ class StepRecorder(ABC):
         found = step_tokens(
             prompts, responses, loss_mask, engine_logprobs, versions, rewards, groups, ids, temperature, step
         )
-        self._steps[step] = _Open(found)
+        self._steps[step] = _Open(
+            found, has_rewards=rewards is not None, has_engine=engine_logprobs is not None
+        )  # fmt: skip
         sampled = found.versions >= 0
         lengths, asked = found.lengths, tuple(map(len, found.prompts))
         roles = np.concatenate(
@@ -147,7 +165,8 @@ class StepRecorder(ABC):
 
     def advantages(
         self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
-        ratio_over: str = "old", max_staleness: int = 0,
+        ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
+        ddof: int | None = None,
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -158,20 +177,40 @@ class StepRecorder(ABC):
             reasons: of each rollout why it is left out of the loss; empty for one that stays.
             ratio_over: "old" or "engine", the log-probabilities that the ratio divides by.
             max_staleness: versions that a token in the loss may be behind.
+            dtype: that means and deviations were rounded to: "float64", "float32", "float16" or "bfloat16"; by
+                default the narrowest in which every one of the values is exact.
+            epsilon: added to the standard deviation; by default any of `EPSILONS` may have been.
+            ddof: 1 where a variance divides by n - 1 terms, 0 where by n; by default either.
 
         Raises:
-            UsageError: the step has no rollouts or no rewards, or rows are of other lengths.
+            UsageError: the step has no rollouts or no rewards, rows are of other lengths, or an argument is none of
+                these.
         """
         own = self._of(step)
         tokens = own.tokens
         if ratio_over not in ("old", "engine"):
             raise UsageError(f"ratio_over is `{ratio_over}`: a ratio divides by `old` or by `engine`")
+        if estimator in KNOWN_ESTIMATORS and not own.has_rewards:
+            raise UsageError(f"step {step} has no rewards, of which `{estimator}` is: give them to `rollouts`")
+        if dtype and dtype not in DTYPES:
+            raise UsageError(f"dtype is `{dtype}`: advantages are {', '.join(DTYPES)}")
+        if epsilon is not None and not 0 <= epsilon < math.inf:
+            raise UsageError(f"epsilon is {epsilon:g}, it must be at least 0 and finite")
+        if ddof not in (None, 0, 1):
+            raise UsageError(f"ddof is {ddof}: a variance divides by n terms (0) or by n - 1 (1)")
+        if ratio_over == "engine" and not own.has_engine:
+            raise UsageError(f"the ratio of step {step} divides by the engine's log-probabilities, it has none")
         if len(values) != len(tokens.ids):
             raise UsageError(f"`advantages` has {len(values)} rows for {len(tokens.ids)} rollouts")
         if all(np.ndim(_host(row)) == 0 for row in values):
             values = [np.full(len(part), float(row)) for row, part in zip(values, tokens.responses, strict=True)]
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
         own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
+        own.denominator = {
+            "dtype": dtype or _narrowest(own.advantage),
+            "epsilons": EPSILONS if epsilon is None else (float(epsilon), float(epsilon)),
+            "ddofs": DDOFS if ddof is None else (ddof,),
+        }  # fmt: skip
         own.policy |= {"ratio_over": ratio_over, "max_staleness": max_staleness}
 
     def loss(
@@ -208,8 +247,8 @@ class StepRecorder(ABC):
             if loss is None or num_tokens is None or grad_norm is None:
                 raise UsageError("a step's report has loss, num_tokens and grad_norm: give all three, or none")
             report = StepReport(
-                name=f"step {step}", version=step, loss=real(float(loss)), num_tokens=int(num_tokens),
-                grad_norm=real(float(grad_norm)), update=step,
+                name=f"step {step}", version=step, loss=real(float(_host(loss))), num_tokens=int(num_tokens),
+                grad_norm=real(float(_host(grad_norm))), update=step,
             )  # fmt: skip
             self.emit(report)
         if step in self._steps:
@@ -237,6 +276,8 @@ class StepRecorder(ABC):
             "advantage": np.zeros(len(nan)) if own.advantage is None else own.advantage,
             "mask": tokens.mask, "own": tokens.mask, "version": tokens.versions,
         }  # fmt: skip
+        if not own.has_engine:
+            del columns["engine"]
         record = PolicyColumns(
             name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, ratio_over=ratio_over,
             weight_level="", weight_cap=1.0, mask_level="", mask_low=0.0, mask_high=1.0,
@@ -247,12 +288,14 @@ class StepRecorder(ABC):
             return
         parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
         masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
-        firsts = tuple(float(part[-1]) for part in parts)
+        inside = [part[mask] if mask.any() else part for part, mask in zip(parts, masks, strict=True)]
+        if own.estimator not in KNOWN_ESTIMATORS and any((part != part[0]).any() for part in inside):
+            return  # one of each token, for which no check has a formula
         counts = tuple(int(mask.sum()) for mask in masks)
         made = Advantages(
             name="advantages", version=step, estimator=own.estimator, ids=tokens.ids, groups=tokens.groups,
             trajectories=tokens.ids, rewards=tokens.rewards, penalties=(0.0,) * len(counts), token_counts=counts,
-            advantages=firsts,
+            advantages=tuple(real(part[-1]) for part in inside), **own.denominator,
         )  # fmt: skip
         self.emit(made)
         end = own.policy.get("end")
@@ -263,6 +306,17 @@ class StepRecorder(ABC):
                 drop_overlong="overlong" in own.reasons, drop_zero_variance="zero_variance" in own.reasons,
             )
         )  # fmt: skip
+
+
+def _narrowest(values: np.ndarray) -> str:
+    """Narrowest dtype in which each of some float64 numbers is exact."""
+    single = values.astype(np.float32)
+    if not np.array_equal(single, values, equal_nan=True):
+        return "float64"
+    if not (single.view(np.uint32) & 0xFFFF).any():
+        return "bfloat16"
+    with np.errstate(over="ignore"):
+        return "float16" if np.array_equal(values.astype(np.float16), values, equal_nan=True) else "float32"
 
 
 def _of_responses(tokens: StepTokens) -> np.ndarray:

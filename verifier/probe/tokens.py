@@ -104,5 +104,5 @@ def _row(row: Any, dtype: Any) -> np.ndarray:
     """A row of numbers as an array on the host, a copy."""
     if hasattr(row, "detach"):
         row = row.detach().cpu()
-        row = row.float().numpy() if "float" in str(row.dtype) else row.numpy()
+        row = row.double().numpy() if row.is_floating_point() else row.numpy()  # numpy has no bfloat16
     return np.array([] if row is None else row).astype(dtype).reshape(-1)

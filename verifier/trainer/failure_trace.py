@@ -13,6 +13,7 @@ from verifier.core.store import create, fail
 from verifier.launch.stack_failure import StackFailed
 from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.trainer.lost_logprobs import LogprobLost, complete_lost
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.verdicts import Judge, require_held
@@ -25,13 +26,16 @@ def failure_traced(
     """Leave a trace of the failure of the stack that ends what is within; one of an earlier attempt is removed.
 
     Raises:
-        ViolationFound: the judge's report on it.
+        ViolationFound: the judge's report on it, or on the trace of the step whose answers have no log-probabilities.
         StackFailed: the failure itself, without a judge.
     """
     shutil.rmtree(folder.failure_trace, ignore_errors=True)
     try:
         yield
     except StackFailed as problem:
+        if judge is not None and isinstance(problem, LogprobLost) and problem.step:
+            complete_lost(config, model, folder.trace(problem.step), problem.step)
+            require_held(judge, folder.trace(problem.step), f"step {problem.step}")
         manifest = replace(
             step_manifest(config, model, 1), scopes=(), synced_versions=(), untouched_versions=(), not_judged=()
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,8 +16,8 @@ from verifier.core.records_policy import EpisodeTurns, GivenRewards, RewardSeals
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
-from verifier.data.recorded import RolloutRow, Routes, rollout_of
-from verifier.data.rollout import MISSING_ROUTE, Rollout
+from verifier.data.recorded import RolloutRow, rollout_of
+from verifier.data.rollout import Rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
@@ -34,8 +33,11 @@ from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
+from verifier.trainer.given_routes import whole_routes
+from verifier.trainer.lost_logprobs import require_numbers
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
+from verifier.trainer.token_versions import versions_of
 
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
@@ -278,20 +280,29 @@ class EngineRollouts:
             groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, noted=noted, seals=seals
         )  # fmt: skip
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, *, judged: bool = False) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
 
         Args:
             step: whose weights these are; the samples of each evaluation have seeds of their own.
+            judged: LGP015 will judge the answers that are kept.
 
         Returns:
             "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
+
+        Raises:
+            LogprobLost: a token of an answer that is kept has none that is finite, and nothing will judge it.
         """
         if not self._held_out:
             return {}
-        if self.revival is None:
-            return self._evaluated(step)
-        return self.revival.repeated(lambda: self._evaluated(step), step)
+        found = (
+            self._evaluated(step)
+            if self.revival is None
+            else self.revival.repeated(lambda: self._evaluated(step), step)
+        )
+        if self._answered is not None and (not judged or self._config.engine.quantization):
+            require_numbers(self._config, [*self._answered.sampled, *self._answered.greedy])
+        return found
 
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
@@ -378,30 +389,13 @@ class EngineRollouts:
             sample: of the engine.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
-        for at, nats in enumerate(sample.logprobs):
-            if not math.isfinite(nats):
-                raise ContractError(f"rollout `{name}`: the engine's log-probability of answer token {at} is {nats}")
         ended = bool(tokens) and tokens[-1] == eos_id
         drawn = (True,) * len(tokens)
         return RolloutRow(
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
             logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
             text=self._episodes.text(tokens), truncated=not ended,
-            routes=_whole(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None,
+            routes=(
+                whole_routes(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None
+            ),
         )  # fmt: skip
-
-
-def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
-    """Version of the weights that sampled each token, where the first were of `version`."""
-    if not any(sample.updates):
-        return (version,) * len(sample.tokens)
-    return tuple(version + count for count in sample.updates)
-
-
-def _whole(name: str, routes: Routes, length: int) -> Routes:
-    """Routes of all tokens of a rollout but its last, which the engine does not run."""
-    if len(routes) != length - 1:
-        raise ContractError(
-            f"rollout `{name}`: the engine reported the routes of {len(routes)} tokens, it ran {length - 1}"
-        )
-    return (*routes, tuple((MISSING_ROUTE,) * len(experts) for experts in routes[0]))

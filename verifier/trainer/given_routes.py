@@ -10,9 +10,9 @@ import numpy as np
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_tokens import GivenRoutes
-from verifier.data.recorded import RolloutRow
+from verifier.data.recorded import RolloutRow, Routes
 from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
-from verifier.errors import UsageError
+from verifier.errors import ContractError, UsageError
 from verifier.model.families import JSON, moe_layers_of, num_experts_of
 from verifier.trainer.batches import OptimizerUpdate
 
@@ -66,3 +66,12 @@ def record_given(
         ids = tuple(item.id for item in rollouts)
         record = GivenRoutes(name=file.stem, version=updates[0].step, rollouts=ids, passes=passes)
         probe.emit(record, route_rows(rollouts, layers))
+
+
+def whole_routes(name: str, routes: Routes, length: int) -> Routes:
+    """Routes of all tokens of a rollout but its last, which the engine does not run."""
+    if len(routes) != length - 1:
+        raise ContractError(
+            f"rollout `{name}`: the engine reported the routes of {len(routes)} tokens, it ran {length - 1}"
+        )
+    return (*routes, tuple((MISSING_ROUTE,) * len(experts) for experts in routes[0]))

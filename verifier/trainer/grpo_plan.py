@@ -36,6 +36,7 @@ from verifier.trainer.batches import (
 from verifier.trainer.data_as_read import record_rollouts
 from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
+from verifier.trainer.lost_logprobs import LogprobLost, require_numbers
 from verifier.trainer.mismatch import by_position, mismatch_facts
 from verifier.trainer.sampled_batch import has_second_reader, rewards_of
 from verifier.trainer.spot import has_spot, record_spot
@@ -133,8 +134,16 @@ class GrpoPlan:
         self.reads_rewards = has_second_reader(reward, rows)
         given = [rollout_of(row) for row in rows]
         rolled = time.monotonic()
+        if probe is None:
+            require_numbers(config, rows)
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
         self.scored = scored = self._scored(step, given, parts, score)
+        try:
+            require_numbers(config, rows, step)
+        except LogprobLost:
+            if probe is not None:
+                self._record_columns(probe, step, scored, given)
+            raise
         times = {"score_s": time.monotonic() - rolled} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
         if probe is not None and self._spots and has_spot(step):
             record_spot(probe, config, step, given, parts, score, self._file(step, 0))
@@ -250,15 +259,25 @@ class GrpoPlan:
                 token_counts=tuple(int(item.mask.sum()) for item in given), advantages=tuple(found.tolist()),
             )
         )  # fmt: skip
+        flat = dict(columns)
+        if scored.reference is not None and options.kl_in == "reward":
+            flat["penalty_reference"] = scored.reference
+        self._record_columns(probe, step, scored, kept, flat)
+
+    def _record_columns(
+        self, probe: Probe, step: int, scored: ScoredRollouts, kept: Sequence[Rollout],
+        columns: Mapping[str, Values] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Record columns of the loss by token; those that rollouts and the scores before it have, and others."""
+        options, given = self._config.grpo, scored.rollouts
         flat = {
             "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
             "own": [item.mask for item in given], "version": [item.versions for item in given], **columns,
         }  # fmt: skip
-        if scored.reference is not None and options.kl_in == "reward":
-            flat["penalty_reference"] = scored.reference
         probe.emit(
             PolicyColumns(
-                name="policy inputs", version=step, ids=ids, lengths=tuple(map(len, given)),
+                name="policy inputs", version=step, ids=tuple(item.id for item in given),
+                lengths=tuple(map(len, given)),
                 ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
                 mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
                 max_staleness=options.max_staleness, keep_kv_cache=options.keep_kv_cache, trained_version=step - 1,

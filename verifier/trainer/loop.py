@@ -338,7 +338,7 @@ class StepLoop:
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the weights of a step on the held-out problems, if there are any."""
         if self.rollouts is not None:
-            return self.rollouts.evaluate(step)
+            return self.rollouts.evaluate(step, judged=self.verdicts.judge is not None)
         if self.held_out is None:
             return {}
         file = self.folder.path / "batches" / HELD_OUT

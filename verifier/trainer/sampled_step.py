@@ -19,8 +19,9 @@ from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import ONLY, Probe, real
-from verifier.core.records_policy import OracleEnds, OracleEntropy
+from verifier.core.records_policy import OracleEntropy
 from verifier.core.records_tokens import (
+    OracleEnds,
     OracleLogprobs,
     OracleOfSampled,
     OracleRecord,

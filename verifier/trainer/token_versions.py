@@ -8,6 +8,7 @@ import numpy as np
 
 from verifier.config import TrainConfig
 from verifier.data.rollout import Rollout
+from verifier.engine.api import Sample
 
 
 def exact_tokens(config: TrainConfig, rollout: Rollout) -> np.ndarray:
@@ -28,3 +29,10 @@ def fresh_tokens(config: TrainConfig, rollout: Rollout, version: int) -> np.ndar
 def has_fresh(config: TrainConfig, rollouts: Iterable[Rollout], version: int) -> bool:
     """Tell whether a token in the loss is of a version: trainer and engine then score it by the same weights."""
     return any(bool((fresh_tokens(config, item, version) & item.mask).any()) for item in rollouts)
+
+
+def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
+    """Version of the weights that sampled each token, where the first were of `version`."""
+    if not any(sample.updates):
+        return (version,) * len(sample.tokens)
+    return tuple(version + count for count in sample.updates)

@@ -15,8 +15,8 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import OracleEnds, SamplingAsked
-from verifier.core.records_tokens import SampledTokens
+from verifier.core.records_policy import SamplingAsked
+from verifier.core.records_tokens import OracleEnds, SampledTokens
 from verifier.core.trace import Trace
 
 LIMIT, END, OTHER = 24, 3, 5

@@ -158,6 +158,25 @@ def test_bf16_needs_noise_that_the_oracle_measures(tmp_path):
     assert any("no noise of bfloat16" in clause for clause in report.not_judged)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_engine_without_a_number_is_violated_in_any_dtype(dtype, value, tmp_path):
+    with probe.open(tmp_path / "trace", dtype=dtype) as record:
+        train(record, engine_logprobs=[[-1.0, value, -0.5], [-0.25, -3.0]])
+    found, report = outcomes(tmp_path / "trace")
+    assert found["LGP009"] is Verdict.VIOLATED
+    sentence = report.violated[0].finding.first.sentence
+    assert sentence.endswith(f"gave token 3 of `1/0`, which version 0 sampled, a log-probability of {value}")
+
+
+def test_without_the_engines_logprobs_nothing_compares_them(tmp_path):
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        train(record, engine_logprobs=None)
+    found, report = outcomes(tmp_path / "trace")
+    assert "LGP009" not in found
+    assert report.verdict is Verdict.HOLDS
+
+
 def test_a_rank_that_did_not_close_leaves_the_trace_inconclusive(tmp_path):
     path = tmp_path / "trace"
     first = probe.open(path, rank=0, world_size=2)

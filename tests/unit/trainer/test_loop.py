@@ -31,7 +31,7 @@ def calls_of(
         found.append((name, given))
         return [{"loss": 1.0, "grad_norm": 1.0}] if name == "train" else [(refused, {}, "")]
 
-    def evaluate(step: int) -> dict[str, float]:
+    def evaluate(step: int, *, judged: bool = False) -> dict[str, float]:
         found.append(("sample", {"step": step}))
         return {"accuracy": accuracy if step else 0.0, "held_out_version": float(step)}
 
