@@ -13,8 +13,13 @@ MAKERS: Mapping[str, Mapping[str, str]] = {
     "reward": {
         "answer": "verifier.rewards.answer:answer_reward",
         "math_verify": "verifier.rewards.math_verify:math_verify_reward",
+        "reasoning_gym": "verifier.rewards.reasoning_gym:reasoning_gym_reward",
+        "verifiers": "verifier.environments.verifiers_episodes:verifiers_reward",
     },
-    "environment": {"calculator": "verifier.environments.calculator:Calculator"},
+    "environment": {
+        "calculator": "verifier.environments.calculator:Calculator",
+        "verifiers": "verifier.environments.verifiers_episodes:VerifiersEnvironment",
+    },
 }
 """Knob of `grpo` -> name -> maker. Any other is named by its maker, or by a plugin that is not known here."""
 

@@ -35,8 +35,10 @@ class DataOptions:
     """
 
     source: str = knob(
-        "`arithmetic` or `calculator`, which are generated, a JSONL file, or a folder of `datasets`.", "arithmetic"
+        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL file, or a folder of "
+        "`datasets`.", "arithmetic",
     )  # fmt: skip
+    options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
     held_out: str | None = knob("File or folder of held-out examples; arithmetic holds out its own.", None)
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from verifier.errors import UsageError
 
@@ -44,6 +46,8 @@ class Example:
     """Text that follows the prompt, for SFT."""
     answer: str | None = None
     """Gold answer, for a reward."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row, for an environment and a reward."""
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):

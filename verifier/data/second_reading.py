@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from verifier.data.problem_sources import SOURCES, read_problems_again
 from verifier.errors import UsageError
 
 DIGITS = frozenset("0123456789")
@@ -38,7 +39,10 @@ def _digest(text: str | None) -> int:
     return xxhash.xxh3_64_intdigest(b"\xff" if text is None else text.encode())
 
 
-def read_again(source: str, task: str, *, split: str = "train", count: int | None = None, seed: int = 1) -> np.ndarray:
+def read_again(
+    source: str, task: str, *, split: str = "train", count: int | None = None, seed: int = 1,
+    options: Sequence[str] = (),
+) -> np.ndarray:  # fmt: skip
     """Digests of the rows of a source, [rows, parts] uint64, in one pass; see `text_dataset.load_examples`.
 
     Raises:
@@ -46,6 +50,9 @@ def read_again(source: str, task: str, *, split: str = "train", count: int | Non
     """
     if source in ("arithmetic", "calculator"):
         rows = _sums(split, seed, source, solved=task == "sft")
+    elif source.startswith(SOURCES):
+        again = read_problems_again(source, split, count, seed, options)
+        rows = (digests(name, question, "", asked, None, answer) for name, question, asked, answer in again)
     else:
         path = Path(source)
         rows = _named(path, _stored(path, split) if path.is_dir() else _lines(path))

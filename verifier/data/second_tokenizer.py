@@ -118,28 +118,28 @@ class SecondTokenizer:
         last = ends[-1] if ends else -1
         return tuple(at <= last for at in range(len(turn)))
 
-    def reply(self, said: str) -> tuple[int, ...]:
-        """Token ids between the end of a turn and the next one, for what a tool says; see `framed`.
+    def reply(self, said: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids between the end of a turn and the next one, for what an environment says; see `framed`.
 
-        What ends a turn and what begins the tool's message are encoded apart, as a template writes them one by one.
+        What ends a turn and what begins the next message are encoded apart, as a template writes them one by one.
         """
         rest, message = self._frame(said)
         return (*self._encode(rest), *self._encode(message))
 
-    def framed(self, said: str) -> str:
-        """Text that the template writes between the end of a turn and the next one, for what a tool says.
+    def framed(self, said: Sequence[Message]) -> str:
+        """Text that the template writes between the end of a turn and the next one, for what an environment says.
 
         Raises:
-            UsageError: the template refuses messages of tools, or does not end a turn with the end token.
+            UsageError: the template refuses such messages, or does not end a turn with the end token.
         """
         rest, message = self._frame(said)
         return rest + message
 
-    def _frame(self, said: str) -> tuple[str, str]:
-        """Text of the template after the end of a turn, and from there to the next one, for what a tool says."""
+    def _frame(self, said: Sequence[Message]) -> tuple[str, str]:
+        """Text of the template after the end of a turn, and from there to the next one, for messages between them."""
         talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
         turn = self._render(talk, to_answer=False)
-        whole = self._render((*talk, Message(role="tool", content=said)), to_answer=True)
+        whole = self._render((*talk, *said), to_answer=True)
         end = self._special.get("eos_token", "")
         if not end or end not in turn:
             raise self._refusal(ValueError("the chat template does not end a turn with the end token"))

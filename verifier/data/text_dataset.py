@@ -12,6 +12,7 @@ import msgspec
 from verifier.data.arithmetic import arithmetic_examples, calculator_examples
 from verifier.data.examples import Example, Message, short
 from verifier.data.lines import numbered_lines
+from verifier.data.problem_sources import SOURCES, problem_examples
 from verifier.errors import UsageError
 
 ARITHMETIC, CALCULATOR = "arithmetic", "calculator"
@@ -35,16 +36,19 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def load_examples(
-    source: str, task: Task, *, split: str = "train", count: int | None = None, seed: int = 1
-) -> tuple[Example, ...]:
+    source: str, task: Task, *, split: str = "train", count: int | None = None, seed: int = 1,
+    options: Sequence[str] = (),
+) -> tuple[Example, ...]:  # fmt: skip
     """Read and check examples.
 
     Args:
-        source: "arithmetic", "calculator", a JSONL file, or a folder that `datasets` saved.
+        source: "arithmetic", "calculator", "reasoning-gym:TASK", "verifiers:TASKSET", a JSONL file, or a folder that
+            `datasets` saved.
         task: "sft" or "grpo": what each row must have.
         split: of arithmetic, or of a folder with several; a file has none.
         count: number of examples, the first ones of a file or folder; all by default.
-        seed: of generated arithmetic.
+        seed: of generated examples.
+        options: of a task or a task set; see `problem_examples`.
 
     Raises:
         UsageError: no such source or split, or not so many examples; a row, named by its line, that is no JSON, has an
@@ -54,6 +58,12 @@ def load_examples(
         return arithmetic_examples(split, count, seed)
     if source == CALCULATOR:
         return calculator_examples(split, count, seed, solved=task == "sft")
+    if source.startswith(SOURCES):
+        if task == "sft":
+            raise UsageError(f"`{source}` has no responses to learn: give algorithm=grpo, or other data")
+        return problem_examples(source, split, count, seed, options)
+    if options:
+        raise UsageError(f"data.options is given and `{source}` has no options: leave it out")
     path = Path(source)
     if path.is_dir():
         rows = _folder_rows(path, split)

@@ -72,14 +72,16 @@ class DataAsRead:
     @cached_property
     def _rows(self) -> np.ndarray:
         data = self._config.data
-        return read_again(data.source, self._task, count=data.num_examples, seed=self._config.seed)
+        return read_again(
+            data.source, self._task, count=data.num_examples, seed=self._config.seed, options=data.options
+        )
 
     @cached_property
     def _held_out_rows(self) -> np.ndarray:
         config = self._config
         return read_again(
             config.data.held_out or config.data.source, self._task, split="held-out",
-            count=config.evaluation.num_problems, seed=config.seed,
+            count=config.evaluation.num_problems, seed=config.seed, options=config.data.options,
         )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def load_train(config: TrainConfig, task: Task) -> tuple[Example, ...]:
         UsageError: a bad row, too few examples for a step, or plain prompts where an environment answers turns.
     """
     data = config.data
-    train = load_examples(data.source, task, count=data.num_examples, seed=config.seed)
+    train = load_examples(data.source, task, count=data.num_examples, seed=config.seed, options=data.options)
     if data.batch_size > len(train):
         raise UsageError(
             f"data.batch_size is {data.batch_size}, more than the {len(train):,} examples of `{data.source}`"
@@ -207,7 +207,9 @@ def load_held_out(config: TrainConfig, train: Sequence[Example], task: Task) -> 
         )
     source = data.held_out or data.source
     try:
-        held_out = load_examples(source, task, split="held-out", count=num_problems, seed=config.seed)
+        held_out = load_examples(
+            source, task, split="held-out", count=num_problems, seed=config.seed, options=data.options
+        )
     except UsageError as problem:
         raise UsageError(f"evaluation.num_problems is {num_problems}: {problem}") from problem
     require_disjoint(train, held_out)
