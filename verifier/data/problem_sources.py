@@ -97,7 +97,7 @@ def gym_problems(
         import reasoning_gym
         from reasoning_gym.utils import SYSTEM_PROMPTS
     except ImportError as absent:
-        raise UsageError("the package reasoning-gym is not installed: see docs/environments.md") from absent
+        raise UsageError("the package reasoning-gym is not installed: install ci/locks/environments.txt") from absent
     task, options = source.removeprefix(REASONING_GYM), dict(options)
     system = str(options.pop("system_prompt", ""))
     before = [("system", str(SYSTEM_PROMPTS.get(system, system)))] if system else []

@@ -20,7 +20,7 @@ def load_package() -> Any:
         import verifiers.v1 as vf
     except ImportError as absent:
         raise UsageError(
-            f"the package verifiers 0.4.0 is not installed ({absent}): see docs/environments.md"
+            f"the package verifiers 0.4.0 is not installed ({absent}): install ci/locks/environments.txt"
         ) from absent
     return vf
 

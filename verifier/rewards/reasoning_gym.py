@@ -14,7 +14,7 @@ try:
     from reasoning_gym import create_dataset
     from reasoning_gym.utils import extract_answer
 except ImportError as _absent:
-    raise UsageError("the package reasoning-gym is not installed: see docs/environments.md") from _absent
+    raise UsageError("the package reasoning-gym is not installed: install ci/locks/environments.txt") from _absent
 
 
 def reasoning_gym_reward(completion: str, row: Mapping[str, Any]) -> float:
