@@ -15,7 +15,7 @@ from verifier.errors import UsageError
 
 REASONING_GYM, VERIFIERS = "reasoning-gym:", "verifiers:"
 SOURCES = (REASONING_GYM, VERIFIERS)
-"""What begins the name of such a source; its task, or its task set, follows."""
+"""Prefixes of such a source's name, before its task or its task set."""
 CHUNK = 500
 """Problems of one seed of reasoning-gym, whose generators make problem i by the seed plus i."""
 SEED_STRIDE = 1_000_003

@@ -47,7 +47,7 @@ class Reply(NamedTuple):
     done: bool
 
 
-class Session(NamedTuple):
+class EpisodeHandle(NamedTuple):
     """An episode under way with an environment."""
 
     process: int
@@ -55,16 +55,16 @@ class Session(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """What a reward is asked for."""
+class ScoredEpisode:
+    """Arguments of a reward."""
 
     id: str
-    """Of the rollout, for errors."""
+    """Rollout, for errors."""
     completion: str
     """Text of the last turn."""
     row: Mapping[str, Any]
-    """Of the data, as JSON has it."""
-    session: Session | None = None
+    """Row of the data, as JSON has it."""
+    session: EpisodeHandle | None = None
     """Its episode; None where no environment plays."""
 
     @property
@@ -82,7 +82,7 @@ class _Request(NamedTuple):
     where: str
     """End of a sentence that names what it is about."""
     process: int | None = None
-    """That has the episode; None for any."""
+    """Number of the process that has the episode; None for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class RewardPool:
         count = processes or min(_MOST, len(os.sched_getaffinity(0)))
         self._processes = [_Process(reward, environment, deadline_s) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count)
-        self._failed, self._seals, self._begun = set[Session](), list[int](), 0
+        self._failed, self._seals, self._begun = set[EpisodeHandle](), list[int](), 0
         self.failures = 0
         """Rewards that were counted as 0 since the last call of `take_failures`."""
         try:
@@ -139,14 +139,14 @@ class RewardPool:
             self.close()
             raise
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Session]:
+    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[EpisodeHandle]:
         """Begin episodes; those before are forgotten."""
         self._failed.clear()
         self._all([_Request("forget", (), "at its start", at) for at in range(len(self._processes))])
         sessions = []
         for _ in rows:
             self._begun += 1
-            sessions.append(Session(self._begun % len(self._processes), self._begun))
+            sessions.append(EpisodeHandle(self._begun % len(self._processes), self._begun))
         asked = [
             _Request("reset", (own.number, row, seed), f"on row `{row.get('id', '')}`", own.process)
             for own, row, seed in zip(sessions, rows, seeds, strict=True)
@@ -156,7 +156,7 @@ class RewardPool:
                 self._fail(own)
         return sessions
 
-    def step(self, sessions: Sequence[Session], turns: Sequence[str], names: Sequence[str]) -> list[Reply]:
+    def step(self, sessions: Sequence[EpisodeHandle], turns: Sequence[str], names: Sequence[str]) -> list[Reply]:
         """Answer a turn of each of some episodes, which `names` call by their rows."""
         going = [at for at, own in enumerate(sessions) if own not in self._failed]
         asked = [
@@ -171,7 +171,7 @@ class RewardPool:
                 replies[at] = Reply(*found.value)
         return replies
 
-    def score(self, episodes: Sequence[Scored]) -> list[float]:
+    def score(self, episodes: Sequence[ScoredEpisode]) -> list[float]:
         """Rewards of episodes, in order.
 
         Raises:
@@ -225,7 +225,7 @@ class RewardPool:
     def _who(self) -> str:
         return f"environment `{self._environment}`"
 
-    def _fail(self, session: Session) -> None:
+    def _fail(self, session: EpisodeHandle) -> None:
         self._failed.add(session)
         self.failures += 1
 

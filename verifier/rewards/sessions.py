@@ -10,8 +10,8 @@ from verifier.environments.environment import Environment, Messages
 from verifier.errors import UsageError
 
 ARGUMENTS = ("prompt", "completion", "answer", "row", "state", "messages")
-"""What a reward may ask for: messages or text that opened the episode; text of the last turn; gold answer; row of the
-data with all its columns; state of the environment at the end; all messages of the episode."""
+"""Arguments of a reward, by name: messages or text that opened the episode; text of the last turn; gold answer; row of
+the data with all its columns; state of the environment at the end; all messages of the episode."""
 Reward = Callable[..., object]
 """Function of some of `ARGUMENTS`, by name."""
 

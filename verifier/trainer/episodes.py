@@ -19,7 +19,7 @@ from verifier.data.second_tokenizer import SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
-from verifier.rewards.scorer import RewardPool, Scored, Session
+from verifier.rewards.scorer import EpisodeHandle, RewardPool, ScoredEpisode
 from verifier.trainer.sealed_replies import SealedEnvironment
 
 
@@ -41,7 +41,7 @@ class Turn:
     """Text of the turn, without its end token."""
     reply: tuple[int, ...] = ()
     """Token ids from the end of the turn to the beginning of the next; empty where the episode ends."""
-    session: Session | None = None
+    session: EpisodeHandle | None = None
     """Episode of the environment; None where there is none."""
 
 
@@ -133,10 +133,10 @@ class Episodes:
     @staticmethod
     def asked(
         ids: Sequence[str], examples: Sequence[Example], texts: Sequence[str], episodes: Sequence[Sequence[Turn]]
-    ) -> list[Scored]:
-        """What a reward is asked for, of episodes in order."""
+    ) -> list[ScoredEpisode]:
+        """Arguments of a reward, of episodes in order."""
         return [
-            Scored(id=name, completion=text, row=row_of(example), session=turns[-1].session)
+            ScoredEpisode(id=name, completion=text, row=row_of(example), session=turns[-1].session)
             for name, example, text, turns in zip(ids, examples, texts, episodes, strict=True)
         ]
 

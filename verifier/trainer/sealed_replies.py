@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.core.seal import seal_of_reply
 from verifier.data.examples import Message
-from verifier.rewards.scorer import RewardPool, Session
+from verifier.rewards.scorer import EpisodeHandle, RewardPool
 
 
 class SealedEnvironment:
@@ -28,12 +28,13 @@ class SealedEnvironment:
         self._seals: list[int] = []
         self._encoded: dict[str, tuple[int, ...]] = {}
 
-    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Session]:
+    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[EpisodeHandle]:
         """Begin episodes; see `RewardPool.begin`."""
         return self._pool.begin(rows, seeds)
 
     def step(
-        self, sessions: Sequence[Session], turns: Sequence[Sequence[str]], names: Sequence[str], read: Sequence[bool]
+        self, sessions: Sequence[EpisodeHandle], turns: Sequence[Sequence[str]], names: Sequence[str],
+        read: Sequence[bool],
     ) -> list[Sequence[Mapping[str, str]]]:  # fmt: skip
         """Messages after the last of an episode's turns, of some episodes; none where it ends.
 

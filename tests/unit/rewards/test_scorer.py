@@ -7,7 +7,7 @@ import pytest
 
 from verifier.core.seal import seal_of_reward
 from verifier.errors import UsageError
-from verifier.rewards.scorer import RewardPool, Scored
+from verifier.rewards.scorer import RewardPool, ScoredEpisode
 
 REWARDS = """
 import os, re, time
@@ -73,10 +73,10 @@ def by_unknown_name(completion, answer, tools):
 """
 
 
-def asked(ids, completions, answers) -> list[Scored]:
+def asked(ids, completions, answers) -> list[ScoredEpisode]:
     rows = [{"id": name, "prompt": "?", "answer": answer} for name, answer in zip(ids, answers, strict=True)]
     return [
-        Scored(id=name, completion=text, row=row) for name, text, row in zip(ids, completions, rows, strict=True)
+        ScoredEpisode(id=name, completion=text, row=row) for name, text, row in zip(ids, completions, rows, strict=True)
     ]  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_a_reward_that_hangs_is_ended(module):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("exact", "unknown reward `exact`: give answer, math_verify, reasoning_gym, verifiers or package.module:function"),
+        ("exact", "unknown reward `exact`: give answer, math_verify, reasoning_gym, verifiers or package.module:func"),
         ("absent_module:f", "failed at its start: ModuleNotFoundError: No module named 'absent_module'"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_reward_is_called_by_the_names_of_its_parameters(module):
     row = {"id": "a", "messages": [{"role": "user", "content": "?"}], "answer": "7", "level": 3}
     for name, right in (("by_name", 3.0), ("by_all_names", 6.0), ("by_other_names", 1.0)):
         with RewardPool(f"{module}:{name}", processes=1) as pool:
-            assert pool.score([Scored(id="a", completion="7", row=row)]) == [right]
+            assert pool.score([ScoredEpisode(id="a", completion="7", row=row)]) == [right]
 
 
 def test_a_reward_that_asks_for_something_else_is_refused(module):
@@ -236,7 +236,7 @@ def row(name, **more):
 
 def episodes(pool, rows, sessions, texts):
     return [
-        Scored(id=own["id"], completion=text, row=own, session=session)
+        ScoredEpisode(id=own["id"], completion=text, row=own, session=session)
         for own, session, text in zip(rows, sessions, texts, strict=True)
     ]
 
