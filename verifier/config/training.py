@@ -35,7 +35,7 @@ class DataOptions:
     """
 
     source: str = knob(
-        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL file, or a folder of "
+        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL file or a folder of "
         "`datasets`.", "arithmetic",
     )  # fmt: skip
     options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
