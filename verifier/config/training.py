@@ -35,8 +35,8 @@ class DataOptions:
     """
 
     source: str = knob(
-        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL file or a folder of "
-        "`datasets`.", "arithmetic",
+        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, JSONL or "
+        "a folder of `datasets`.", "arithmetic",
     )  # fmt: skip
     options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
     held_out: str | None = knob("File or folder of held-out examples; arithmetic holds out its own.", None)
