@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.snapshots import measured_traces
 from verifier.core.record import Record
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, TokensRead
-from verifier.core.records_gradients import GradientSums, SummedTensor
+from verifier.core.records_gradients import GradientSums, LogitSpreads, SummedTensor
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -86,7 +86,7 @@ ARRAYS["loss rows"] = {
     "entropy_gradient": np.zeros(4, np.float32), "weight": np.array([1, 1, 0, 1], np.float32),
     "divisor": np.array([-1.0, -2.0, 0, -3.0], np.float32), "advantage": np.array([0.5, 0.5, 0, -0.5], np.float32),
 }  # fmt: skip
-ARRAYS["entropies of the oracle"] = {"array": np.full(3, 1.5)}
+ARRAYS |= {"sizes of logits": {"size": np.full(4, 2.0)}, "entropies of the oracle": {"array": np.full(3, 1.5)}}
 ARRAYS["entropies of other logits"] = {"array": np.array([1.5, 1.5, 1.25])}
 ARRAYS["chances of an end"] = {"array": np.array([0.125, 0.25, 0.5, 0.25, 0.75])}
 ARRAYS["chances of few ends"] = {"array": np.tile([0.0625, 0.125], 30)}
@@ -298,6 +298,7 @@ def training() -> list[Record]:
         ),
         RunSummary(name="run", version=1, loss=1.5, accuracy=1.0, alone=False),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
+        LogitSpreads(name="update 1", version=1, coordinate="tp=0", array="sizes of logits"),
         OracleEntropy(
             name="update 1", version=1, role="oracle", temperature=1.0, noise=1e-7, array="entropies of the oracle"
         ),

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature
+from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature, rounding, wider
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, slope_of
 from verifier.core.records_policy import LossTerms, PolicyColumns
-from verifier.core.records_tokens import SampledNoise
+from verifier.core.records_tokens import ROUNDINGS, SampledNoise
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-MISMATCH = Tolerance(
-    absolute=1e-4, unit="nats",
-    source="fp32 on CPU: 2.4e-5 was measured over 114,000 tokens of a run; weights of one step before differ by 1 nat",
-)  # fmt: skip
-MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32 on CPU: 1.6e-6 was measured over each of 114 steps of a run")
-FEW = 10
+MISMATCH = Tolerance(absolute=1e-4, unit="nats", source="fp32: least that is allowed a token beside a measured noise")
+MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32: least that is allowed nine tenths beside a measured noise")
+UNMEASURED = 10
+"""Times these where no noise is measured: a trained model of 30 layers has a scale of 7e-6 nats, 4e-5 at its coarsest
+token, so 14 and more of these; deeper ones may have twice that."""
+MOST_ROUNDINGS = 8
+"""Times the scale that nine tenths of a step's tokens may differ by: 4.6 standard deviations, see `ROUNDINGS`. Chance
+exceeds them at one token in 250,000, so at a tenth of `FEW` independent ones less than once in 1e15."""
+CARRIED = 2
+"""Times a scale that was measured on an earlier step, as weights sharpen."""
+FEW = 40
 """Tokens of which no tenth can be told."""
 SHARE = 0.9
 """Share of a step's tokens that `MOST` speaks of."""
@@ -73,14 +78,15 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     them; in bf16 the mean and the root mean square of magnitudes, the signed mean, and the slope over log-probability.
     Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
     an importance weight hides it, and the reward stops rising.
-    Evidence: advantage/policy ("engine", "old", "version"); in bf16 logprob/sampled-noise, which sampled steps
+    Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps
     (`verify.every`) measure and later steps keep.
-    Tolerance and its source: fp32 1e-4 nats for each token, 1e-5 for nine tenths of them; measured on a clean run
-    of 114 steps; divided by a temperature below 1. Rounding grows as weights sharpen, so the bound of one token is
-    above that of LGP001. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be off by it, so
-    twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors more, a signed
-    mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise of a
-    log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
+    Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
+    times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
+    nats, divided by a temperature below 1; ten times these where no noise is measured, but for tiny models. Chance of
+    a false alarm below 1e-11 a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be
+    off by it, so twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors
+    more, a signed mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise
+    of a log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
     that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
     single tokens of a mixture, whose routers flip, or beside a floor of fewer than 100 tokens.
@@ -92,11 +98,11 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
         if not exact and noise is None:
             raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
         temperature = next((terms.temperature for terms in trace.of(LossTerms, version=item.version)), 1.0)
-        seen = _fresh(trace, item)
-        for at in _worst(seen, noise, temperature):
+        seen, of_token = _fresh(trace, item), bound_in_fp32(trace, item.version, temperature)
+        for at in _worst(seen, noise, of_token):
             name, place, gap = item.ids[seen.rollout[at]], int(seen.place[at]), float(seen.gap[at])
             old, engine = float(seen.old[at]), float(seen.engine[at])
-            bound = at_temperature(MISMATCH, temperature) if noise is None else _greatest(noise, old)
+            bound = of_token if noise is None else _greatest(noise, old)
             yield Comparison(
                 what=name, same=math.isfinite(gap) and gap <= bound.absolute,
                 stage=Stage.ROLLOUT, version=item.version, share=times(gap, bound.absolute), owner="engine",
@@ -108,7 +114,21 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
         if noise is not None:
             yield from _compare_statistics(item, seen, noise)
         elif len(seen) >= FEW:
-            yield _most(item, seen, at_temperature(MOST, temperature))
+            yield _most(item, seen, bound_in_fp32(trace, item.version, temperature, most=True))
+
+
+def bound_in_fp32(trace: Trace, step: int, temperature: float, *, most: bool = False) -> Tolerance:
+    """Bound of a token's two log-probabilities in float32, or of `most` tokens; by the last measured noise, if any."""
+    fixed = at_temperature(MOST if most else MISMATCH, temperature)
+    noise = next((item for item in trace.of(SampledNoise, version=step) if float(item.coarsest)), None)
+    if noise is None and trace.manifest.model.startswith("tiny:"):
+        return fixed
+    if noise is None:
+        source = f"{fixed.source}, times {UNMEASURED}, as none is"
+        return replace(fixed, absolute=UNMEASURED * fixed.absolute, source=source)
+    carried = CARRIED if noise.measured != step - 1 else 1
+    scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, ROUNDINGS)
+    return wider(fixed, rounding(float(scale), carried * roundings))
 
 
 def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
@@ -128,9 +148,9 @@ def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
     return _Tokens(rollout[at], at - starts[rollout[at]], old, engine, np.abs(old - engine))
 
 
-def _worst(seen: _Tokens, noise: SampledNoise | None, temperature: float) -> list[int]:
+def _worst(seen: _Tokens, noise: SampledNoise | None, of_token: Tolerance) -> list[int]:
     """Token of each rollout that is farthest off beside its bound, by rollout; one that is not finite before others."""
-    bounds = np.full(len(seen), at_temperature(MISMATCH, temperature).absolute)
+    bounds = np.full(len(seen), of_token.absolute)
     if noise is not None:
         bounds = GREATEST_NOISES * greatest_nats(noise, seen.old)
     finite = np.isfinite(seen.gap)

@@ -12,8 +12,8 @@ import numpy as np
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
-from verifier.checks.engine_mismatch import MISMATCH, greatest_nats, noise_source
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
+from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES
 from verifier.checks.named_weights import adapters_named, compare_evaluated
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
@@ -69,8 +69,8 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             adapters = adapters_named(trace, [item.version], () if item.sent is None else (item.sent,))
             yield from compare_knobs(f"for {answers}", answers, temperature, found, item.version, adapters)
         yield from _seeds(item, flat(trace.manifest.config))
-        noise = next(trace.of(SampledNoise), None)
-        known = noise is not None or trace.manifest.dtype == "float32"
+        exact = trace.manifest.dtype == "float32"
+        noise = None if exact else next(trace.of(SampledNoise), None)
         arrays = trace.arrays(item)
         names = ("mask", "tokens", "engine", "trainer", "shortfall")
         columns = [ragged.split(arrays[name], item.lengths) for name in names]
@@ -79,13 +79,17 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             if not len(at):
                 continue
             yield _ended(item, name, tokens, mask)
-            if not known:
+            if not (exact or noise):
                 continue
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
-            bounds = _bounds(trainer, 1.0 if greedy else item.temperature, noise)
-            yield _worst(item, name, at, (engine, trainer), bounds, noise)
+            own = bound_in_fp32(trace, item.version + 1, 1.0 if greedy else item.temperature)
+            bounds = (
+                np.full(len(at), own.absolute) if noise is None else GREATEST_NOISES * greatest_nats(noise, trainer)
+            )
+            said = _said(noise) if noise is not None else own
+            yield _worst(item, name, at, (engine, trainer), bounds, said)
             if greedy:
-                yield _greedy(item, name, at, below, bounds, noise)
+                yield _greedy(item, name, at, below, bounds, said)
 
 
 def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -110,20 +114,11 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         )  # fmt: skip
 
 
-def _bounds(nats: np.ndarray, temperature: float, noise: SampledNoise | None) -> np.ndarray:
-    """[K] what each log-probability may be off by, nats."""
-    if noise is not None:
-        return GREATEST_NOISES * greatest_nats(noise, nats)
-    return np.full(len(nats), at_temperature(MISMATCH, temperature).absolute)
-
-
-def _said(bound: float, noise: SampledNoise | None) -> str:
-    """Bound of a token with its source."""
-    if noise is None:
-        return str(replace(MISMATCH, absolute=bound))
+def _said(noise: SampledNoise) -> Tolerance:
+    """Bound of a token whose nats are still to be put in."""
     few = noise.routed or noise.tokens < FEW_TOKENS
     source = "no floor, so any finite one" if few else f"{GREATEST_NOISES} x {noise_source(noise)}"
-    return str(Tolerance(absolute=bound, unit="nats", source=source))
+    return Tolerance(absolute=0.0, unit="nats", source=source)
 
 
 def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
@@ -134,7 +129,7 @@ def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
 
 def _worst(
     item: EvaluatedAnswers, name: str, at: np.ndarray, sides: tuple[np.ndarray, np.ndarray], bounds: np.ndarray,
-    noise: SampledNoise | None,
+    said: Tolerance,
 ) -> Comparison:  # fmt: skip
     engine, trainer = sides
     gaps = np.abs(engine - trainer)
@@ -147,7 +142,8 @@ def _worst(
         f"{trainer[place]:.6g} in the trainer",
         expected=f"{trainer[place]:.6g} (the trainer, version {item.version})",
         actual=f"{engine[place]:.6g} (the engine, which the metrics call version {item.claimed})",
-        allowed=_said(bound, noise), hint="look at what is synced before an evaluation, and at its temperature",
+        allowed=str(replace(said, absolute=bound)),
+        hint="look at what is synced before an evaluation, and at its temperature",
     )  # fmt: skip
 
 
@@ -167,7 +163,7 @@ def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarr
 
 def _greedy(
     item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bounds: np.ndarray,
-    noise: SampledNoise | None,
+    said: Tolerance,
 ) -> Comparison:  # fmt: skip
     place = _farthest(below, bounds)
     short, bound = float(below[place]), SIDES * float(bounds[place])
@@ -177,5 +173,6 @@ def _greedy(
         sentence=f"token {at[place]} of `{name}` is {short:.6g} nats less likely than the likeliest one, which a "
         "greedy answer has",
         expected=f"the likeliest token (the trainer, version {item.version})", actual=f"{short:.6g} nats below it",
-        allowed=f"{_said(bound, noise)}, for two logits", hint="look at how an evaluation is asked to be greedy",
+        allowed=f"{replace(said, absolute=bound)}, for two logits",
+        hint="look at how an evaluation is asked to be greedy",
     )  # fmt: skip

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from verifier.core import ragged
 from verifier.core.comparison import Tolerance
-from verifier.core.records_tokens import DtypeNoise, EngineNoise, GivenRoutes, NoiseRecord, StoredFloor
+from verifier.core.records_tokens import ROUNDINGS, DtypeNoise, EngineNoise, GivenRoutes, NoiseRecord, StoredFloor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-FP32 = Tolerance(
-    absolute=1e-5, unit="nats", source="fp32 on CPU: Megatron, vLLM and transformers agree to 6.2e-6 on tiny models"
-)
-FP32_NOISES = 2
-"""Times the greatest noise of fp32 that a token may differ by: each of two sides may be off by it."""
+FP32 = Tolerance(absolute=1e-5, unit="nats", source="fp32: ten times the scale of rounding in tiny models")
+"""Least that is allowed in fp32: what is below it is asked of nobody."""
 FEW_TOKENS = 100
 """Below this many tokens a mean says less than the greatest difference does, and is not judged."""
 NOISES = 2
@@ -43,11 +41,14 @@ class Bounds:
     """Numbers of all tokens, if those with one number count once in them."""
     most: float = math.inf
     """Nats that a token counts as in them, if it is off by more."""
+    tokens: np.ndarray | None = None
+    """Bound on each token, nats, where `greatest` has the greatest of its sequence; None if that is each one's."""
 
 
 def bounds_of(
     trace: Trace, stage: Stage, name: str, version: int, lengths: Sequence[int], whole: Sequence[int] = (),
     temperatures: Sequence[float] = (), numbers: np.ndarray | None = None, apart: int | None = None,
+    scales: np.ndarray | None = None,
 ) -> Bounds:  # fmt: skip
     """Return what one scoring may differ from the oracle by; the stage is that of the actual side.
 
@@ -55,11 +56,11 @@ def bounds_of(
     unknown where empty. `temperatures` are those of each sequence, 1 where empty. `numbers` say which tokens are
     repeated: against a floor, whose tokens all differ, they count once. `apart` is how many tokens scatter by
     themselves, all by default: with fewer, as samples share prompts, a mean has the standard errors of so many, and the
-    run's noisiest set for its own.
+    run's noisiest set for its own. `scales` are those of `OracleRecord`.
 
-    In fp32 they are fixed, for checkpoints that are no coarser than those the bound was measured on; the run has
-    measured the others: transformers in fp32 against itself in float64, at version 0, and on sampled steps of training,
-    whose weights sharpen, on the step's own tokens. A temperature below 1 magnifies what float32 rounds of logits.
+    In fp32 `ROUNDINGS` times the scale of what float32 rounds at the token's own place, or over all tokens of the
+    scoring if that is more; where the place's own is not known, the greatest of the version, or of version 0. At least
+    1e-5 nats, divided by a temperature below 1, which magnifies what float32 rounds of logits.
 
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
@@ -73,16 +74,7 @@ def bounds_of(
         LookupError: a bf16 run without a floor has not measured its noise.
     """
     if trace.manifest.dtype == "float32":
-        coarse = [float(item.greatest) for item in trace.of(DtypeNoise, version=0) if item.name in (name, "scored")]
-        bound, factor = FP32_NOISES * max(coarse, default=0.0), FP32_NOISES
-        if trace.manifest.command == "train":
-            of_step = [float(item.greatest) for item in trace.of(DtypeNoise, version=version) if item.name == name]
-            if (more := GREATEST_NOISES * max(of_step, default=0.0)) > bound:
-                bound, factor = more, GREATEST_NOISES
-        source = f"this run's noise: transformers in fp32 against itself in float64, times {factor}"
-        own = Tolerance(absolute=bound, unit=FP32.unit, source=source)
-        fixed = [at_temperature(FP32, value) for value in temperatures or [1.0] * len(lengths)]
-        return Bounds(greatest=tuple(max(item, own, key=lambda item: item.absolute) for item in fixed))
+        return _in_fp32(trace, name, version, lengths, temperatures or [1.0] * len(lengths), scales)
     measured: list[NoiseRecord] = []
     floors: list[StoredFloor] = []
     if stage is Stage.ROLLOUT:
@@ -112,6 +104,34 @@ def bounds_of(
             body[statistic] = _bound(noisiest, statistic, min(different, apart))
     most = max((float(noise.greatest) for noise in noises if noise.routed), default=math.inf)
     return Bounds(greatest=tuple(greatest), body=body, once=once, most=most)
+
+
+def _in_fp32(
+    trace: Trace, name: str, version: int, lengths: Sequence[int], temperatures: Sequence[float],
+    scales: np.ndarray | None,
+) -> Bounds:  # fmt: skip
+    measured = [*trace.of(DtypeNoise, version=version)] or [*trace.of(DtypeNoise, version=0)]
+    fixed = [at_temperature(FP32, value) for value in temperatures]
+    if scales is None:
+        coarsest = max((float(item.coarsest) for item in measured), default=0.0)
+        return Bounds(greatest=tuple(wider(item, rounding(coarsest)) for item in fixed))
+    whole = max((float(item.scale) for item in measured if item.name == name), default=0.0)
+    least = np.repeat([item.absolute for item in fixed], lengths)
+    tokens = np.maximum(least, ROUNDINGS * np.maximum(scales, whole))
+    parts = ragged.split(np.maximum(scales, whole), lengths)
+    greatest = [wider(item, rounding(float(part.max(initial=0.0)))) for item, part in zip(fixed, parts, strict=True)]
+    return Bounds(greatest=tuple(greatest), tokens=tokens)
+
+
+def rounding(scale: float, times: float = ROUNDINGS) -> Tolerance:
+    """Bound of log-probabilities by the scale of what float32 rounds."""
+    source = f"{times:g} x the scale of float32's rounding, transformers against itself in float64"
+    return Tolerance(absolute=times * scale, unit="nats", source=source)
+
+
+def wider(one: Tolerance, other: Tolerance) -> Tolerance:
+    """The wider of two bounds; the first if they are equal."""
+    return one if one.absolute >= other.absolute else other
 
 
 def at_temperature(bound: Tolerance, temperature: float) -> Tolerance:

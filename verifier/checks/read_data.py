@@ -22,9 +22,10 @@ def example_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The examples of a step are the rows of their source, whole, and the data set has all rows that were asked for.
 
     What it checks: per example, digests of its id, its question, its prompt with all messages and their roles, its
-    response and its gold answer against those of the row at its index, which a second reader finds: plain JSON of the
-    lines of a file, the Arrow files of a folder, a closed form of generated arithmetic. The number of examples against
-    the number of rows, or `data.num_examples`; a run leaves out no row of its own accord.
+    response, its gold answer and its further columns against those of the row at its index, which a second reader
+    finds by the run's names of columns: plain JSON of the lines of a file, Parquet or Arrow files by pyarrow, a closed
+    form of generated arithmetic. A conversation whose template changes earlier turns is a row for each answer. The
+    number of examples against the number of rows, or `data.num_examples`; a run leaves out no row of its own accord.
     Why it matters: a loader that shuffles answers apart from prompts, loses a message, or leaves out long rows hands on
     examples that are well formed; all that is compared with them later is wrong alike.
     Evidence: data/read.

@@ -21,9 +21,10 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
-    tokenizer.json, tokenizer_config.json and the chat template of the run's checkpoint, wherever the trainer has its
-    tokenizer from, and calls nothing that renders, encodes or decodes for the trainer; per example of fine-tuning all
-    tokens, where the prompt ends, and which tokens are in the loss: of each turn of an assistant those from the end of
+    tokenizer.json, tokenizer_config.json and the chat template of the run's checkpoint, or the file and arguments that
+    the run's config names, wherever the trainer has its tokenizer from, and calls nothing that renders, encodes or
+    decodes for the trainer; per example of fine-tuning all tokens, where the prompt ends, and which tokens are in the
+    loss: of each turn of an assistant that is learned those from the end of
     what the template gives it to its last special token; per rollout that was sampled, the text that the reward read
     against the decoded last turn, special tokens included. And the token that ends an answer against that which the
     files name.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verifier.checks.content import times
-from verifier.checks.engine_mismatch import greatest_nats, noise_source
+from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import check
@@ -20,10 +20,6 @@ from verifier.core.records_trainer import LossColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-ALONE = Tolerance(
-    absolute=1e-4, unit="nats",
-    source="fp32 on CPU, as LGP009, where two right passes of sharp weights differed by 2.4e-5; packed and alone by 0",
-)  # fmt: skip
 MEAN = Tolerance(
     absolute=0.05, unit="nats",
     source="bf16 on CPU without a measured noise: 0 over clean runs of tiny models, and a leak is 0.6 nats and more",
@@ -61,7 +57,7 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     order than their samples went, and log-probabilities of another mini-batch keep every shape, and the loss falls all
     the same.
     Evidence: logprob/spot, advantage/policy ("old", "reference"), loss/rows ("current"), advantage/columns.
-    Tolerance and its source: fp32 1e-4 nats as LGP009, divided by a temperature below 1. In bf16 of answers that an
+    Tolerance and its source: fp32 as LGP009, for one token. In bf16 of answers that an
     engine samples, `old` of tokens in the loss, three times the greatest noise of the sampled steps so far, as LGP009.
     In bf16 where no noise is measured, the mean over all tokens: 0.05 nats, divided alike.
     What it does not catch: a pass that is wrong alone too (LGP001 on sampled steps); other rollouts of the step than
@@ -76,7 +72,10 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
         noise = None if fp32 else next(trace.of(SampledNoise, version=spot.version), None)
         for side in (*_sides(trace, spot, exact=noise is None), *_beginning(arrays)):
             alone = arrays[side.alone].astype(np.float64)[side.at - 1]
-            yield _compare(spot, side, alone, noise) if fp32 or noise is not None else _compare_mean(spot, side, alone)
+            if fp32 or noise is not None:
+                yield _compare(spot, side, alone, noise, bound_in_fp32(trace, spot.version, spot.temperature))
+            else:
+                yield _compare_mean(spot, side, alone)
 
 
 def _chosen(trace: Trace, spot: SpotScore) -> Comparison:
@@ -150,11 +149,12 @@ def _compare_mean(spot: SpotScore, side: _Side, alone: np.ndarray) -> Comparison
     )  # fmt: skip
 
 
-def _compare(spot: SpotScore, side: _Side, alone: np.ndarray, noise: SampledNoise | None) -> Comparison:
+def _compare(
+    spot: SpotScore, side: _Side, alone: np.ndarray, noise: SampledNoise | None, bound: Tolerance
+) -> Comparison:
     """Worst token of one side, beside its bound."""
     gaps = np.abs(side.nats - alone)
     gaps = np.where(np.isfinite(gaps), gaps, np.inf)
-    bound = at_temperature(ALONE, spot.temperature)
     bounds = np.full(len(gaps), bound.absolute)
     if noise is not None:
         bounds = GREATEST_NOISES * greatest_nats(noise, alone)

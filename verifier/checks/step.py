@@ -43,7 +43,7 @@ LOSS = Tolerance(
 )  # fmt: skip
 STEP = Tolerance(
     absolute=1e-3, unit="learning rates",
-    source="fp32 rounding: half an ulp of a weight above 1 is 9e-5 of a learning rate of 7e-4",
+    source="beyond three roundings of the weight to float32; those of moments move an update by 3e-5 at most",
 )  # fmt: skip
 
 
@@ -194,9 +194,9 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
     wrong norm.
     Evidence: loss/gradient (a measurement, in learning rates; the norm of all gradients), train/step.
-    Tolerance and its source: 1e-3 of the learning rate; fp32 rounding of weights and moments, measured on clean runs.
-    In bf16 half a step of that dtype more, from the unrounded weights that Adam has: a trainer's fp32 masters.
-    1e-5 of the norm.
+    Tolerance and its source: three roundings to float32 of each weight, by its own size, and 1e-3 of the learning rate
+    for those of moments, which move an update by 3e-5 at most. In bf16 half a step of that dtype more, from the
+    unrounded weights that Adam has: a trainer's fp32 masters. 1e-5 of the norm.
     What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
     masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.

@@ -35,11 +35,25 @@ class DataOptions:
     """
 
     source: str = knob(
-        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, JSONL or "
-        "a folder of `datasets`.", "arithmetic",
+        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL or Parquet file, or a folder.",
+        "arithmetic",
     )  # fmt: skip
     options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
-    held_out: str | None = knob("File or folder of held-out examples; arithmetic holds out its own.", None)
+    held_out: str | None = knob("File or folder of held-out examples; by default a split of the source.", None)
+    split: str = knob("Split of a folder to train on.", "train")
+    held_out_split: str | None = knob(
+        "Split of a folder to evaluate on; by default the first there is of held-out, validation, test.", None
+    )  # fmt: skip
+    prompt_key: str | None = knob("Column of the prompt; several are joined as `instruction+input`.", "prompt")
+    messages_key: str | None = knob("Column of the conversation.", "messages")
+    response_key: str | None = knob("Column of the response to learn.", "response")
+    answer_key: str | None = knob("Column of the gold answer, or a path such as `reward_model.ground_truth`.", "answer")
+    id_key: str | None = knob("Column of the row's unique name.", "id")
+    apply_chat_template: bool = knob("Make a user's message of a prompt, and an assistant's of its response.", False)
+    chat_template: Path | None = knob("Jinja file in the place of the checkpoint's chat template.", None)
+    chat_template_kwargs: tuple[str, ...] = knob(
+        "Arguments of the chat template, each as name=value, such as enable_thinking=false.", ()
+    )  # fmt: skip
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)
     rollouts: Path | None = knob("Folder of recorded rollouts, a JSONL file a step, 2 before 10.", None)
@@ -132,7 +146,7 @@ class EvaluationOptions:
     every: int = knob(
         "Steps between two evaluations; above 1 there is one before step 1 too; 0: at the end alone.", 0, least=0
     )
-    num_problems: int = knob("Held-out problems; 0: none.", 512, least=0)
+    num_problems: int | None = knob("Held-out problems; 0: none; by default those there are, up to 512.", None, least=0)
     stop_above: float = knob("Accuracy at which training ends early; above 1: never.", 2.0)
 
     def __post_init__(self) -> None:
@@ -377,7 +391,7 @@ class TrainConfig(RunConfig):
 
     def _refuse_course(self) -> None:
         """Refuse an evaluation, a judgement or a profile that would never come."""
-        if self.data.held_out is not None and not self.evaluation.num_problems:
+        if self.data.held_out is not None and self.evaluation.num_problems == 0:
             raise UsageError(
                 "data.held_out is given and evaluation.num_problems is 0: nothing would be evaluated, leave one out"
             )

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from vllm.device_allocator import cumem
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.worker import gpu_worker
 
-from verifier.platform.upstream_fixes import VLLM_BUFFERS, VLLM_LATENT, VLLM_SLEEP
+from verifier.platform.upstream_fixes import VLLM_BUFFERS, VLLM_HEADS, VLLM_LATENT, VLLM_SLEEP
 from verifier.platform.upstream_fixes_vllm import install
 
 HEADS, WIDTH = 4, 24
@@ -124,6 +125,59 @@ def transforming_loader_is_counted_twice() -> None:
     model = Mixer(alias=False, transform=True)
     sent = reloaded(model, ["conv1d.weight", "A", "dt_bias", "D"])
     assert not torch.equal(model.D, sent["D"])
+
+
+class PackedMethod(QuantizeMethodBase):
+    """Packs a weight for CPUs as vLLM's `UnquantizedEmbeddingMethod` does: a closure multiplies by a copy."""
+
+    def create_weights(self, layer: nn.Module, *sizes: object, **attributes: object) -> None:
+        """Nothing: layers make their own."""
+
+    def apply(self, layer: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        """Multiply by the copy."""
+        return layer.cpu_linear(*inputs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack."""
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x: x @ packed.t()
+
+
+class PackedLayer(nn.Module):
+    """A weight that is packed."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.quant_method = weight, PackedMethod()
+        self.quant_method.process_weights_after_loading(self)
+
+
+class TiedModel(nn.Module):
+    """An embedding, and a head that shares its weight as `ParallelLMHead.tie_weights` makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = PackedLayer(nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False))
+        self.lm_head = PackedLayer(self.embed_tokens.weight)
+
+
+def head_after_reload() -> tuple[bool, bool]:
+    """Test, after a reload of the embedding, the weight of the head, and then what it multiplies by."""
+    model = TiedModel()
+    sent = reloaded(model, ["embed_tokens.weight"])["embed_tokens.weight"]
+    head = model.lm_head
+    return torch.equal(head.weight, sent), torch.equal(head.cpu_linear(torch.eye(WIDTH)), sent.t())
+
+
+def reload_leaves_the_packed_copy_of_a_tied_head() -> None:
+    """A head that shares the embedding's weight multiplies by the old one."""
+    assert head_after_reload() == (True, False)
+
+
+def fix_packs_a_tied_head_again() -> None:
+    """The fix of that."""
+    install([VLLM_HEADS])
+    assert head_after_reload() == (True, True)
 
 
 def derived_matrices_are_bound_to_new_memory() -> None:

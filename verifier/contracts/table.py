@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from verifier.platform import Tier
-from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN, VLLM_BUFFERS, VLLM_LATENT, VLLM_SLEEP
+from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN, VLLM_BUFFERS, VLLM_HEADS, VLLM_LATENT, VLLM_SLEEP
 
 BOTH: tuple[Tier, ...] = ("cpu", "cuda")
 _SHARDS = ("WGT001", "WGT002", "WGT004", "WGT005", "WGT006")
@@ -85,10 +85,12 @@ CONTRACTS = (
         _has("reload_spoils_an_alias_of_a_childs_weight", "vllm #42481", gone_in=VLLM_022),
         _has("reload_spoils_a_buffer_that_nobody_loads", "vllm #44371"),
         _has("transforming_loader_is_counted_twice", "prime-rl #2714"),
+        _has("reload_leaves_the_packed_copy_of_a_tied_head", "vLLM's packed copy of a tied head"),
         _has("derived_matrices_are_bound_to_new_memory", "vllm #48251"),
         _mends("derived_matrices_of_bf16_are_views", VLLM_LATENT),
         _has("sleep_fails_when_others_take_memory", "vllm #45620"),
         _mends("fix_keeps_buffers_and_aliases", VLLM_BUFFERS, VLLM_022),
+        _mends("fix_packs_a_tied_head_again", VLLM_HEADS),
         _mends("fix_keeps_the_memory_of_derived_matrices", VLLM_LATENT),
         _mends("loading_the_same_twice_changes_nothing", VLLM_BUFFERS, VLLM_022),
         _mends("fix_lets_others_take_memory", VLLM_SLEEP),

@@ -77,10 +77,12 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
 
 
 class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):
-    """Spread of the logits that the loss of one update read on one rank, by a second formula.
+    """Size and spread of the logits that the loss of one update read on one rank, by a second formula.
 
-    The array [T] float64, of rows as in `LossRows`, is the variance of a row's log-probabilities under its own
-    distribution, nats squared: what a scale of the row's logits changes its entropy by, with the other sign.
+    Arrays [T], of rows as in `LossRows`: ``size`` float32, the greatest magnitude of the row's logits, divided by the
+    temperature; records of older runs have none. And where the loss has an entropy ``spread`` float64, the variance of
+    a row's log-probabilities under its own distribution, nats squared: what a scale of the row's logits changes its
+    entropy by, with the other sign.
     """
 
     coordinate: str

@@ -290,20 +290,19 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
 
 
 class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
-    """Entropy by transformers in float32 at each token in the loss of one update; the array [N] float64 is in nats."""
+    """Entropy by transformers in float32 at each token in the loss of one update.
+
+    Arrays [N] float64, nats: ``array``; of a float32 run ``scale``, most that float32's rounding of logits does to it.
+    """
 
     temperature: float
     """Divisor of the logits."""
     noise: Real
-    """Greatest distance of such an entropy by weights of the run's dtype, or of float64, at any token of the update's
-    rollouts, those of prompts too; nats."""
+    """Greatest distance by weights of the run's dtype, or of float64, at any token of the rollouts; nats."""
 
 
 class OracleEnds(ArrayRecord, frozen=True, kw_only=True, tag="logprob/ends"):
-    """Probability that a draw was an end token, by transformers in float32, at each token that one version sampled.
-
-    The array [N] float64 goes over the tokens of `SampledTokens` of the same name and version, in order.
-    """
+    """Probability [N] float64 that a draw was an end token, by transformers in float32, at each of `SampledTokens`."""
 
     ends: tuple[Count, ...]
     """Tokens whose probabilities are added."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from verifier.data.examples import Example
 from verifier.data.rollout import NO_VERSION, Rollout, make_rollout
@@ -79,23 +80,56 @@ def require_kept(examples: Iterable[Example], tokenizer: Tokenizer) -> None:
                 raise UsageError(f"example `{example.id}`: {problem}") from None
 
 
-def _turns(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Text before an assistant's turn, and the turn, in alternation."""
-    done = ""
+def split_turns(example: Example, tokenizer: Tokenizer) -> tuple[Example, ...]:
+    """The example, or one for each turn that is learned where the chat template changes earlier turns.
+
+    Each of these has the conversation up to its turn, as it would be sampled, and that turn alone in the loss.
+
+    Raises:
+        UsageError: nothing stands before an answer, or the template refuses the conversation, or writes what stands
+            before an answer otherwise once the answer is there.
+    """
+    turns = list(_rendered(example, tokenizer))
+    if all(before.startswith(done) for (_, before, _), (_, _, done) in zip(turns[1:], turns, strict=False)):
+        return (example,)
+    found = []
+    for number, (at, _, _) in enumerate(turns, start=1):
+        given = (replace(message, in_loss=False) for message in example.messages[:at])
+        found.append(
+            replace(example, id=f"{example.id}/{number}", messages=(*given, example.messages[at]))
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _rendered(example: Example, tokenizer: Tokenizer) -> Iterator[tuple[int, str, str]]:
+    """(Place, text before it, text with it) of each assistant's message that is learned."""
     for at, message in enumerate(example.messages):
-        if message.role != "assistant":
+        if not message.is_learned:
             continue
         before = tokenizer.chat_text(example.messages[:at], to_answer=True) if at else ""
         after = tokenizer.chat_text(example.messages[: at + 1])
-        if not before or not before.startswith(done) or not after.startswith(before):
-            why = "the chat template changes earlier turns" if before else "nothing stands before it"
+        if not before or not after.startswith(before):
+            why = "the chat template changes what stands before an answer" if before else "nothing stands before it"
             raise UsageError(
-                f"example `{example.id}`: {why} (message {at + 1}): give one answer per row, after a prompt"
+                f"example `{example.id}`: {why} (message {at + 1}): give a prompt before it, or another template by "
+                "data.chat_template"
+            )
+        yield at, before, after
+
+
+def _turns(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Text before an assistant's turn, and the turn, in alternation."""
+    done = ""
+    for at, before, after in _rendered(example, tokenizer):
+        if not before.startswith(done):
+            raise UsageError(
+                f"example `{example.id}`: the chat template changes earlier turns (message {at + 1}): give an example "
+                "for each answer, as `split_turns` does"
             )
         turn = tokenizer.encode(after[len(before) :])
         ends = [place for place, token in enumerate(turn) if token in tokenizer.special_ids]
         if not ends:
-            raise UsageError(f"the chat template of {tokenizer.folder} ends an assistant's turn with no special token")
+            raise UsageError(f"{tokenizer.template_name} ends an assistant's turn with no special token")
         yield tokenizer.encode(before[len(done) :]), 0
         yield turn, ends[-1] + 1
         done = after

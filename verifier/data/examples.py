@@ -23,10 +23,17 @@ class Message:
 
     role: str
     content: str
+    in_loss: bool = True
+    """False for an assistant's message that fine-tuning does not learn."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise UsageError(f"a message has the role `{self.role}`: it must be one of {', '.join(ROLES)}")
+
+    @property
+    def is_learned(self) -> bool:
+        """True for what fine-tuning learns."""
+        return self.role == "assistant" and self.in_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +53,8 @@ class Example:
     """Text that follows the prompt, for SFT."""
     answer: str | None = None
     """Gold answer, for a reward."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the row, for an environment and a reward."""
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further columns of the row, as JSON has them."""
 
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):

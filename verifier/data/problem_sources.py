@@ -48,17 +48,18 @@ def options_of(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def problem_examples(
-    source: str, split: str, count: int | None, seed: int, options: Sequence[str]
-) -> tuple[Example, ...]:  # fmt: skip
+    source: str, split: str, count: int | None, seed: int, options: Sequence[str], *, most: int = DEFAULT_COUNT
+) -> tuple[Example, ...]:
     """Examples of a task of reasoning-gym, or of a task set of verifiers, no two of one question.
 
     Args:
         source: "reasoning-gym:TASK" or "verifiers:TASKSET".
         split: "train" or "held-out": those whose question has a CRC-32 that is a multiple of 10.
-        count: number of examples; by default 1,000 of a source without an end, else all.
+        count: number of examples; by default all that there are, up to `most`.
         seed: of the run.
         options: `name=value` of the task or task set; "system_prompt" of reasoning-gym is a text, or the name of one of
             its own, which comes first in each conversation.
+        most: examples where no count is given.
 
     Raises:
         UsageError: no such package, task or option, or not so many problems.
@@ -66,7 +67,7 @@ def problem_examples(
     given = options_of(options)
     gym = source.startswith(REASONING_GYM)
     made = gym_problems(source, given, seed) if gym else prompts_of(source.removeprefix(VERIFIERS), given)
-    most = DEFAULT_COUNT if count is None else count
+    most = most if count is None else count
     found: dict[str, Example] = {}
     repeated = 0
     for name, messages, answer, metadata in made:
@@ -119,21 +120,21 @@ def gym_problems(
 
 def read_problems_again(
     source: str, split: str, count: int | None, seed: int, options: Sequence[str]
-) -> Iterator[tuple[str, str, list[tuple[str, str]], str | None]]:
-    """Id, question, messages and answer of each problem, for a second reading: drawn and divided once more."""
+) -> Iterator[tuple[str, str, list[tuple[str, str]], str | None, dict[str, Any]]]:
+    """Id, question, messages, answer and further columns of each problem, drawn and divided for a second reading."""
     given, seen = options_of(options), set[int]()
     if source.startswith(REASONING_GYM):
-        rows = ((name, asked, answer) for name, asked, answer, _ in gym_problems(source, given, seed))
+        rows = gym_problems(source, given, seed)
     else:
-        rows = ((name, asked, answer) for name, asked, answer, _ in prompts_of(source.removeprefix(VERIFIERS), given))
+        rows = prompts_of(source.removeprefix(VERIFIERS), given)
     repeated, most = 0, count or DEFAULT_COUNT
-    for name, asked, answer in rows:
+    for name, asked, answer, further in rows:
         question = json.dumps(asked)
         key = hash(question)
         if (zlib.crc32(question.encode()) % 10 == 0) is (split == "held-out") and key not in seen:
             seen.add(key)
             repeated = 0
-            yield name, question, asked, answer
+            yield name, question, asked, answer, further
         else:
             repeated += 1
         if len(seen) == most or repeated == _MOST_REPEATED:

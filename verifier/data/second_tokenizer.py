@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
 from verifier.errors import UsageError
 
@@ -43,17 +44,18 @@ class SecondTokenizer:
 
     Args:
         folder: of the checkpoint; see `why_unread`.
+        chat: file and arguments of the chat template, as the run asks for them.
 
     Raises:
         UsageError: its files cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat: ChatTemplate = AS_SHIPPED) -> None:
         from tokenizers import AddedToken, Tokenizer
 
         from verifier.data.tokenizer_hf import load_tokenizer
 
-        self._folder = folder
+        self._folder, self._chat = folder, chat
         try:
             self._settings = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
             known = load_tokenizer(folder)
@@ -103,7 +105,7 @@ class SecondTokenizer:
             return ReadRow(self.prompt(example), rest, (True,) * len(rest))
         done, parts = "", list[tuple[int, ...]]()
         for at, message in enumerate(example.messages):
-            if message.role == "assistant":
+            if message.role == "assistant" and message.in_loss:
                 before = self._render(example.messages[:at], to_answer=True)
                 after = self._render(example.messages[: at + 1], to_answer=False)
                 parts += [self._encode(before[len(done) :]), self._encode(after[len(before) :])]
@@ -111,6 +113,17 @@ class SecondTokenizer:
         trained = [self._answer(part) if at % 2 else (False,) * len(part) for at, part in enumerate(parts)]
         rest = tuple(token for part in parts[1:] for token in part)
         return ReadRow(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
+
+    def changes(self, said: Sequence[tuple[str, str, bool]]) -> bool:
+        """Test whether the text up to an answer is another than it was when an earlier answer had been given."""
+        talk = [Message(role=role, content=content) for role, content, _ in said]
+        done = ""
+        for at, (role, _, learned) in enumerate(said):
+            if role == "assistant" and learned:
+                if not self._render(talk[:at], to_answer=True).startswith(done):
+                    return True
+                done = self._render(talk[: at + 1], to_answer=False)
+        return False
 
     def _answer(self, turn: Sequence[int]) -> tuple[bool, ...]:
         """Tokens of an assistant's turn that it writes itself: those up to the last special one."""
@@ -137,13 +150,15 @@ class SecondTokenizer:
 
     def _frame(self, said: Sequence[Message]) -> tuple[str, str]:
         """Text of the template after the end of a turn, and from there to the next one, for messages between them."""
-        talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
+        content = "0" * (sum(len(item.content) for item in said) + 1)  # longer than any of them, so found in none
+        talk = (Message(role="user", content="1"), Message(role="assistant", content=content))
         turn = self._render(talk, to_answer=False)
         whole = self._render((*talk, *said), to_answer=True)
-        end = self._special.get("eos_token", "")
-        if not end or end not in turn:
+        end = content + self._special.get("eos_token", content)
+        if end not in turn or end not in whole:
             raise self._refusal(ValueError("the chat template does not end a turn with the end token"))
-        return turn[turn.rindex(end) + len(end) :], whole[len(turn) :]
+        rest, further = (text[text.index(end) + len(end) :] for text in (turn, whole))
+        return rest, further[len(rest) :]
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)
@@ -160,9 +175,10 @@ class SecondTokenizer:
         try:
             return str(
                 self._template.render(
-                    messages=rows, tools=None, documents=None, add_generation_prompt=to_answer, **self._special
+                    messages=rows, tools=None, documents=None, add_generation_prompt=to_answer,
+                    **(self._special | dict(self._chat.arguments)),
                 )
-            )
+            )  # fmt: skip
         except (TemplateError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise self._refusal(problem) from problem
 
@@ -218,8 +234,8 @@ class SecondTokenizer:
         return room.from_string(self._source())
 
     def _source(self) -> str:
-        """The chat template: of its own file, or of tokenizer_config.json, by the name "default" among several."""
-        file = self._folder / "chat_template.jinja"
+        """The chat template: of a file, or of tokenizer_config.json, by the name "default" among several."""
+        file = self._chat.file or self._folder / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
         given = self._settings.get("chat_template")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Message, short
 from verifier.errors import UsageError
 
@@ -31,6 +32,7 @@ class Tokenizer:
     """The end token where the tokenizer has none for padding."""
     special_ids: frozenset[int]
     """Ids that stand for no text of a user, such as ends of turns."""
+    chat: ChatTemplate
     _library: Any = field(repr=False)
 
     def encode(self, text: str, *, begin: bool = False) -> tuple[int, ...]:
@@ -74,18 +76,56 @@ class Tokenizer:
         Raises:
             UsageError: the tokenizer has no chat template, or the template refuses the conversation.
         """
-        if not self._library.chat_template:
-            raise UsageError(f"the tokenizer of {self.folder} has no chat template: give `prompt` and not `messages`")
+        if not (self.chat.text or self._library.chat_template):
+            raise UsageError(
+                f"the tokenizer of {self.folder} has no chat template: give data.chat_template, or `prompt` and not "
+                "`messages`"
+            )
         from jinja2.exceptions import TemplateError
 
         rows = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return str(self._library.apply_chat_template(rows, tokenize=False, add_generation_prompt=to_answer))
-        except TemplateError as error:
-            raise UsageError(f"the chat template of {self.folder} refuses a conversation: {error}") from error
+            return str(
+                self._library.apply_chat_template(
+                    rows, tokenize=False, add_generation_prompt=to_answer, chat_template=self.chat.text or None,
+                    **self.chat.arguments,
+                )
+            )  # fmt: skip
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            problem = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"{self.template_name} refuses a conversation: {problem}") from error
+
+    @property
+    def template_name(self) -> str:
+        """The chat template as errors name it."""
+        return f"the chat template {self.chat.file or f'of {self.folder}'}"
+
+    def reply(self, said: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids between the end token of a sampled turn and the next turn, for what an environment says.
+
+        The turn is a placeholder as the template renders it, so it does not matter whether the template would write an
+        earlier turn otherwise: the tokens that were sampled stay, and these are appended. What ends the turn and what
+        begins the next message are encoded apart, as a template writes them one by one.
+
+        Raises:
+            UsageError: the template refuses such messages, or does not end an assistant's turn with the end token.
+        """
+        mark = "turn"
+        while any(mark in item.content for item in said):
+            mark += "."
+        talk = (Message(role="user", content="0"), Message(role="assistant", content=mark))
+        end = self.decode((self.eos_id,))
+        _, _, rest = self.chat_text(talk).rpartition(mark)
+        _, _, whole = self.chat_text((*talk, *said), to_answer=True).partition(mark)
+        if not rest.startswith(end) or not whole.startswith(rest):
+            raise UsageError(
+                f"{self.template_name} does not end an assistant's turn with the end token before another message: "
+                "use another template, or grpo.environment=single"
+            )
+        return (*self.encode(rest.removeprefix(end)), *self.encode(whole.removeprefix(rest)))
 
 
-def open_tokenizer(folder: Path | str) -> Tokenizer:
+def open_tokenizer(folder: Path | str, chat: ChatTemplate = AS_SHIPPED) -> Tokenizer:
     """Open the tokenizer of a checkpoint folder and compare its size with the model's vocabulary.
 
     A model may have more rows than the tokenizer has tokens, as published ones do to divide evenly, up to 1,024 more.
@@ -119,6 +159,7 @@ def open_tokenizer(folder: Path | str) -> Tokenizer:
         eos_id=library.eos_token_id,
         pad_id=library.eos_token_id if library.pad_token_id is None else library.pad_token_id,
         special_ids=frozenset(special | set(library.all_special_ids)),
+        chat=chat,
         _library=library,
     )
 

@@ -12,8 +12,8 @@ from typing import Any
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
-LOAD = "verifier.trainer.fitting:load_examples(source, task, split, count, seed)"
-READ_AGAIN = "verifier.trainer.data_as_read:read_again(source, task, split, count, seed)"
+LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide)"
+READ_AGAIN = "verifier.trainer.data_as_read:read_again(source, task, split, count, seed, columns)"
 MASKED = Path(__file__).parent / "rollouts" / "masked"
 """Rollouts with sampled tokens that their masks leave out of the loss."""
 ROUTED = Path(__file__).parent / "rollouts" / "routed"
@@ -75,7 +75,7 @@ def evaluated_on_the_training_set(call: Call) -> Any:
     return call.faulty(split="train") if call.split == "held-out" else call.original()
 
 
-@evaluated_on_the_training_set.also("verifier.trainer.fitting:require_disjoint(train, held_out)")
+@evaluated_on_the_training_set.also("verifier.trainer.run_data:require_disjoint(train, held_out)")
 def _overlap_not_refused(call: Call) -> None:
     return None
 
@@ -86,7 +86,7 @@ def answers_evaluated_on_the_training_set(call: Call) -> Any:
     return call.faulty(split="train") if call.split == "held-out" else call.original()
 
 
-@answers_evaluated_on_the_training_set.also("verifier.trainer.fitting:require_disjoint(train, held_out)")
+@answers_evaluated_on_the_training_set.also("verifier.trainer.run_data:require_disjoint(train, held_out)")
 def _overlap_of_answers_not_refused(call: Call) -> None:
     return None
 
@@ -167,7 +167,7 @@ def _text_not_decoded_again(call: Call) -> Any:
     return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
 
 
-@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder)", training=LIVE, **TOKENS)
+@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder, chat)", training=LIVE, **TOKENS)
 def answers_end_at_another_special_token(call: Call) -> Any:
     """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
     found = call.original()
@@ -175,7 +175,7 @@ def answers_end_at_another_special_token(call: Call) -> Any:
 
 
 @fault(
-    "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder)",
+    "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder, chat)",
     training=(*LIVE, "data.source=calculator"), **TOKENS,
 )  # fmt: skip
 def tokenizer_of_another_revision(call: Call) -> Any:

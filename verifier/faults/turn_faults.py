@@ -64,7 +64,7 @@ def tool_output_trained(call: Call) -> Any:
     )  # fmt: skip
 
 
-@on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content)")
+@on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content, in_loss)")
 def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
     return call.faulty(role="user") if call.role == "tool" else call.original()

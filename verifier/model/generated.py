@@ -123,6 +123,23 @@ def write_once(
     Raises:
         UsageError: it cannot be written.
     """
+
+    def write(partial: Path) -> None:
+        _write_files(partial, specs(), config, dtype, stream, values)
+        for name, content in texts.items():
+            (partial / name).write_text(content)
+
+    return made_once(target, write)
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Let `make` fill a folder that becomes `target` at once when it is whole, unless it is there; return `target`.
+
+    Several processes may do so at once: each fills a folder of its own, and the first stays.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     if target.is_dir():
         return target
     directory = target.parent
@@ -132,9 +149,7 @@ def write_once(
     except OSError as error:
         raise UsageError(f"cannot write a checkpoint under {directory}: {error.strerror}") from error
     try:
-        _write_files(partial, specs(), config, dtype, stream, values)
-        for name, content in texts.items():
-            (partial / name).write_text(content)
+        make(partial)
         partial.chmod(0o755)
         os.rename(partial, target)
     except OSError as error:

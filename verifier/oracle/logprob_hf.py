@@ -61,6 +61,40 @@ def score(
 
 
 @torch.inference_mode()
+def score_twice(
+    _: object, path: str, sequences: Sequence[Sequence[int]], device: str = "cpu", temperature: float = 1.0,
+    routes: Sequence[Sequence[Route]] = (),
+) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:  # fmt: skip
+    """Score by float32 weights and by float64 ones, and measure what float32 changes at each place.
+
+    Returns:
+        `score` in float32; in float64; and in the same shape the scale of rounding, nats. Rounding moves the last
+        hidden state, and so the logits of all tokens: thousands of them tell its scale at that very place. It is the
+        root mean square, over the vocabulary, of the differences of the two log-probabilities, each less their mean by
+        the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are added.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    models = [hold_model(path, dtype, device) for dtype in (torch.float64, torch.float32)]  # the second stays cached
+    found: tuple[list[list[float]], ...] = tuple([[]] * len(sequences) for _ in range(3))
+    for batch in batches(models[1], sequences, routes):
+        high, low = (
+            torch.log_softmax(logits_of(model, batch)[:, :-1].double() / (temperature or 1.0), dim=-1)
+            for model in models
+        )
+        off = low - high
+        off -= (off * high.exp()).sum(dim=-1, keepdim=True)
+        softmax = torch.log_softmax(low.float(), dim=-1).double() - low
+        scale = (off.square() + softmax.square()).mean(dim=-1).sqrt()
+        labels = batch.tokens[:, 1:, None].to(high.device)
+        sides = [each.gather(2, labels)[..., 0] if temperature else each.amax(dim=-1) for each in (low, high)]
+        for rows, values in zip(found, (sides[0].float(), sides[1], scale), strict=True):
+            for at, row in zip(batch.places, values.tolist(), strict=True):
+                rows[at] = row
+    return found[0], found[1], found[2]
+
+
+@torch.inference_mode()
 def next_token(
     _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0,
     bias: Sequence[tuple[int, float]] = (),

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.api import EngineConfig
@@ -17,6 +17,16 @@ REMEMBERED_BYTES = 64 * 2**20
 """Largest folder of weights whose content is recognised, so that what was answered of it is answered again."""
 Scored = list[list[float]]
 """Per sequence its log-probabilities, nats."""
+
+
+class Sides(NamedTuple):
+    """The same sequences in two dtypes."""
+
+    exact: Scored
+    """In float32."""
+    other: Scored
+    scales: Scored
+    """See `verifier.oracle.logprob_hf.score_twice`; rows are empty where the other is less than float32."""
 
 
 class Oracle:
@@ -53,6 +63,18 @@ class Oracle:
         """See `verifier.oracle.logprob_hf.score`."""
         tokens = [list(sequence) for sequence in sequences]
         return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature, routes)
+
+    def score_twice(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
+        temperature: float = 1.0, routes: Sequence[Any] = (),
+    ) -> Sides:  # fmt: skip
+        """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself."""
+        if dtype == "float32":
+            tokens = [list(sequence) for sequence in sequences]
+            return Sides(*self.ask("logprob_hf:score_twice", [checkpoint], tokens, device, temperature, routes))
+        told = (device, temperature, routes)
+        exact, other = (self.score(checkpoint, sequences, each, *told) for each in ("float32", dtype))
+        return Sides(exact, other, [[]] * len(exact))
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.

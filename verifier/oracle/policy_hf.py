@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ Source:
 """
 NOISES = 3
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
-ROUNDINGS = 3
-"""Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
@@ -125,7 +122,7 @@ def judge_updates(
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
             "acting": exact.acting,
         }  # fmt: skip
-        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], roundings=ROUNDINGS)
+        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
         for row, reduced in measured(old, exact.gradients, rounded.gradients, actual):
@@ -155,29 +152,39 @@ def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int]
         dtype: second dtype of the weights, whose distance from float32 is the noise.
 
     Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights, and "noise", nats: the greatest distance of
-        all tokens of these rollouts, those of prompts too, as in `_noise`.
+        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `_scale`; and "noise", nats:
+        the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
     """
     found = []
     for number in numbers:
         rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
         rows = [row for row in rows if row["mask"][1:].any()]
-        exact, other = (_entropies(weights, rows, temperature, kind) for kind in (torch.float32, getattr(torch, dtype)))
-        noise = max((float((one - two).abs().max()) for one, two in zip(exact, other, strict=True)), default=0.0)
-        in_loss = [one[row["mask"][1:].bool()].tolist() for one, row in zip(exact, rows, strict=True)]
-        found.append({"entropy": [*chain.from_iterable(in_loss)], "noise": noise})
+        models = [hold_model(str(weights), kind, "cpu") for kind in (getattr(torch, dtype), torch.float32)]
+        parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
+        for batch in _batches(models[1], rows):
+            other, exact = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
+            entropy = _entropy(exact)
+            noise = max(noise, float((entropy - _entropy(other)).abs().max()))
+            for at, pair in zip(batch.places, torch.stack([entropy, _scale(exact, other)], dim=1), strict=True):
+                parts[at] = pair
+        in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
+        found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
     return found
 
 
-def _entropies(checkpoint: Path, rows: Sequence[Row], temperature: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Per rollout [T - 1] float64 entropy of the distribution that each token but the first is one of, nats."""
-    model = hold_model(str(checkpoint), dtype, "cpu")
-    parts = [torch.zeros(0, dtype=torch.float64)] * len(rows)
-    for batch in _batches(model, rows):
-        scaled = logits_of(model, batch)[:, :-1].double() / temperature
-        for at, entropy in zip(batch.places, _entropy(scaled), strict=True):
-            parts[at] = entropy
-    return parts
+def _scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """[B, T] most that differences of logits of their size change the entropy by, nats.
+
+    The entropy changes by the sum of p (log p + H) times each difference: by the spread of log p times that of the
+    differences at most, both by the distribution (Cauchy and Schwarz).
+    """
+    nats = torch.log_softmax(exact, dim=-1)
+    share = nats.exp()
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return (share * (values - (share * values).sum(dim=-1, keepdim=True)) ** 2).sum(dim=-1).sqrt()
+
+    return spread(nats) * spread(other - exact)
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:

@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import numpy as np
 from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
-from verifier.core.record import Measurement, Record, real
+from verifier.core.record import ONLY, Measurement, Real, Record, real
 from verifier.core.records_tokens import (
     OWN_ROUTES,
+    ROUNDINGS,
     SHARES,
     DrawnTokens,
     DtypeNoise,
@@ -58,14 +60,11 @@ from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
-from verifier.model.named import is_generated
 from verifier.oracle.noise_floor import record_floor, stored_floor
-from verifier.oracle.oracle import Oracle, Scored
+from verifier.oracle.oracle import Oracle, Scored, Sides
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-FP32_NOISES = 2
-"""Times what fp32 alone costs a checkpoint that was not generated, if that is more."""
 EARLIER = 4
 """Places back to which a sampled token may be repeated."""
 DUMPED = ("live", "gradients", "matrices")
@@ -86,8 +85,7 @@ def record_oracle(
     """Score and judge, with the weights of every version, all that a trace says was scored, sampled and trained on.
 
     The noise of an engine that quantizes is its own at version 0, where it holds, bit for bit, what a cold start gives.
-    A stored noise floor of the source goes on record too, and what float32 alone costs a checkpoint that was not
-    generated.
+    A stored noise floor of the source goes on record too, and what float32 alone changes each place by.
 
     Args:
         oracle: running.
@@ -144,19 +142,14 @@ class _Recording:
         scored: list[Group] = [
             [(tokens, item.temperature) for tokens in self._tokens(item.name, version)] for item in passes
         ]
-        groups = [*scored, *map(self._continued, samples)]
-        exact = self._score(checkpoint, groups, "float32")
-        for item, rows in zip(passes, exact, strict=False):
-            self._emit(OracleLogprobs, item.name, version, rows)
-        if self.seen.manifest.dtype != "float32":
-            rounded = self._score(checkpoint, groups, self.seen.manifest.dtype)
-            for record, low, high in zip([*passes, *samples], rounded, exact, strict=True):
-                self._emit_noise(record.name, version, low, high)
-        elif version == 0 and not is_generated(self.seen.manifest.model):
-            for item, low, high in zip(passes, exact, self._score(checkpoint, scored, "float64"), strict=False):
-                noise = self._emit_noise(item.name, version, low, high)
-                if item is passes[0]:
-                    self.slack = max(self.slack, FP32_NOISES * noise)
+        sides = self._score(checkpoint, [*scored, *map(self._continued, samples)])
+        exact = [side.exact for side in sides]
+        for item, side in zip(passes, sides, strict=False):
+            self._emit(OracleLogprobs, item.name, version, side.exact, side.scales)
+        for record, side in zip([*passes, *samples], sides, strict=True):
+            noise = noise_of_logprobs(record.name, version, side)
+            self.recorder.emit(noise)
+            self.slack = max(self.slack, 2 * ROUNDINGS * float(noise.coarsest))
         for drawn in seen.of(DrawnTokens, version=version):
             asked = (drawn.prompt, self.device, drawn.temperature, drawn.bias)
             nats = self.oracle.ask("logprob_hf:next_token", [checkpoint], *asked)
@@ -167,11 +160,12 @@ class _Recording:
             self._record_places(checkpoint, sampled)
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
-        for sampled, rows in zip(samples, exact[len(passes) :], strict=True):
-            tails = [self._tail(row, more) for row, more in zip(rows, sampled.tokens, strict=True)]
-            self._emit(OracleOfSampled, sampled.name, version, tails, [len(row) + 1 for row in rows])
+        for sampled, side in zip(samples, sides[len(passes) :], strict=True):
+            tails = [self._tail(row, more) for row, more in zip(side.exact, sampled.tokens, strict=True)]
+            scales = [row[len(row) - len(more) :] for row, more in zip(side.scales, sampled.tokens, strict=True)]
+            self._emit(OracleOfSampled, sampled.name, version, tails, scales, [len(row) + 1 for row in side.exact])
             if any(seen.of(EngineLogprobs, name=sampled.name, version=version)):  # scored from end to end
-                self._emit(OracleLogprobs, sampled.name, version, rows)
+                self._emit(OracleLogprobs, sampled.name, version, side.exact, side.scales)
             if version == 0:
                 self.engine_gaps += self._gaps(SampledTokens, sampled.name, tails)
 
@@ -199,13 +193,17 @@ class _Recording:
         record = next(self.seen.of(Rollouts, name=name, version=version))
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
-    def _score(self, checkpoint: Path, groups: Sequence[Group], dtype: str) -> list[Scored]:
+    def _score(self, checkpoint: Path, groups: Sequence[Group]) -> list[Sides]:
         """Log-probabilities of groups of sequences, each at its temperature; the checkpoint is loaded for each."""
         rows = {}
         for temperature in {at for group in groups for _, at in group}:
             asked = [tokens for group in groups for tokens, at in group if at == temperature]
-            rows[temperature] = iter(self.oracle.score(checkpoint, asked, dtype, self.device, temperature))
-        return [[next(rows[at]) for _, at in group] for group in groups]
+            found = self.oracle.score_twice(checkpoint, asked, self.seen.manifest.dtype, self.device, temperature)
+            rows[temperature] = [iter(part) for part in found]
+        return [
+            Sides(*([next(rows[at][side]) for _, at in group] for side in range(len(Sides._fields))))
+            for group in groups
+        ]
 
     def _record_places(self, checkpoint: Path, item: SampledTokens) -> None:
         """Describe the distribution that each token was drawn from."""
@@ -234,13 +232,9 @@ class _Recording:
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
         routes = _by_sequence(self.seen.array(item), len(tokens))
-        scored = {
-            each: self.oracle.score(self.source.path, tokens, each, self.device, routes=routes)
-            for each in {"float32", dtype}
-        }
-        self._emit(OracleOfForced, item.name, 0, scored["float32"], [])
-        if dtype != "float32":
-            self._emit_noise(item.name, 0, scored[dtype], scored["float32"])
+        sides = self.oracle.score_twice(self.source.path, tokens, dtype, self.device, routes=routes)
+        self._emit(OracleOfForced, item.name, 0, sides.exact, sides.scales, [])
+        self.recorder.emit(noise_of_logprobs(item.name, 0, sides))
 
     def _record_steps(self) -> None:
         """Judge the gradients and the new weights of every step."""
@@ -312,19 +306,12 @@ class _Recording:
         }
 
     def _emit(
-        self, kind: type[OracleRecord], name: str, version: int, rows: Scored, whole: Sequence[int] | None = None
-    ) -> None:
+        self, kind: type[OracleRecord], name: str, version: int, rows: Scored, scales: Scored,
+        whole: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Log-probabilities, with the length of each sequence, by default one more than it has of them."""
-        lengths = tuple(len(row) for row in rows)
-        whole = [length + 1 for length in lengths] if whole is None else whole
-        record = kind(name=name, version=version, lengths=lengths, whole=tuple(whole))
-        self.recorder.emit(record, np.array([value for row in rows for value in row], np.float64))
-
-    def _emit_noise(self, name: str, version: int, rounded: Scored, exact: Scored) -> float:
-        """The distances of what one dtype gives from the exact; the greatest of them, nats."""
-        noise = noise_of_logprobs(name, version, rounded, exact)
-        self.recorder.emit(noise)
-        return float(noise.greatest)
+        whole = [len(row) + 1 for row in rows] if whole is None else whole
+        self.recorder.emit(*oracle_record(kind, name, version, rows, scales, whole))
 
     def _emit_gaps(self, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]) -> None:
         self.recorder.emit(_noise_of(kind, name, version, gaps))
@@ -343,10 +330,28 @@ def _by_sequence(routes: np.ndarray, num_sequences: int) -> list[list[list[int]]
     return found
 
 
-def noise_of_logprobs(name: str, version: int, rounded: Scored, exact: Scored, *, routed: bool = False) -> DtypeNoise:
+def oracle_record(
+    kind: type[OracleRecord], name: str, version: int, rows: Scored, scales: Scored, whole: Sequence[int]
+) -> tuple[OracleRecord, dict[str, np.ndarray]]:
+    """Record of log-probabilities and its arrays; `scales` as `Sides` has them."""
+    record = kind(name=name, version=version, lengths=tuple(map(len, rows)), whole=tuple(whole))
+    parts = {ONLY: rows, **({"scale": scales} if any(scales) else {})}
+    return record, {key: np.array([*chain.from_iterable(part)], np.float64) for key, part in parts.items()}
+
+
+def noise_of_logprobs(name: str, version: int, sides: Sides, *, routed: bool = False) -> DtypeNoise:
     """Record of the distances of what one dtype gives from the exact log-probabilities."""
-    gaps = [abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True)]
-    return msgspec.structs.replace(_noise_of(DtypeNoise, name, version, gaps), routed=routed)
+    found = zip(chain.from_iterable(sides.other), chain.from_iterable(sides.exact), strict=True)
+    noise = _noise_of(DtypeNoise, name, version, [abs(x - y) for x, y in found])
+    return msgspec.structs.replace(noise, routed=routed, **scales_of(sides.scales))
+
+
+def scales_of(scales: Scored) -> dict[str, Real]:
+    """Fields of a `NoiseRecord` by the scales of its tokens; none where there are none."""
+    values = np.array([*chain.from_iterable(scales)], np.float64)
+    if not len(values):
+        return {}
+    return {"scale": real(float(np.sqrt((values**2).mean()))), "coarsest": real(float(values.max()))}
 
 
 def _noise_of[Noise: NoiseRecord](kind: type[Noise], name: str, version: int, gaps: Sequence[float]) -> Noise:

@@ -30,6 +30,9 @@ HALF_UNIT = 2.0**-24
 OF_A_SHARE = 4
 """Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
 
+ROUNDINGS = 3
+"""Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
+
 
 def judge_steps(
     _: object,
@@ -271,12 +274,11 @@ class Adam:
 
     Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not, nor do the
     biases of all experts of a layer, which GPT-OSS keeps in one tensor. Of weights that are rounded to less than
-    float32 it keeps the unrounded ones too, as a trainer's masters do. A step may be off by so many `roundings` to
-    float32, which matter where the learning rate is small beside the weights.
+    float32 it keeps the unrounded ones too, as a trainer's masters do. Each weight may be off by `ROUNDINGS` to float32
+    of its own size, which matter where the learning rate is small beside it.
     """
 
-    def __init__(self, beta_1: float, beta_2: float, epsilon: float, roundings: int = 0) -> None:
-        self._roundings = roundings
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
         self._betas, self._epsilon = (beta_1, beta_2), epsilon
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
@@ -308,7 +310,7 @@ class Adam:
             self._masters[name] = stepped
         magnitude = torch.maximum(live.double().abs(), stepped.abs())
         allowed = half_step(magnitude, live.dtype) if rounded else torch.zeros_like(magnitude)
-        allowed = allowed + self._roundings * half_step(magnitude, torch.float32)
+        allowed = allowed + ROUNDINGS * half_step(magnitude, torch.float32)
         excess = (excess - allowed).clamp(min=0)
         return greatest(torch.where(excess == 0, 0.0, excess / learning_rate))
 

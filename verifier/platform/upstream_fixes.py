@@ -118,6 +118,12 @@ def _norms_after(model: Sizes) -> bool:
     return model.get("model_type") in ("gemma2", "gemma3_text", "gemma4_text") and model.get("rms_norm_eps") != 1e-5
 
 
+def _keeps_head(model: Sizes) -> bool:
+    """Test for tied embeddings whose head is a module of its own in vLLM."""
+    kind = str(model.get("model_type"))
+    return kind in SEPARATE_HEADS and bool(model.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
+
+
 def _rounds_decay(model: Sizes, run: RunFacts) -> bool:
     return _is_hybrid(model) and run.dtype == "bfloat16"
 
@@ -126,7 +132,14 @@ def _misplaces_states(model: Sizes, run: RunFacts) -> bool:
     return _rounds_decay(model, run) and run.steps > 1 and MEGATRON_DECAY in selected(run.fixes)
 
 
+SEPARATE_HEADS = frozenset((
+    "ernie4_5_moe", "exaone4", "falcon_h1", "gemma3_text", "gemma4_text", "hy_v3", "llama", "mistral", "nemotron",
+    "qwen3_moe",
+))  # fmt: skip
+"""Model types with a bridge whose tied head is a module of its own in vLLM 0.21; in others it is the embedding's."""
+_TIED_BY_DEFAULT = frozenset(("gemma3_text", "gemma4_text"))
 VLLM_BUFFERS = "vllm-44371"
+VLLM_HEADS = "vllm-tied-heads"
 VLLM_LATENT = "vllm-48251"
 VLLM_SLEEP = "vllm-45620"
 TRANSFORMERS_SCAN = "transformers-47246"
@@ -152,6 +165,18 @@ FIXES: dict[str, UpstreamFix] = {
             names=rf".*\b(conv1d\.weight|conv_weights|root_size)\b.*|{_LOGPROBS}",
             checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _is_hybrid(model) or "gemma4" in str(model.get("model_type")),
+        ),
+        UpstreamFix(
+            id=VLLM_HEADS,
+            issue="vLLM's packed copy of a tied head",
+            package="vllm",
+            version="0.21.0",
+            summary="a tied head that is a module of its own shares the embedding's weight and keeps a packed copy of "
+            "it on CPUs, which no weight reload renews",
+            names=rf".*\blm_head\.cpu_linear|{_LOGPROBS}",
+            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004", "LGP005", "LGP009"),
+            tiers=("cpu",),
+            applies=lambda model, run: _keeps_head(model),
         ),
         UpstreamFix(
             id=VLLM_LATENT,

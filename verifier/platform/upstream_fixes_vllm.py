@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verifier.platform.patch import Patch, apply, current
-from verifier.platform.upstream_fixes import ENGINE_VARIABLE, VLLM_BUFFERS, VLLM_LATENT, VLLM_SLEEP
+from verifier.platform.upstream_fixes import ENGINE_VARIABLE, VLLM_BUFFERS, VLLM_HEADS, VLLM_LATENT, VLLM_SLEEP
 
 
 def _kept_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +35,29 @@ def _kept_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
                 fresh.copy_(live)
 
     return materialize
+
+
+def _packed_heads(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A reload packs a layer's weight anew when that layer was loaded; a tied head shares one that another loaded.
+
+    `ParallelLMHead.tie_weights` binds the embedding's parameter, and models skip `lm_head` in what they load. The
+    parameter is filled in place, so the head is packed again from it here, and so is any layer that shares one.
+    """
+
+    @wraps(original)
+    def finalize(model: torch.nn.Module, model_config: Any) -> None:
+        original(model, model_config)
+        holders: dict[int, list[torch.nn.Module]] = {}
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                holders.setdefault(id(weight), []).append(module)
+        for sharing in holders.values():
+            for module in sharing if len(sharing) > 1 else ():
+                if "cpu_linear" in module.__dict__:
+                    module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+
+    return finalize
 
 
 def _kept_storage(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +101,11 @@ def _asleep_beside_others(original: Callable[..., Any]) -> Callable[..., Any]:
 MODULES = "vllm.model_executor"
 REPLACED: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     VLLM_BUFFERS: (f"{MODULES}.model_loader.reload.layerwise:materialize_layer", "layer info", _kept_buffers),
+    VLLM_HEADS: (
+        f"{MODULES}.model_loader.reload.layerwise:finalize_layerwise_processing",
+        "model model_config",
+        _packed_heads,
+    ),
     VLLM_LATENT: (
         f"{MODULES}.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
         "self act_dtype",

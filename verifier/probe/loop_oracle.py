@@ -36,8 +36,8 @@ from verifier.core.trace import Trace
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.oracle.oracle import Oracle, Scored
-from verifier.oracle.recording import gradient_record, noise_of_logprobs
+from verifier.oracle.oracle import Oracle, Scored, Sides
+from verifier.oracle.recording import gradient_record, noise_of_logprobs, oracle_record, scales_of
 from verifier.probe.sealed import mark_of, seal
 
 RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
@@ -95,11 +95,6 @@ class _Recording:
         """All records, with their arrays."""
         return [*self._logprobs(), *self._gradients()]
 
-    @property
-    def dtype(self) -> str:
-        """Dtype of the loop, or the one that float32 is measured against."""
-        return self.seen.manifest.dtype if self.seen.manifest.dtype != "float32" else "float64"
-
     def _weights(self, version: int) -> Path | None:
         """Checkpoint of a version; None if it was not kept."""
         if version == 0:
@@ -137,41 +132,38 @@ class _Recording:
             for scored in seen.of(TrainerLogprobs, version=step - 1):
                 if (weights := self._weights(step - 1)) is not None and len(scored.lengths) == len(tokens):
                     sides = self._sides(weights, tokens, scored.temperature)
-                    tails = [_tails(side, scored.lengths) for side in sides]
+                    tails = Sides(*(_tails(side, scored.lengths) for side in sides))
                     yield from self._sided(OracleLogprobs, scored.name, step - 1, tails, rollouts.lengths)
             for sampled in (item for item in seen.of(SampledTokens) if item.name == f"step {step}"):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
                 sides = self._sides(weights, rows, sampled.temperatures[0])
-                tails = [_tails(side, sampled.lengths) for side in sides]
+                tails = Sides(*(_tails(side, sampled.lengths) for side in sides))
                 whole = tuple(map(len, rows))
                 yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
-                if seen.manifest.dtype != "float32" and sampled.version == step - 1:
+                if sampled.version == step - 1:
                     last = self._noise(step, sampled, tails)
             if last is not None:
                 yield replace(last, version=step), None
 
-    def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> tuple[Scored, Scored]:
-        exact = self.oracle.score(weights, rows, temperature=temperature)
-        return exact, self.oracle.score(weights, rows, self.dtype, temperature=temperature)
+    def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> Sides:
+        return self.oracle.score_twice(weights, rows, self.seen.manifest.dtype, temperature=temperature)
 
     def _sided(
-        self, kind: type[OracleRecord], name: str, version: int, sides: Sequence[Scored], whole: Sequence[int]
+        self, kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int]
     ) -> Iterator[tuple[Record, Any]]:
-        exact, other = sides
-        record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
-        yield record, np.array([value for row in exact for value in row], np.float64)
-        for label in {name, "scored"} if version == 0 else {name}:
-            yield noise_of_logprobs(label, version, other, exact), None
+        yield oracle_record(kind, name, version, sides.exact, sides.scales, whole)
+        yield noise_of_logprobs(name, version, sides), None
 
-    def _noise(self, step: int, sampled: SampledTokens, tails: Sequence[Scored]) -> SampledNoise:
+    def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
         from verifier.trainer.mismatch import sampled_noise
 
-        exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails)
+        exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
         places = np.concatenate([np.arange(size) for size in sampled.lengths])
         longest = max(sampled.lengths)
-        return sampled_noise(step, sampled.version, low, exact, places, longest, routed=False)
+        found = sampled_noise(step, sampled.version, low, exact, places, longest, routed=False)
+        return replace(found, **scales_of(tails.scales))
 
     def _gradients(self) -> Iterator[tuple[Record, Any]]:
         """Gradients of steps whose weights and gradients were kept and whose loss is known."""

@@ -1,4 +1,4 @@
-"""Probe of the logits of an update: how much each row's log-probabilities spread, which the entropy's gradient has."""
+"""Probe of the logits of an update: how large they are, and how much each row's log-probabilities spread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ELEMENTS = 2**22
 
 @contextlib.contextmanager
 def logit_spreads(
-    probe: Probe, trainer: TrainerModel, name: str, version: int, *, temperature: float
+    probe: Probe, trainer: TrainerModel, name: str, version: int, *, temperature: float, spread: bool
 ) -> Iterator[None]:  # fmt: skip
-    """Record the variance of the log-probabilities of every row that this rank's loss reads within the body, an update.
+    """Record how large the logits of every row are that this rank's loss reads within the body, an update.
 
     Ranks of the last pipeline stage compute it, by the logits that their model gives, tensor-parallel ranks together;
     of these the first one records it.
@@ -32,11 +32,15 @@ def logit_spreads(
         name: of the update, as its records have it.
         version: of the weights.
         temperature: divisor of the logits.
+        spread: the variance of log-probabilities too, which takes an exponential of each logit.
     """
-    found: list[torch.Tensor] = []
+    found: dict[str, list[torch.Tensor]] = {"size": [], **({"spread": []} if spread else {})}
 
     def look(_: object, __: object, output: Any) -> None:
-        found.append(_spread(output.detach()[0], temperature, trainer.mesh.tp))
+        logits_TV = output.detach()[0]
+        found["size"].append(_size(logits_TV, trainer.mesh.tp) / temperature)
+        if spread:
+            found["spread"].append(_spread(logits_TV, temperature, trainer.mesh.tp))
 
     with contextlib.ExitStack() as stack:
         for chunk in trainer.chunks:
@@ -44,15 +48,22 @@ def logit_spreads(
                 stack.callback(chunk.register_forward_hook(look).remove)
         yield
     at = trainer.mesh.coordinate(dist.get_rank())
-    if found and at.tp == 0:
+    if found["size"] and at.tp == 0:
         record = LogitSpreads(name=name, version=version, coordinate=str(at))
-        probe.emit(record, {"spread": torch.cat(found).cpu()})
+        probe.emit(record, {each: torch.cat(parts).cpu() for each, parts in found.items()})
 
 
 def _is_last(chunk: Any) -> bool:
     from megatron.core.utils import get_attr_wrapped_model
 
     return bool(get_attr_wrapped_model(chunk, "post_process"))
+
+
+def _size(logits_TV: torch.Tensor, tp: int) -> torch.Tensor:
+    """[T] greatest magnitude of the logits of a row, float32."""
+    size_T = torch.maximum(logits_TV.amax(-1), -logits_TV.amin(-1)).float()
+    _reduce(size_T, dist.ReduceOp.MAX, tp)
+    return size_T
 
 
 def _spread(logits_TV: torch.Tensor, temperature: float, tp: int) -> torch.Tensor:

@@ -22,8 +22,9 @@ from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.decoded_rollouts import record_tokens
-from verifier.trainer.fitting import load_held_out, load_train, near_budget, require_budget
+from verifier.trainer.decoded_rollouts import changes_turns, record_tokens
+from verifier.trainer.fitting import near_budget, require_budget
+from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.spot import has_spot, record_spot
 from verifier.trainer.trained_text import trained_text
 
@@ -138,7 +139,7 @@ class HeldOut:
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, files: Path, train: Sequence[Example]) -> None:
         self.tokenizer, self.files = tokenizer, files
-        self.examples = load_held_out(config, train, "sft")
+        self.examples = load_held_out(config, train, "sft", tokenizer)
         require_kept(self.examples, tokenizer)
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
 
@@ -159,13 +160,15 @@ class SftPlan:
         self.facts: Mapping[str, Any] = {}
         self.has_text, self.unread, self.reads_rewards = False, 0, False
         self._config, self._file = config, folder
-        self._files, self._tokenizer = checkpoint.path, open_tokenizer(checkpoint.path)
-        self._examples = load_train(config, "sft")
+        self._files, self._chat = checkpoint.path, open_chat_template(config)
+        self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
+        self._examples = load_train(config, "sft", self._tokenizer)
         require_kept(self._examples, self._tokenizer)
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._files, self._examples)
-        self.data = DataAsRead(config, "sft", self._examples, self.held_out.examples)
+        changes = changes_turns(self._tokenizer, self._files, self._chat)
+        self.data = DataAsRead(config, "sft", self._examples, self.held_out.examples, changes)
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
@@ -183,7 +186,9 @@ class SftPlan:
         if probe is not None:
             probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
             self.data.record(probe, step, indices, examples)
-            record_tokens(probe, step, self._tokenizer, self._files, rollouts, examples.__getitem__, whole=True)
+            record_tokens(
+                probe, step, self._tokenizer, self._files, rollouts, examples.__getitem__, whole=True, chat=self._chat
+            )
             text = trained_text(step, examples, rollouts, self._tokenizer)
             self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:

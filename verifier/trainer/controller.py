@@ -38,6 +38,7 @@ from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
+from verifier.trainer.run_data import with_evaluation
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
 from verifier.trainer.sampled_step import require_judgeable, unsampled_because
@@ -101,7 +102,7 @@ class Trainer:
             StackFailed: the stack under test failed, and no judge was given.
             VerifierError: a process died or hung.
         """
-        config = self._config
+        config = self._config = with_evaluation(self._config)
         load_algorithms(config)
         self._until = until = Deadline(config.timeout_s)
         model = open_model(config.model, config.dtype, config.mesh)

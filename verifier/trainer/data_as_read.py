@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
 from verifier.data.examples import Example
-from verifier.data.second_reading import PARTS, digests, read_again, rows_of_step
+from verifier.data.second_reading import PARTS, Columns, Said, digests, read_again, rows_of_step
 from verifier.data.text_dataset import Task
+from verifier.trainer.run_data import held_out_split, options_of_source
 
 
 class DataAsRead:
@@ -28,10 +29,14 @@ class DataAsRead:
         task: of the run.
         train: examples to train on, in order.
         held_out: problems of the evaluation.
+        changes: tells by a second reader of the chat template whether it changes a conversation's earlier turns.
     """
 
-    def __init__(self, config: TrainConfig, task: Task, train: Sequence[Example], held_out: Sequence[Example]) -> None:
-        self._config, self._task, self._train, self._held_out = config, task, train, held_out
+    def __init__(
+        self, config: TrainConfig, task: Task, train: Sequence[Example], held_out: Sequence[Example],
+        changes: Callable[[Sequence[Said]], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        self._config, self._task, self._train, self._held_out, self._changes = config, task, train, held_out, changes
 
     @cached_property
     def digest(self) -> str:
@@ -73,16 +78,31 @@ class DataAsRead:
     def _rows(self) -> np.ndarray:
         data = self._config.data
         return read_again(
-            data.source, self._task, count=data.num_examples, seed=self._config.seed, options=data.options
-        )
+            data.source, self._task, split=data.split, count=data.num_examples, seed=self._config.seed,
+            columns=self._columns, options=data.options,
+        )  # fmt: skip
 
     @cached_property
     def _held_out_rows(self) -> np.ndarray:
         config = self._config
+        source = config.data.held_out or config.data.source
         return read_again(
-            config.data.held_out or config.data.source, self._task, split="held-out",
-            count=config.evaluation.num_problems, seed=config.seed, options=config.data.options,
+            source, self._task, split=held_out_split(config) or "", count=config.evaluation.num_problems,
+            seed=config.seed, columns=self._columns, options=options_of_source(config, source),
         )  # fmt: skip
+
+    @property
+    def _columns(self) -> Columns:
+        data = self._config.data
+        keys = {
+            "id": data.id_key, "prompt": data.prompt_key, "messages": data.messages_key, "response": data.response_key,
+            "answer": data.answer_key,
+        }  # fmt: skip
+        return Columns(
+            names={part: name for part, name in keys.items() if name != part},
+            as_messages=data.apply_chat_template,
+            changes=self._changes,
+        )
 
 
 def record_rollouts(probe: Probe, step: int, folder: Path) -> None:
@@ -126,8 +146,8 @@ def _used(examples: Sequence[Example]) -> np.ndarray:
     """[examples, parts] uint64 digests of examples as the trainer has them."""
     found = array("Q")
     for item in examples:
-        messages = [(message.role, message.content) for message in item.messages]
-        found.extend(digests(item.id, item.question, item.prompt, messages, item.response, item.answer))
+        said = [(message.role, message.content, message.in_loss) for message in item.messages]
+        found.extend(digests(item.id, item.question, item.prompt, said, item.response, item.answer, item.metadata))
     return np.array(found, np.uint64).reshape(-1, len(PARTS))
 
 

@@ -11,12 +11,27 @@ import numpy as np
 from verifier.core.record import Probe
 from verifier.core.records_data import TokensRead
 from verifier.core.records_trainer import RolloutTexts
-from verifier.data.examples import Example
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
+from verifier.data.encode import split_turns
+from verifier.data.examples import Example, Message
 from verifier.data.rollout import Rollout
+from verifier.data.second_reading import Said
 from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)
+
+
+def changes_turns(tokenizer: Tokenizer, files: Path, chat: ChatTemplate) -> Callable[[Sequence[Said]], bool]:
+    """Test for conversations whose earlier turns the template changes, by a second reader where there is one."""
+    if not why_unread(files):
+        return lambda said: _second(files, chat).changes(said)
+
+    def divided(said: Sequence[Said]) -> bool:
+        talk = tuple(Message(role=role, content=content, in_loss=learned) for role, content, learned in said)
+        return len(split_turns(Example(id="", messages=talk), tokenizer)) > 1
+
+    return divided
 
 
 def rendered(example: Example, tokenizer: Tokenizer) -> str:
@@ -38,7 +53,7 @@ def texts_of(step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> Ro
 
 def record_tokens(
     probe: Probe, step: int, tokenizer: Tokenizer, files: Path, rollouts: Sequence[Rollout],
-    example_of: Callable[[int], Example], *, whole: bool,
+    example_of: Callable[[int], Example], *, whole: bool, chat: ChatTemplate = AS_SHIPPED,
 ) -> None:  # fmt: skip
     """Record the tokens of a step's rollouts beside a second reading of their examples, if the tokenizer has one.
 
@@ -50,10 +65,11 @@ def record_tokens(
         rollouts: of the step.
         example_of: example of a rollout, by its place.
         whole: they are examples of fine-tuning, whose tokens are known to the last.
+        chat: template that the run asks for.
     """
     if why_unread(files):
         return
-    reader = _second(files)
+    reader = _second(files, chat)
     keys = [item.id if whole else item.group for item in rollouts]
     known: dict[str, ReadRow] = {}
     for place, key in enumerate(keys):

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.records_policy import EpisodeTurns
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION
@@ -52,13 +53,16 @@ class Episodes:
         options: of the run.
         tokenizer: with a chat template that has messages of tools.
         files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
+        chat: template that the run asks for.
 
     Raises:
         UsageError: the template does not end an assistant's turn with the end token.
     """
 
-    def __init__(self, options: GrpoOptions, tokenizer: Tokenizer, files: Path) -> None:
-        self._options, self._tokenizer, self._files = options, tokenizer, files
+    def __init__(
+        self, options: GrpoOptions, tokenizer: Tokenizer, files: Path, chat: ChatTemplate = AS_SHIPPED
+    ) -> None:
+        self._options, self._tokenizer, self._files, self._chat = options, tokenizer, files, chat
         self._environment: SealedEnvironment | None = None
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
@@ -174,7 +178,7 @@ class Episodes:
     @cached_property
     def _second(self) -> SecondTokenizer | None:
         """Second reader of the tokenizer's files, if there is one."""
-        return None if why_unread(self._files) else SecondTokenizer(self._files)
+        return None if why_unread(self._files) else SecondTokenizer(self._files, self._chat)
 
     def _framed(self, said: Sequence[Message]) -> str:
         """Text of messages and of what comes before the next turn, by the second reader if there is one."""
@@ -204,18 +208,7 @@ class Episodes:
 
     def _reply_ids(self, said: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of messages and of the beginning of the next turn, as the chat template writes them."""
-        tokenizer = self._tokenizer
-        talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
-        before = tokenizer.chat_text(talk)
-        after = tokenizer.chat_text((*talk, *said), to_answer=True)
-        _, end, rest = before.rpartition(tokenizer.decode((tokenizer.eos_id,)))
-        if not end or not after.startswith(before):
-            why = "changes earlier turns" if end else "does not end an assistant's turn with the end token"
-            raise UsageError(
-                f"grpo.environment is {self._options.environment}, and the chat template of {tokenizer.folder} {why}: "
-                "use another template, or grpo.environment=single"
-            )
-        return (*tokenizer.encode(rest), *tokenizer.encode(after[len(before) :]))
+        return self._tokenizer.reply(said)
 
 
 def row_of(example: Example) -> dict[str, Any]:

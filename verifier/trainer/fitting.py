@@ -12,7 +12,7 @@ from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
-from verifier.data.text_dataset import Task, load_examples, require_disjoint
+from verifier.data.text_dataset import Task
 from verifier.engine.api import refuse_adapters
 from verifier.engine.kv_cache import (
     LENT_SHARE,
@@ -32,6 +32,7 @@ from verifier.platform import Tier
 from verifier.platform.provenance import gpu_bytes
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
+from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.wandb_offline import require_wandb
 
 _GPU = Path("/dev/nvidiactl")
@@ -170,63 +171,6 @@ def alignment_of(config: TrainConfig) -> Alignment:
     return Alignment(tp=config.mesh.tp, cp=config.mesh.cp, sp=config.mesh.tp > 1)
 
 
-def load_train(config: TrainConfig, task: Task) -> tuple[Example, ...]:
-    """Read and check the examples to train on.
-
-    Raises:
-        UsageError: a bad row, too few examples for a step, or plain prompts where an environment answers turns.
-    """
-    data = config.data
-    train = load_examples(data.source, task, count=data.num_examples, seed=config.seed, options=data.options)
-    if data.batch_size > len(train):
-        raise UsageError(
-            f"data.batch_size is {data.batch_size}, more than the {len(train):,} examples of `{data.source}`"
-        )
-    _refuse_plain(config, task, train, data.source)
-    return train
-
-
-def load_held_out(config: TrainConfig, train: Sequence[Example], task: Task) -> tuple[Example, ...]:
-    """Read and check the problems of the evaluation; none where there is no evaluation.
-
-    Args:
-        config: of the run.
-        train: examples to train on.
-        task: of the run, whose fields the problems must have.
-
-    Raises:
-        UsageError: a bad row, too few problems, or problems that are trained on.
-    """
-    data, num_problems = config.data, config.evaluation.num_problems
-    if not num_problems:
-        return ()
-    if data.held_out is None and Path(data.source).is_file():
-        raise UsageError(
-            f"evaluation.num_problems is {num_problems} and data.held_out is not given, but `{data.source}` is a "
-            "file without a held-out split: give data.held_out, or evaluation.num_problems=0"
-        )
-    source = data.held_out or data.source
-    try:
-        held_out = load_examples(
-            source, task, split="held-out", count=num_problems, seed=config.seed, options=data.options
-        )
-    except UsageError as problem:
-        raise UsageError(f"evaluation.num_problems is {num_problems}: {problem}") from problem
-    require_disjoint(train, held_out)
-    _refuse_plain(config, task, held_out, source)
-    return held_out
-
-
-def _refuse_plain(config: TrainConfig, task: Task, examples: Sequence[Example], source: str) -> None:
-    """Refuse plain prompts where an environment answers turns."""
-    plain = next((example for example in examples if not example.messages), None)
-    if task == "grpo" and config.grpo.has_turns and plain is not None:
-        raise UsageError(
-            f"grpo.environment is {config.grpo.environment} and `{plain.id}` of `{source}` has a prompt: turns "
-            "are written by the chat template, give `messages`"
-        )
-
-
 def near_budget(config: TrainConfig, examples: Iterable[Example]) -> list[Example]:
     """Return the examples whose text has bytes enough for more tokens than the budget of a micro-batch."""
     most = config.batch.max_tokens
@@ -312,6 +256,7 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
     if config.data.rollouts is None:
         task: Task = "sft" if config.algorithm == "sft" else "grpo"
+        open_chat_template(config)
         train = load_train(config, task)
         held_out = load_held_out(config, train, task)
         lines.append(

@@ -34,7 +34,8 @@ from verifier.trainer.engines import Revival
 from verifier.trainer.episode_processes import start_processes, try_environment
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
-from verifier.trainer.fitting import load_held_out, load_train, require_room
+from verifier.trainer.fitting import require_room
+from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 
 _SEEDS = 1_000_003
@@ -70,13 +71,14 @@ class EngineRollouts:
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
         self._config, self._checkpoint, self._whole_answers = config, checkpoint, whole_answers
-        self._tokenizer = open_tokenizer(checkpoint.path)
+        self._chat = open_chat_template(config)
+        self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
         self._examples = load_train(config, "grpo")
         self._held_out = load_held_out(config, self._examples, "grpo")
         self.data = DataAsRead(config, "grpo", self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
-        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path)
+        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, self._chat)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
         try_environment(config.grpo, self._examples[0])
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
@@ -166,7 +168,9 @@ class EngineRollouts:
             at, which, _ = rollouts[place].group.split("/", 2)
             return self._examples[self._indices(step, int(at.partition(".")[2] or 0))[int(which)]]
 
-        record_tokens(probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False)
+        record_tokens(
+            probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False, chat=self._chat
+        )
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
@@ -353,7 +357,9 @@ class EngineRollouts:
             return self._held_out[int(rows[at].group.split("/", 2)[1])]
 
         given = [rollout_of(row) for row in rows]
-        record_tokens(probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False)
+        record_tokens(
+            probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False, chat=self._chat
+        )
         return answered.rewards
 
     def _rows(

@@ -18,6 +18,7 @@ from verifier.core.finding import ExitCode
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
+from verifier.data.key_map import PARTS
 from verifier.data.recorded import read_recorded, recorded_files
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError, ViolationFound
@@ -28,8 +29,9 @@ from verifier.runs.resources import Deadline
 from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.controller import Trainer
-from verifier.trainer.fitting import load_train, require_fit
+from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, start_ranks
+from verifier.trainer.run_data import load_train, open_chat_template
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.sampled_step import require_judgeable
@@ -156,8 +158,8 @@ def _longest(config: TrainConfig, data: DataOptions, checkpoint: Checkpoint) -> 
         sizes = {file: sorted((len(row.tokens) for row in read_recorded(file)), reverse=True) for file in files}
         shutil.copy(max(files, key=lambda file: sizes[file]), folder)
         return replace(data, rollouts=folder)
-    tokenizer = open_tokenizer(checkpoint.path)
-    examples = load_train(config, "sft" if config.algorithm == "sft" else "grpo")
+    tokenizer = open_tokenizer(checkpoint.path, open_chat_template(config))
+    examples = load_train(config, "sft" if config.algorithm == "sft" else "grpo", tokenizer)
 
     def length(example: Example) -> int:
         return len((encode_example if config.algorithm == "sft" else encode_prompt)(example, tokenizer))
@@ -165,16 +167,22 @@ def _longest(config: TrainConfig, data: DataOptions, checkpoint: Checkpoint) -> 
     chosen = sorted(examples, key=length, reverse=True)[: data.batch_size]
     file = config.run / "longest.jsonl"
     file.write_bytes(b"".join(msgspec.json.encode(_row(example)) + b"\n" for example in chosen))
-    return replace(data, source=str(file))
+    return DataOptions(
+        source=str(file), batch_size=data.batch_size, chat_template=data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )  # fmt: skip
 
 
 def _row(example: Example) -> dict[str, Any]:
-    """Return an example as a row of a file."""
-    row: dict[str, Any] = {"id": example.id}
+    """Return an example as a row of a file; further columns that are called as a part of a row are left out."""
+    row: dict[str, Any] = {name: value for name, value in example.metadata.items() if name not in PARTS}
+    row["id"] = example.id
     if example.prompt:
         row["prompt"] = example.prompt
     else:
-        row["messages"] = [{"role": item.role, "content": item.content} for item in example.messages]
+        row["messages"] = [
+            {"role": item.role, "content": item.content, "weight": int(item.in_loss)} for item in example.messages
+        ]
     return row | {name: value for name in ("response", "answer") if (value := getattr(example, name)) is not None}
 
 

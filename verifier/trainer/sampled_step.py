@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
-from verifier.core.record import Probe, real
+from verifier.core.record import ONLY, Probe, real
 from verifier.core.records_policy import OracleEnds, OracleEntropy
 from verifier.core.records_tokens import (
     OracleLogprobs,
@@ -36,8 +36,14 @@ from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
 from verifier.model.families import moe_layers_of
-from verifier.oracle.oracle import Oracle, Scored
-from verifier.oracle.recording import choices_record, gradient_record, noise_of_logprobs
+from verifier.oracle.oracle import Oracle, Sides
+from verifier.oracle.recording import (
+    choices_record,
+    gradient_record,
+    noise_of_logprobs,
+    oracle_record,
+    scales_of,
+)
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.asked_samples import ends_of
@@ -189,7 +195,7 @@ class SampledStep:
             known: noise of the sampled step before.
 
         Returns:
-            Noise of the run's dtype on the tokens that the last weights sampled; None in float32, or without any.
+            Noise of the run's dtype on the tokens that the last weights sampled; None without any.
         """
         noise = None
         config, model = self._config, self._model
@@ -239,7 +245,8 @@ class SampledStep:
             record = OracleEntropy(
                 name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
             )
-            recorder.emit(record, np.array(row["entropy"], np.float64))
+            scale = {"scale": np.array(row["scale"])} if dtype == "float64" else {}
+            recorder.emit(record, {ONLY: np.array(row["entropy"], np.float64), **scale})
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         """Write the inputs of an update's loss, as they were recorded."""
@@ -279,24 +286,24 @@ class SampledStep:
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
-        exact, rounded = self._scored(before, sequences, routes)
-        self._record_oracle(recorder, OracleLogprobs, "old", last, exact, rounded, whole)
+        own_sides = self._scored(before, sequences, routes)
+        self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes)
-            self._record_oracle(recorder, OracleLogprobs, "reference", 0, *sides, whole)
+            self._record_oracle(recorder, OracleLogprobs, "reference", 0, sides, whole)
         if self._config.data.rollouts is None:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
             for version, weights in {last: before, **earlier}.items():
                 own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]
                 if not own:
                     continue
-                sides = (exact, rounded) if version == last else self._scored(weights, sequences, routes)
-                tails, low = ([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides)
-                self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, low, [b for _, _, b in own])
+                sides = own_sides if version == last else self._scored(weights, sequences, routes)
+                tails = Sides(*([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides))
+                self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
                     self._record_ends(recorder, before, sequences, routes, own)
-                if version == last and self._model.dtype != "float32":
-                    noise = self._noise(low, tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
+                if version == last:
+                    noise = self._noise(tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
@@ -325,35 +332,29 @@ class SampledStep:
         recorder.emit(record, exact)
 
     def _record_oracle(
-        self, probe: Probe, kind: type[OracleRecord], name: str, version: int, exact: Scored, rounded: Scored,
-        whole: Sequence[int],
-    ) -> None:  # fmt: skip
-        record = kind(name=name, version=version, lengths=tuple(map(len, exact)), whole=tuple(whole))
-        probe.emit(record, np.array([value for row in exact for value in row], np.float64))
-        probe.emit(noise_of_logprobs(name, version, rounded, exact, routed=self._routed))
+        self, probe: Probe, kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int]
+    ) -> None:
+        probe.emit(*oracle_record(kind, name, version, sides.exact, sides.scales, whole))
+        probe.emit(noise_of_logprobs(name, version, sides, routed=self._routed))
 
     def _noise(
-        self, low: Scored, exact: Scored, runs: Sequence[tuple[Rollout, int, int]], known: SampledNoise | None
+        self, sides: Sides, runs: Sequence[tuple[Rollout, int, int]], known: SampledNoise | None
     ) -> SampledNoise:
         """Noise on the tokens of runs of one version."""
         options = self._config.grpo
         places = [(np.cumsum(rollout.sampled) - 1)[a:b] for rollout, a, b in runs]
         found = sampled_noise(
-            self._step, self._step - 1, np.concatenate([*low]), np.concatenate([*exact]), np.concatenate(places),
-            options.max_answer_tokens * options.max_turns, routed=self._routed,
+            self._step, self._step - 1, np.concatenate([*sides.other]), np.concatenate([*sides.exact]),
+            np.concatenate(places), options.max_answer_tokens * options.max_turns, routed=self._routed,
         )  # fmt: skip
+        found = replace(found, **scales_of(sides.scales))
         if known is None:
             return found
         return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
 
-    def _scored(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]
-    ) -> tuple[Scored, Scored]:
-        """Log-probabilities in float32, and in the run's dtype, or in float64 where that is float32 itself."""
+    def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]) -> Sides:
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        exact = self._oracle.score(checkpoint, sequences, temperature=temperature, routes=routes)
-        other = "float64" if dtype == "float32" else dtype
-        return exact, self._oracle.score(checkpoint, sequences, other, temperature=temperature, routes=routes)
+        return self._oracle.score_twice(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ def trained_text(
     kept, conversations = [], {}
     for item, rollout in zip(examples, rollouts, strict=True):
         if item.messages:
-            said = tuple(message.content for message in item.messages if message.role == "assistant")
+            said = tuple(message.content for message in item.messages if message.is_learned)
             if frame is None or not _stands(said, tokenizer.chat_text(item.messages)):
                 continue
             conversations[rollout.id] = said

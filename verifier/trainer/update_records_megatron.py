@@ -115,9 +115,11 @@ def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: s
         stack.enter_context(router_balance(probe, trainer, name, version, rate=rate))
         if has_router_losses(config):
             stack.enter_context(router_losses(probe, trainer, name, version))
-        if config.algorithm == "grpo" and config.grpo.entropy_weight and compares_products(trainer.tier):
-            temperature = config.grpo.temperature
-            stack.enter_context(logit_spreads(probe, trainer, name, version, temperature=temperature))
+        if compares_products(trainer.tier):
+            grpo = config.grpo if config.algorithm == "grpo" else None
+            temperature, spread = (grpo.temperature, bool(grpo.entropy_weight)) if grpo else (1.0, False)
+            looked = logit_spreads(probe, trainer, name, version, temperature=temperature, spread=spread)
+            stack.enter_context(looked)
         if lora.rank:
             asked = lora.effective_alpha / lora.rank
             stack.enter_context(adapter_scales(probe, trainer, name, version, asked=asked))

@@ -43,7 +43,7 @@ def judged(
         TensorProduct(name=name, product=real(value / 2), squares=0.0 if name in zero else 0.01)
         for name, value in values.items()
     )
-    kinds = (TrainerStep, LossColumns, *([LossRows] if rows else []))
+    kinds = (TrainerStep, LossColumns, *([LossRows, LogitSpreads] if rows else []))
     others = [item for item in training() if isinstance(item, kinds)]
     records = [
         GradientProducts(
@@ -162,7 +162,11 @@ def test_bf16_has_a_bound_of_its_own():
 def with_entropy(spread, product):
     """Whether the last norm agrees where the loss has an entropy, of logits of this spread, with this product of it."""
     rows = {**ARRAYS["loss rows"], "entropy_gradient": np.array([-0.5, -0.5, 0, -0.5], np.float32)}
-    arrays = {**ARRAYS, "loss rows": rows, "spread": {"spread": np.full(4, spread)}}
+    arrays = {
+        **ARRAYS,
+        "loss rows": rows,
+        "spread": {"spread": np.full(4, spread), "size": np.full(4, 2.0, np.float32)},
+    }
     values = {**MODEL, "decoder.final_layernorm.weight": product, "output_layer.weight": product}
     products = tuple(TensorProduct(name=name, product=real(value / 2), squares=0.01) for name, value in values.items())
     records = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -121,23 +122,33 @@ def test_fp32_has_one_bound_and_bf16_without_any_noise_has_none() -> None:
         bounds(trace(), Stage.LOGPROB, [61, 201])
 
 
-@pytest.mark.parametrize(("noise", "bound"), [(4e-6, 1e-5), (2e-5, 4e-5)], ids=["as-the-generated", "coarser"])
-def test_in_fp32_a_checkpoint_of_large_numbers_is_held_against_its_own_noise(noise: float, bound: float) -> None:
-    """The fixed bound was measured on generated checkpoints; a finer one than that is asked of nobody."""
-    measured = DtypeNoise(name="scored", greatest=noise, mean=1e-6, deviation=0.0)
+@pytest.mark.parametrize(("scale", "bound"), [(7e-7, 1e-5), (2e-5, 2.4e-4)], ids=["as-tiny-ones", "coarser"])
+def test_in_fp32_where_a_places_own_scale_is_unknown_the_versions_coarsest_counts(scale: float, bound: float) -> None:
+    measured = DtypeNoise(name="other", version=1, greatest=1e-4, mean=1e-6, deviation=0.0, scale=1e-7, coarsest=scale)
     found = bounds(trace(measured, dtype="float32"), Stage.LOGPROB, [61, 201])
-    assert [item.absolute for item in found.greatest] == [bound, bound]
+    assert [item.absolute for item in found.greatest] == pytest.approx([bound, bound])
     assert ("float64" in found.greatest[0].source) == (bound > 1e-5)
 
 
-@pytest.mark.parametrize(("noise", "bound"), [(3e-6, 1e-5), (7e-6, 2.1e-5)])
-def test_on_sampled_steps_of_training_the_steps_own_tokens_say_what_float32_rounds(noise: float, bound: float) -> None:
-    """Weights sharpen: at step 114 of a clean run trainer and engine were 2.4e-5 nats apart."""
-    measured = DtypeNoise(name="scored", version=1, greatest=noise, mean=1e-6, deviation=0.0)
-    run = trace(measured, dtype="float32")
-    assert bounds(run, Stage.LOGPROB, [61, 201]).greatest[0].absolute == 1e-5  # a round trip has the fixed one
-    run = Trace(replace(run.manifest, command="train"), [measured], lambda item: {})
-    assert bounds(run, Stage.LOGPROB, [61, 201]).greatest[0].absolute == pytest.approx(bound)
+@pytest.mark.parametrize(
+    ("at", "gap", "bad"),
+    [(5, 4e-4, []), (5, 5e-4, ["scored sequence 0"]), (6, 8e-5, []), (6, 9e-5, ["scored sequence 0"]),
+     (200, 5e-5, []), (200, 9e-5, ["scored sequence 1"])],
+)  # fmt: skip
+def test_in_fp32_each_place_is_held_against_the_scale_of_its_own_rounding(at: int, gap: float, bad: list[str]) -> None:
+    """The scales of a trained model of 30 layers: 7e-6 nats over all places, 3.9e-5 at the coarsest one."""
+    gaps, scales = torch.zeros(260, dtype=torch.float64), torch.full((260,), 4e-6, dtype=torch.float64)
+    gaps[at], scales[5] = gap, 3.9e-5
+    measured = DtypeNoise(
+        name="scored", version=1, greatest=4.5e-5, mean=1e-6, deviation=0.0, scale=7e-6, coarsest=3.9e-5
+    )
+    run = trace(measured, dtype="float32", gaps=gaps)
+    both = {
+        "trainer": {"array": (-6.1 + gaps).numpy()},
+        "oracle": {"array": np.full(260, -6.1), "scale": scales.numpy()},
+    }
+    run = Trace(run.manifest, [*run.of(OracleLogprobs), *run.of(TrainerLogprobs), measured], both.__getitem__)
+    assert [item.what for item in trainer_logprob_differs_from_oracle(run) if not item.same] == bad
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ NOISE = 0.01
 """Standard deviation of each side, nats."""
 
 
-def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=None, temperature=None, more=0.0):
+def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=None, temperature=None, more=0.0,
+           model="tiny:add", scale=0.0):  # fmt: skip
     """Outcome of LGP009 on a step whose engine says what `change` makes of the exact log-probabilities.
 
     `floor`: the noise is of tokens that are so unsure, 1 - p, and grows as that does. `temperature`: of a float32 run.
@@ -46,7 +47,8 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=No
         noises[2] *= unsure(exact)
     noise = sampled_noise(2, measured, exact + noises[2], exact, np.arange(num) % 8, 8, routed=routed)
     noise = replace(noise, greatest_of_run=max(noise.greatest_of_run, real(more), key=float))
-    manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", complete=True)
+    manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", model=model, complete=True)
+    noise = replace(noise, scale=scale, coarsest=4 * scale)
     if temperature is not None:
         columns["old"], columns["engine"] = exact, change(exact)
     terms = LossTerms(name="loss", version=2, loss="clipped", clip_low=0.2, clip_high=0.2, temperature=temperature or 1)
@@ -122,6 +124,30 @@ def test_a_temperature_below_1_magnifies_what_float32_rounds(temperature, holds)
     slightly = lambda exact: exact + 5e-5  # noqa: E731
     assert ("x" not in bad(judged(change, temperature=temperature))) == holds
     assert (judged(slightly, temperature=temperature).verdict is Verdict.HOLDS) == holds
+
+
+def every(by, at=3):
+    """Differences that all tokens have, or every third one."""
+    return lambda exact: exact + np.where(np.arange(len(exact)) % at == 0, by, 0.0)
+
+
+@pytest.mark.parametrize(("measured", "times"), [(1, 1), (0, 2)], ids=["own", "carried"])
+def test_in_fp32_a_published_model_is_held_against_the_scale_of_its_rounding(measured, times):
+    """A clean step of a trained model of 30 layers had nine tenths of its tokens within 1.15e-5 nats."""
+    here = {"temperature": 1.0, "model": "/models/trained", "scale": 7e-6, "measured": measured}
+    assert judged(every(1.15e-5), **here).verdict is Verdict.HOLDS
+    assert judged(every(times * 5e-5), **here).verdict is Verdict.HOLDS
+    assert bad(judged(every(times * 6e-5), **here)) == {"90% of the tokens"}
+    assert bad(judged(every(times * 3e-4, at=400), **here)) == set()
+    assert bad(judged(every(times * 4e-4, at=400), **here)) == {"x"}
+
+
+def test_in_fp32_without_a_measured_noise_a_published_model_is_judged_ten_times_as_coarsely():
+    here = {"temperature": 1.0, "model": "/models/trained"}
+    assert judged(every(5e-5), **here).verdict is Verdict.HOLDS
+    assert bad(judged(every(2e-4), **here)) == {"90% of the tokens"}
+    assert bad(judged(every(2e-3, at=400), **here)) == {"x"}
+    assert bad(judged(every(2e-5), temperature=1.0)) == {"90% of the tokens"}  # a tiny one as sharply as ever
 
 
 def test_a_temperature_below_1_hides_no_other_weights():

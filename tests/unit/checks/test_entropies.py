@@ -20,7 +20,7 @@ ROLLOUT, POSITION = np.repeat([0, 1], [100, 50]), np.concatenate([10 + np.arange
 
 def outcome(
     found: np.ndarray, *, dtype: str = "float32", noise: float = 1e-7, temperature: float = 1.0, num: int = 150,
-    noise_of_another: float = 0.0,
+    noise_of_another: float = 0.0, scale: np.ndarray | None = None,
 ) -> Outcome:  # fmt: skip
     """LGP012 on the first tokens of the two, whose rows two ranks hold in turn, a row of a prompt among them.
 
@@ -31,7 +31,7 @@ def outcome(
     sentinel = (ROLLOUT[:num] + 1) << 32 | POSITION[:num]
     arrays = {
         "columns": {"weight": mask / num, "mask": mask},
-        "oracle": {"array": ENTROPY[:num]},
+        "oracle": {"array": ENTROPY[:num]} | ({} if scale is None else {"scale": scale[:num]}),
         **{
             f"rows {rank}": {
                 "sentinel": np.append(sentinel[rank::2], 1 << 32 | 3),
@@ -75,9 +75,11 @@ def test_entropies_of_other_tokens_show() -> None:
     assert outcome(ENTROPY[::-1]).verdict is Verdict.VIOLATED
 
 
-def test_noise_of_sharp_weights_is_allowed_three_times() -> None:
-    assert outcome(off_by(8e-5), noise=3e-5).verdict is Verdict.HOLDS
-    assert outcome(off_by(1e-4), noise=3e-5).verdict is Verdict.VIOLATED
+def test_each_place_is_held_against_its_own_scale_of_rounding() -> None:
+    scale = np.where(np.arange(150) == 120, 1e-5, 1e-7)
+    assert outcome(off_by(1.1e-4), scale=scale).verdict is Verdict.HOLDS
+    assert outcome(off_by(1.3e-4), scale=scale).verdict is Verdict.VIOLATED
+    assert outcome(off_by(2e-5, at=119), scale=scale).verdict is Verdict.VIOLATED
 
 
 def test_a_low_temperature_divides_the_bound() -> None:

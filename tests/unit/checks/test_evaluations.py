@@ -36,7 +36,11 @@ def wrong(
     )  # fmt: skip
     line = WrittenMetrics(name="metrics.jsonl", version=3, step=3, values={"loss": 1.0} if updated else {}, recorded={})
     config = {"seed": 2, "grpo": {"max_turns": 2}} | (config or {})
-    trace = Trace(Manifest(dtype=dtype, complete=True, config=config), [record, line], {"all": arrays}.__getitem__)
+    trace = Trace(
+        Manifest(dtype=dtype, model="tiny:add", complete=True, config=config),
+        [record, line],
+        {"all": arrays}.__getitem__,
+    )
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
 
 

@@ -1,8 +1,11 @@
 """Data as they were read: which part of which row differs, overlaps, and recorded rollouts field by field."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from msgspec import structs
 
@@ -20,6 +23,7 @@ from verifier.data.rollout import route_rows
 from verifier.data.text_dataset import load_examples
 from verifier.probes.trainer import record_of_rollouts
 from verifier.trainer.data_as_read import DataAsRead, record_rollouts
+from verifier.trainer.run_data import load_train
 from verifier.trainer.sampled_batch import rewards_of
 
 
@@ -71,6 +75,37 @@ def test_a_part_of_another_row_is_named(tmp_path):
         f"`{TRAIN[4].id}` does not have the question, prompt and response of row"
     )
     assert found.finding.first.actual == "question of no row, prompt of no row, response of no row"
+
+
+PROBLEMS = [
+    {"question": f"{at}+1=", "solution": {"final": f"{at + 1}"}, "level": at} for at in range(4)
+]  # fmt: skip
+OWN = ("data.prompt_key=question", "data.answer_key=solution.final", "data.batch_size=2", "evaluation.num_problems=0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda own: own, ""),
+        (lambda own: [replace(own[0], metadata=own[1].metadata), *own[1:]], "metadata"),
+        (lambda own: [replace(own[0], answer="####"), *own[1:]], "answer"),
+        (lambda own: [replace(own[0], prompt=own[1].prompt), *own[1:]], "question and prompt"),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_own_columns_are_read_by_both(form, wrong, said, tmp_path):
+    file = tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PROBLEMS), file)
+    asked = config(tmp_path, "algorithm=grpo", f"data.source={file}", *OWN)
+    train, probe = wrong(list(load_train(asked, "grpo"))), Kept()
+    DataAsRead(asked, "grpo", train, ()).record(probe, 1, (0, 1), train[:2])
+    found = probe.judged("DAT010")
+    assert found.verdict is (Verdict.VIOLATED if said else Verdict.HOLDS)
+    if said:
+        assert f"does not have the {said} of row 0" in found.finding.first.sentence
 
 
 @pytest.mark.parametrize("train", [TRAIN[:5], (*TRAIN, *HELD_OUT[:1])])

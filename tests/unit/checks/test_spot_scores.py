@@ -53,7 +53,7 @@ def policy(
         mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=step - 1, array="policy",
     )  # fmt: skip
     seen = [given, spot_of(step, mini_batches, arrays, **spot)]
-    return seen, arrays, Manifest(dtype=dtype, complete=True)
+    return seen, arrays, Manifest(dtype=dtype, model="tiny:add", complete=True)
 
 
 def judged(seen: list[Record], arrays: Arrays, manifest: Manifest) -> Outcome:
@@ -79,7 +79,11 @@ def sft(step: int = 1) -> tuple[list[Record], Arrays, Manifest]:
     rows = [
         LossRows(name="update 5", version=step, rank=rank, coordinate="", array=f"rows {rank}") for rank in range(2)
     ]
-    return [columns, *rows, spot_of(step, 1, arrays)], arrays, Manifest(dtype="float32", complete=True)
+    return (
+        [columns, *rows, spot_of(step, 1, arrays)],
+        arrays,
+        Manifest(dtype="float32", model="tiny:add", complete=True),
+    )
 
 
 @pytest.mark.parametrize("step", [1, 9, 17, 25, 33])
@@ -162,7 +166,7 @@ def test_in_bf16_without_noise_the_mean_is_judged(off: float, verdict: Verdict) 
 def test_a_token_that_depends_on_later_ones_shows(dtype: str, off: float, verdict: Verdict) -> None:
     seen, arrays, _ = sft()
     arrays["spot"]["beginning"] = arrays["spot"]["current"][:3] + np.float32(off)
-    found = judged(seen, arrays, Manifest(dtype=dtype, complete=True))
+    found = judged(seen, arrays, Manifest(dtype=dtype, model="tiny:add", complete=True))
     assert (found.verdict, found.num_compared, found.error) == (verdict, 4, None)
     assert found.finding is None or "its beginning by itself" in found.finding.bad[0].sentence
 

@@ -90,7 +90,7 @@ def test_what_a_template_puts_after_the_end_of_a_turn_is_not_learned(tokenizer, 
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "ends an assistant's turn with no special token"),
         (
             "{% for m in messages %}{{ m.content + eos_token if loop.last else '*' }}{% endfor %}",
-            r"the chat template changes earlier turns \(message 2\)",
+            r"the chat template changes what stands before an answer \(message 2\)",
         ),
         ("{{ raise_exception('no tools here') }}", "refuses a conversation: no tools here"),
     ],

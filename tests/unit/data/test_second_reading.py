@@ -29,8 +29,8 @@ def of_examples(examples):
 
 
 def of_example(item: Example):
-    messages = [(message.role, message.content) for message in item.messages]
-    return digests(item.id, item.question, item.prompt, messages, item.response, item.answer)
+    messages = [(message.role, message.content, message.in_loss) for message in item.messages]
+    return digests(item.id, item.question, item.prompt, messages, item.response, item.answer, item.metadata)
 
 
 def same(source, task, **options):
@@ -70,11 +70,13 @@ def test_a_folder_of_datasets_in_several_files(tmp_path):
 
 
 def test_each_part_has_a_digest_of_its_own():
-    whole = digests("a", "q", "", [("user", "q")], "r", "1")
+    said = [("user", "q", True)]
+    whole = digests("a", "q", "", said, "r", "1", {"level": 1})
     changed = [
-        digests("b", "q", "", [("user", "q")], "r", "1"), digests("a", "p", "", [("user", "q")], "r", "1"),
-        digests("a", "q", "", [("system", "q")], "r", "1"), digests("a", "q", "", [("user", "q")], None, "1"),
-        digests("a", "q", "", [("user", "q")], "r", None),
+        digests("b", "q", "", said, "r", "1", {"level": 1}), digests("a", "p", "", said, "r", "1", {"level": 1}),
+        digests("a", "q", "", [("system", "q", True)], "r", "1", {"level": 1}),
+        digests("a", "q", "", said, None, "1", {"level": 1}), digests("a", "q", "", said, "r", None, {"level": 1}),
+        digests("a", "q", "", said, "r", "1", {"level": 2}),
     ]  # fmt: skip
     for at, other in enumerate(changed):
         assert [mine != its for mine, its in zip(whole, other, strict=True)] == [

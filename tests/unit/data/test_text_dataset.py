@@ -51,7 +51,7 @@ def test_a_folder_of_datasets(tmp_path):
     with pytest.raises(UsageError, match="has no split `train`: there are test"):
         load_examples(str(tmp_path / "several"), "grpo")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="is no folder that `datasets` saved"):
+    with pytest.raises(UsageError, match="is no folder that `datasets` saved, nor has it Parquet files"):
         load_examples(str(tmp_path / "empty"), "grpo")
     datasets.Dataset.from_list([GOOD, {**GOOD, "answer": None}]).save_to_disk(tmp_path / "bad")
     with pytest.raises(UsageError, match="row 2: it has no `answer`"):
@@ -67,14 +67,15 @@ def test_a_folder_of_datasets(tmp_path):
         ("sft", {"prompt": "1", "answer": "2"}, "it has no label in the loss"),
         ("sft", {"prompt": "1", "response": ""}, "it has no label in the loss"),
         ("sft", {"messages": [ASKED]}, "it has no label in the loss"),
-        ("sft", {"messages": [ASKED, {**TOLD, "content": ""}]}, "it has no label in the loss"),
+        ("sft", {"messages": [ASKED, {**TOLD, "content": ""}]}, "message 2, an assistant's, is empty"),
         ("sft", {"messages": [ASKED, TOLD, ASKED]}, "its last message is not an assistant's"),
         ("sft", {"messages": [ASKED, TOLD], "response": "2"}, "has `messages` and `response`"),
         ("sft", {**GOOD, "messages": [ASKED, TOLD]}, "it has both `prompt` and `messages`"),
         ("sft", {"response": "2"}, "it has neither `prompt` nor `messages`"),
         ("sft", {"messages": [{**ASKED, "role": "human"}, TOLD]}, "a message has the role `human`"),
         ("sft", {"messages": [{**ASKED, "name": "x"}, TOLD]}, "unknown field `name` - at `$.messages[0]`"),
-        ("sft", {**GOOD, "solution": "2"}, "unknown field `solution`"),
+        ("sft", {"messages": [ASKED, {**TOLD, "weight": 2}]}, "Invalid enum value 2 - at `$.messages[1].weight`"),
+        ("sft", {"messages": [ASKED, {**TOLD, "weight": 0}]}, "it has no label in the loss"),
         ("sft", {**GOOD, "prompt": 7}, "Expected `str | null`, got `int` - at `$.prompt`"),
         ("sft", {**GOOD, "id": "first"}, "the id `first` occurs twice"),
         ("sft", [1], "Expected `object`, got `array`"),

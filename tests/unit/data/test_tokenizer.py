@@ -87,5 +87,5 @@ def test_rows_that_no_token_uses_are_allowed(copy):
 
 def test_a_folder_without_a_template_takes_no_messages(copy):
     edit(copy / "tokenizer_config.json", chat_template=None)
-    with pytest.raises(UsageError, match="has no chat template: give `prompt`"):
+    with pytest.raises(UsageError, match=r"has no chat template: give data.chat_template, or `prompt`"):
         open_tokenizer(copy).chat_text([Message(role="user", content="1")])

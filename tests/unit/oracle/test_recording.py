@@ -5,6 +5,7 @@ What this does not exercise: the arithmetic (test_step.py), and transformers (te
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verifier.core.record import Record
 from verifier.core.records_tokens import (
     OWN_ROUTES,
     DrawnTokens,
+    DtypeNoise,
     GivenRoutes,
     GradientRecord,
     Objective,
@@ -35,6 +37,7 @@ from verifier.data.rollout import make_rollout
 from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
+from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import record_oracle
 from verifier.probes.trainer import record_of_rollouts
 
@@ -52,14 +55,19 @@ RULE = OptimizerRule(
 
 
 class Asked:
-    """Stands for the oracle: log-probabilities are the negated position, and every question is kept."""
+    """Stands for the oracle: log-probabilities are the negated position, and every question is kept.
+
+    Each token's scale is a thousandth of its position.
+    """
 
     def __init__(self) -> None:
         self.steps: tuple[Any, ...] = ()
         self.choices: list[tuple[Any, ...]] = []
 
-    def score(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Any:
-        return [[-temperature * at for at in range(1, len(tokens))] for tokens in sequences]
+    def score_twice(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Sides:
+        places = [range(1, len(tokens)) for tokens in sequences]
+        exact, scales = ([[by * at for at in row] for row in places] for by in (-temperature, 1e-3))
+        return Sides(exact, exact, scales)
 
     def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
         if function == "logprob_hf:next_token":
@@ -127,6 +135,9 @@ def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, sour
     }  # fmt: skip
     (sampled,), (drawn,) = seen.of(OracleOfSampled), seen.of(OracleOfNext)
     assert seen.array(sampled).tolist() == [-1.5, -2.0]
+    assert seen.array(sampled, "scale").tolist() == [3e-3, 4e-3]
+    noise = {item.name: (item.scale, item.coarsest) for item in seen.of(DtypeNoise)}
+    assert noise["policy"] == (pytest.approx(math.sqrt((1 + 4 + 9 + 16 + 25 + 1 + 4) / 7) * 1e-3), 5e-3)
     assert seen.array(drawn).tolist() == [-4.0, -1.5]
 
 

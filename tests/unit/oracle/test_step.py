@@ -121,3 +121,17 @@ def test_rates_warm_up_fall_and_end(past: int, learning_rate: float, of_embeddin
     assert found == pytest.approx({"learning_rate": learning_rate, "decay": decay})
     for name in ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight"):
         assert _rates(rule, past, name) == pytest.approx({"learning_rate": of_embeddings, "decay": decay})
+
+
+@pytest.mark.parametrize("magnitude", [0.05, 4.0, 40.0])
+def test_rounding_of_large_weights_at_a_small_rate_is_no_gap_and_a_lost_move_is_one(magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(11)
+    old = magnitude * (1 + torch.rand(256, 64, generator=generator))
+    gradient, rate = torch.randn(256, 64, generator=generator), 1e-4
+    master = torch.nn.Parameter(old.clone())
+    master.grad = gradient.clone()
+    torch.optim.Adam([master], lr=rate, betas=(0.9, 0.95), eps=1e-8).step()
+    arguments = "w", old, master.detach(), gradient.double(), 1, rate
+    assert Adam(0.9, 0.95, 1e-8).gap(*arguments)[0] < 1e-4
+    unmoved = Adam(0.9, 0.95, 1e-8).gap("w", old, old, *arguments[3:])[0]
+    assert unmoved > 0.9

@@ -16,6 +16,7 @@ from verifier.platform.stand_ins import stand_ins_of
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
 GEMMA = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6}
+TIED = {"model_type": "llama", "tie_word_embeddings": True}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SINKS = {"model_type": "gpt_oss"}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
@@ -46,10 +47,16 @@ def reach(model, **run):
         (HYBRID, {"engine": "hf"}, [fixes.TRANSFORMERS_SCAN]),
         (HYBRID, {"engine": "hf", "dtype": "bfloat16"}, [fixes.TRANSFORMERS_SCAN, fixes.MEGATRON_DECAY]),
         (HYBRID, {"engine": "", "steps": 0, "dtype": "bfloat16"}, [fixes.MEGATRON_DECAY]),
+        (TIED, {}, [fixes.VLLM_HEADS]),
+        (TIED, {"engine": "hf"}, []),
+        (TIED, {"tier": "cuda", "steps": 0}, []),
+        ({**TIED, "tie_word_embeddings": False}, {}, []),
+        ({**TIED, "model_type": "qwen3"}, {}, []),
+        ({"model_type": "gemma3_text", "rms_norm_eps": 1e-5}, {}, [fixes.VLLM_HEADS]),
         (DENSE, {"lora_rank": 8, "tp": 2}, [fixes.BRIDGE_ADAPTERS]),
         (DENSE, {"lora_rank": 8}, []),
         (GEMMA, {"engine": "hf"}, [fixes.BRIDGE_POST_NORM]),
-        ({**GEMMA, "rms_norm_eps": 1e-5}, {}, []),
+        ({**GEMMA, "rms_norm_eps": 1e-5}, {"engine": "hf"}, []),
         (LATENT, {"tier": "cpu"}, []),
         (LATENT, {"tier": "cuda", "dtype": "bfloat16"}, [fixes.CUDNN_WIDTH]),
         (LATENT, {"tier": "cuda", "steps": 0}, []),
@@ -74,7 +81,7 @@ def test_a_bug_reaches_some_runs(model, run, found):
 
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
-    asked = (fixes.VLLM_BUFFERS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
+    asked = (fixes.VLLM_BUFFERS, fixes.VLLM_HEADS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
     asked += (fixes.MEGATRON_SINKS, fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
     assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
@@ -100,7 +107,7 @@ def test_a_fix_names_checks_that_there_are(fix):
     assert re.compile(fix.names)
     assert set(fix.checks) <= set(REGISTRY)
     assert fix.names, "nothing says what the bug shows"
-    assert "#" in fix.issue or fix.package == "cudnn"
+    assert "#" in fix.issue or fix.package == "cudnn" or fix.id == fixes.VLLM_HEADS, "upstream's number"
 
 
 def test_an_unknown_fix_is_refused_with_the_nearest():

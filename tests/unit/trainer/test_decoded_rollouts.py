@@ -14,6 +14,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
+from verifier.data.chat_template import chat_template_of
 from verifier.data.encode import encode_example
 from verifier.data.examples import Example, Message
 from verifier.data.tokenizer import open_tokenizer
@@ -44,3 +45,24 @@ def test_a_tokenizer_of_another_folder_is_compared_with_the_checkpoints(before, 
     record_tokens(probe, 1, tokenizer, checkpoint, rollouts, lambda place: TALK, whole=True)
     trace = Trace(Manifest(), [probe.record], lambda item: probe.arrays)
     assert run_check(REGISTRY["DAT013"], trace).verdict is verdict
+
+
+@pytest.mark.parametrize("forgotten", ["nothing", "the arguments", "the file"])
+def test_a_template_that_the_trainer_does_not_use_as_asked_is_violated(forgotten, tmp_path):
+    checkpoint = write_tiny("add", tmp_path / "models")
+    (tmp_path / "own.jinja").write_text(
+        "{{ '+' if plus }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    asked = chat_template_of(tmp_path / "own.jinja", ["plus=true"])
+    used = {
+        "nothing": asked, "the arguments": chat_template_of(tmp_path / "own.jinja", ()),
+        "the file": chat_template_of(None, ["plus=true"]),
+    }[forgotten]  # fmt: skip
+    tokenizer, probe = open_tokenizer(checkpoint, used), Kept()
+    rollouts = [encode_example(TALK, tokenizer)]
+    record_tokens(probe, 1, tokenizer, checkpoint, rollouts, lambda place: TALK, whole=True, chat=asked)
+    trace = Trace(Manifest(), [probe.record], lambda item: probe.arrays)
+    assert run_check(REGISTRY["DAT013"], trace).verdict is (
+        Verdict.HOLDS if forgotten == "nothing" else Verdict.VIOLATED
+    )
