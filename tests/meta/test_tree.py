@@ -15,9 +15,13 @@ BROAD_EXCEPT = {
     ("verifier/contracts/__main__.py", "failures"),
     ("verifier/engine/server.py", "run"),
     ("verifier/cli/watched_round.py", "_command"),
+    ("verifier/data/problem_sources.py", "gym_problems"),
+    ("verifier/environments/environment.py", "open_environment"),
+    ("verifier/environments/verifiers_tasks.py", "load_environment"),
+    ("verifier/rewards/scorer.py", "serve"),
 }
 """Frames around code that may raise anything: a check, a command, a plugin, a contract, any writer of files, the load
-of an engine."""
+of an engine, environments and rewards."""
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.np" + "m", r"deb\.deb" + "ian"])
 )

@@ -25,8 +25,22 @@ class GrpoOptions:
     group_size: int = knob("Answers of each prompt.", 8, least=1)
     max_answer_tokens: int = knob("Tokens of an answer, its end included, at most.", 64, least=1, unit="tokens")
     reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
-    environment: str = knob("Environment that answers turns: single, calculator, or package.module:Class.", "single")
+    reward_processes: int | None = knob(
+        "Processes in which rewards and environments run; by default one a core, 8 at most.", None, least=1
+    )  # fmt: skip
+    reward_timeout_s: float = knob("Deadline of one reward, or of one turn of an environment.", 30.0, unit="seconds")
+    reward_errors: str = knob(
+        "A reward or environment that raises, dies or is late ends the run, or is a reward of 0.", "raise",
+        choices=("raise", "zero"),
+    )  # fmt: skip
+    environment: str = knob(
+        "Environment that answers turns: single, calculator, verifiers, or package.module:Class.", "single"
+    )  # fmt: skip
     max_turns: int = knob("Turns of an episode, at most; each has max_answer_tokens.", 1, least=1)
+    max_reply_tokens: int = knob(
+        "Tokens that an environment puts between two turns, at most, those of the template included.", 64, least=1,
+        unit="tokens",
+    )  # fmt: skip
     step_wise: bool = knob("Train each turn as a rollout of its own, with all before it as its prompt.", False)
     advantage: str = knob("Estimator of advantages; plugins add others.", "grpo")
     loss: str = knob("Loss of a token; plugins add others.", "clipped")
@@ -75,6 +89,8 @@ class GrpoOptions:
         for name in ("clip_low", "clip_high", "kl_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"grpo.{name} is {getattr(self, name):g}, it must be at least 0 and finite")
+        if not 0 < self.reward_timeout_s < math.inf:
+            raise UsageError(f"grpo.reward_timeout_s is {self.reward_timeout_s:g}, it must be above 0 and finite")
         if not 0 < self.temperature < math.inf:
             raise UsageError(f"grpo.temperature is {self.temperature:g}, it must be above 0 and finite")
         if self.dual_clip is not None and self.loss != "clipped":

@@ -35,9 +35,10 @@ class DataOptions:
     """
 
     source: str = knob(
-        "`arithmetic` or `calculator`, which are generated, a JSONL or Parquet file, or a folder of Parquet files "
-        "or of `datasets`.", "arithmetic",
+        "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL or Parquet file, or a folder.",
+        "arithmetic",
     )  # fmt: skip
+    options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
     held_out: str | None = knob("File or folder of held-out examples; by default a split of the source.", None)
     split: str = knob("Split of a folder to train on.", "train")
     held_out_split: str | None = knob(

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from verifier.data.problem_sources import SOURCES, read_problems_again
 from verifier.errors import UsageError
 
 DIGITS = frozenset("0123456789")
@@ -58,7 +59,7 @@ class Columns:
 
 def read_again(
     source: str, task: str, *, split: str = "train", count: int | None = None, seed: int = 1,
-    columns: Columns | None = None,
+    columns: Columns | None = None, options: Sequence[str] = (),
 ) -> np.ndarray:  # fmt: skip
     """Digests of the rows of a source, [rows, parts] uint64, in one pass; see `text_dataset.load_examples`.
 
@@ -68,6 +69,12 @@ def read_again(
     columns = columns or Columns()
     if source in ("arithmetic", "calculator"):
         rows = _sums(split, seed, source, columns, solved=task == "sft")
+    elif source.startswith(SOURCES):
+        again = read_problems_again(source, split, count, seed, options)
+        rows = (
+            digests(name, question, "", [(role, text, True) for role, text in asked], None, answer, further)
+            for name, question, asked, answer, further in again
+        )
     else:
         path = Path(source)
         rows = _named(path, _stored(path, split), task, columns)

@@ -131,29 +131,29 @@ class SecondTokenizer:
         last = ends[-1] if ends else -1
         return tuple(at <= last for at in range(len(turn)))
 
-    def reply(self, said: str) -> tuple[int, ...]:
-        """Token ids between the end of a turn and the next one, for what a tool says; see `framed`.
+    def reply(self, said: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids between the end of a turn and the next one, for what an environment says; see `framed`.
 
-        What ends a turn and what begins the tool's message are encoded apart, as a template writes them one by one.
+        What ends a turn and what begins the next message are encoded apart, as a template writes them one by one.
         """
         rest, message = self._frame(said)
         return (*self._encode(rest), *self._encode(message))
 
-    def framed(self, said: str) -> str:
-        """Text that the template writes between the end of a turn and the next one, for what a tool says.
+    def framed(self, said: Sequence[Message]) -> str:
+        """Text that the template writes between the end of a turn and the next one, for what an environment says.
 
         Raises:
-            UsageError: the template refuses messages of tools, or does not end a turn with the end token.
+            UsageError: the template refuses such messages, or does not end a turn with the end token.
         """
         rest, message = self._frame(said)
         return rest + message
 
-    def _frame(self, said: str) -> tuple[str, str]:
-        """Text of the template after the end of a turn, and from there to the next one, for what a tool says."""
-        content = "0" * (len(said) + 1)  # longer than the tool's text, so found in none of it
+    def _frame(self, said: Sequence[Message]) -> tuple[str, str]:
+        """Text of the template after the end of a turn, and from there to the next one, for messages between them."""
+        content = "0" * (sum(len(item.content) for item in said) + 1)  # longer than any of them, so found in none
         talk = (Message(role="user", content="1"), Message(role="assistant", content=content))
         turn = self._render(talk, to_answer=False)
-        whole = self._render((*talk, Message(role="tool", content=said)), to_answer=True)
+        whole = self._render((*talk, *said), to_answer=True)
         end = content + self._special.get("eos_token", content)
         if end not in turn or end not in whole:
             raise self._refusal(ValueError("the chat template does not end a turn with the end token"))

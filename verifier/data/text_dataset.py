@@ -14,6 +14,7 @@ from verifier.data.arithmetic import SPLITS, arithmetic_examples, calculator_exa
 from verifier.data.examples import Example, Message, short
 from verifier.data.key_map import KeyMap, messages_of, unread
 from verifier.data.lines import numbered_lines
+from verifier.data.problem_sources import SOURCES, problem_examples
 from verifier.errors import UsageError
 
 ARITHMETIC, CALCULATOR = "arithmetic", "calculator"
@@ -46,19 +47,21 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 def load_examples(
     source: str, task: Task, *, split: str = "train", count: int | None = None, seed: int = 1,
-    keys: KeyMap | None = None, divide: Split | None = None,
+    keys: KeyMap | None = None, divide: Split | None = None, options: Sequence[str] = (),
 ) -> tuple[Example, ...]:  # fmt: skip
     """Read and check examples.
 
     Args:
-        source: "arithmetic", "calculator", a file of JSON lines, a Parquet file, a folder of Parquet files or one that
+        source: "arithmetic", "calculator", "reasoning-gym:TASK", "verifiers:TASKSET", a file of JSON lines, a Parquet
+            file, a folder of Parquet files or one that
             `datasets` saved.
         task: "sft" or "grpo": what each row must have.
         split: of arithmetic, or of a folder with several; a file has none.
         count: number of examples, the first ones of a file or folder; all by default.
-        seed: of generated arithmetic.
+        seed: of generated examples.
         keys: columns of a row's parts.
         divide: makes several examples of one, as `split_turns` does.
+        options: of a task or a task set; see `problem_examples`.
 
     Raises:
         UsageError: no such source or split, or not so many examples; a row, named by its line, that is no JSON, has a
@@ -68,6 +71,12 @@ def load_examples(
         return arithmetic_examples(split, count, seed)
     if source == CALCULATOR:
         return _divided(calculator_examples(split, count, seed, solved=task == "sft"), divide, count)
+    if source.startswith(SOURCES):
+        if task == "sft":
+            raise UsageError(f"`{source}` has no responses to learn: give algorithm=grpo, or other data")
+        return problem_examples(source, split, count, seed, options)
+    if options:
+        raise UsageError(f"data.options is given and `{source}` has no options: leave it out")
     keys, path = keys or KeyMap(), Path(source)
     found: dict[str, Example] = {}
     for number, (where, row) in enumerate(_rows(path, split), start=1):
@@ -88,14 +97,16 @@ def load_examples(
     return tuple(itertools.islice(found.values(), count))
 
 
-def count_rows(source: str, split: str, most: int) -> int:
-    """Rows of a split, up to a number.
+def count_rows(source: str, split: str, most: int, *, seed: int = 1, options: Sequence[str] = ()) -> int:
+    """Rows of a split, up to a number, of a seed and options where they are generated.
 
     Raises:
         UsageError: no such source or split, or one that cannot be read.
     """
     if source in (ARITHMETIC, CALCULATOR):
         return min(most, len(arithmetic_examples(split)))
+    if source.startswith(SOURCES):
+        return len(problem_examples(source, split, None, seed, options, most=most))
     return sum(1 for _ in itertools.islice(_rows(Path(source), split), most))
 
 
@@ -106,7 +117,7 @@ def splits_of(source: str) -> tuple[str, ...]:
         UsageError: a folder that cannot be read.
     """
     path = Path(source)
-    if source in (ARITHMETIC, CALCULATOR):
+    if source in (ARITHMETIC, CALCULATOR) or source.startswith(SOURCES):
         return SPLITS
     if not path.is_dir():
         return ()

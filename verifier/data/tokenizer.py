@@ -100,26 +100,26 @@ class Tokenizer:
         """The chat template as errors name it."""
         return f"the chat template {self.chat.file or f'of {self.folder}'}"
 
-    def reply(self, said: str) -> tuple[int, ...]:
-        """Token ids between the end token of a sampled turn and the next turn, for what a tool says.
+    def reply(self, said: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids between the end token of a sampled turn and the next turn, for what an environment says.
 
         The turn is a placeholder as the template renders it, so it does not matter whether the template would write an
         earlier turn otherwise: the tokens that were sampled stay, and these are appended. What ends the turn and what
-        begins the tool's message are encoded apart, as a template writes them one by one.
+        begins the next message are encoded apart, as a template writes them one by one.
 
         Raises:
-            UsageError: the template refuses messages of tools, or does not end an assistant's turn with the end token.
+            UsageError: the template refuses such messages, or does not end an assistant's turn with the end token.
         """
         mark = "turn"
-        while mark in said:
+        while any(mark in item.content for item in said):
             mark += "."
         talk = (Message(role="user", content="0"), Message(role="assistant", content=mark))
         end = self.decode((self.eos_id,))
         _, _, rest = self.chat_text(talk).rpartition(mark)
-        _, _, whole = self.chat_text((*talk, Message(role="tool", content=said)), to_answer=True).partition(mark)
+        _, _, whole = self.chat_text((*talk, *said), to_answer=True).partition(mark)
         if not rest.startswith(end) or not whole.startswith(rest):
             raise UsageError(
-                f"{self.template_name} does not end an assistant's turn with the end token before a tool's message: "
+                f"{self.template_name} does not end an assistant's turn with the end token before another message: "
                 "use another template, or grpo.environment=single"
             )
         return (*self.encode(rest.removeprefix(end)), *self.encode(whole.removeprefix(rest)))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verifier.environments.environment import Messages
 
 _LONGEST = 32
 _CALL = re.compile(r"\d+(?:[-+*]\d+)*=\Z", re.ASCII)
@@ -18,11 +21,18 @@ class Calculator:
     before sums. A turn of another end asks for nothing, and so does one whose value has more than 32 characters.
     """
 
-    longest_reply = _LONGEST
+    def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        """Keep nothing: a reply depends on its turn alone."""
 
-    def reply(self, turns: Sequence[str]) -> str | None:
-        """Value of the last turn's expression; None where it has none."""
-        found = _CALL.search(turns[-1])
+    def step(self, state: None, messages: Messages, turn: str) -> tuple[Messages, bool]:
+        """Value of the turn's expression as a tool's message; the episode ends where there is none."""
+        value = self.value(turn)
+        return ([], True) if value is None else ([{"role": "tool", "content": value}], False)
+
+    @staticmethod
+    def value(turn: str) -> str | None:
+        """Value of the expression that ends a turn; None where none does."""
+        found = _CALL.search(turn)
         if found is None or len(found[0]) > _LONGEST + 1:
             return None
         value = str(_value(_PART.findall(found[0])))

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from verifier.errors import UsageError
 
 SINGLE = "single"
 """Name of no environment: an episode is one turn."""
-ENVIRONMENTS = {"calculator": "verifier.environments.calculator:Calculator"}
+ENVIRONMENTS = {
+    "calculator": "verifier.environments.calculator:Calculator",
+    "verifiers": "verifier.environments.verifiers_episodes:VerifiersEnvironment",
+}
 """Name -> class; any other environment is named "package.module:Class"."""
+type Messages = Sequence[Mapping[str, str]]
+"""Conversation: each message has a "role", such as "tool" or "user", and a "content"."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers turns; it keeps nothing from one call to the next, so that an episode depends on its turns alone."""
+    """Plays the other side of episodes; many are under way at once, so what belongs to one is in its state."""
 
-    longest_reply: int
-    """Characters of a reply, at most."""
-
-    def reply(self, turns: Sequence[str]) -> str | None:
-        """Answer the last turn of an episode.
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        """Begin an episode.
 
         Args:
-            turns: texts of the policy's turns so far, without their end tokens.
+            row: of the data: "id", "messages", which open the episode, "answer", and all other columns.
+            seed: of the episode, the same in every run of one config.
 
         Returns:
-            Text of the tool's message; None where the last turn asks for nothing, which ends the episode.
+            State of the episode, of any type; None where there is none.
+        """
+
+    def step(self, state: Any, messages: Messages, turn: str) -> tuple[Messages, bool]:
+        """Answer a turn of the model.
+
+        Args:
+            state: of the episode, to be changed in place.
+            messages: of the episode before this turn.
+            turn: text of the model's turn, without its end token.
+
+        Returns:
+            Messages that come before the next turn, and whether the episode has ended. It may end all the same, at
+            `grpo.max_turns` or with a turn that was cut off; no message is read then.
         """
 
 
@@ -58,8 +74,12 @@ def open_environment(name: str) -> tuple[Environment, str]:
     module, _, attribute = path.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UsageError(f"environment `{name}` cannot be made: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise UsageError(f"environment `{name}` cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(made, Environment):
-        raise UsageError(f"environment `{name}` has no `longest_reply` or no `reply(turns)`: it is no environment")
+        raise UsageError(
+            f"environment `{name}` has no `reset(row, seed)` or no `step(state, messages, turn)`: it is no environment"
+        )
     return made, path

@@ -1,35 +1,41 @@
-"""Environment of trials: it replies to every turn that was ended, so that a model of random weights has later turns."""
+"""Environments of trials: they reply to turns of any text, so that a model of random weights has later turns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
+
+from verifier.environments.environment import Messages
 
 
 class Echo:
     """Replies with the number of turns so far."""
 
-    longest_reply = 1
+    def reset(self, row: Any, seed: int) -> dict[str, int]:
+        """Count from 0."""
+        return {"turns": 0}
 
-    def reply(self, turns: Sequence[str]) -> str | None:
+    def step(self, state: dict[str, int], messages: Messages, turn: str) -> tuple[Messages, bool]:
+        """A tool's message that depends on the number of the turn and on its text."""
+        state["turns"] += 1
+        said = self.said(state["turns"], turn)
+        return ([], True) if said is None else ([{"role": "tool", "content": said}], False)
+
+    def said(self, number: int, turn: str) -> str | None:
         """Number of the turn, from 1."""
-        return str(len(turns))
+        return str(number)
 
 
-class Marks:
+class Marks(Echo):
     """Replies with a token of four characters, which the vocabulary can also write as four tokens."""
 
-    longest_reply = 5
-
-    def reply(self, turns: Sequence[str]) -> str | None:
+    def said(self, number: int, turn: str) -> str | None:
         """Number of the turn, from 1, after a mark."""
-        return f"####{len(turns)}"
+        return f"####{number}"
 
 
-class Lengths:
+class Lengths(Echo):
     """Replies to most turns with the number of their characters, so that episodes differ in what they are told."""
 
-    longest_reply = 3
-
-    def reply(self, turns: Sequence[str]) -> str | None:
-        """Length of the last turn; None where it is a multiple of three."""
-        return str(len(turns[-1])) if len(turns[-1]) % 3 else None
+    def said(self, number: int, turn: str) -> str | None:
+        """Length of the turn; None where it is a multiple of three."""
+        return str(len(turn)) if len(turn) % 3 else None

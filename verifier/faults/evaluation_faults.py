@@ -55,7 +55,7 @@ def evaluation_under_the_servers_top_k(call: Call) -> Any:
 
 @fault(
     "areal-project/AReaL#1524 (found in review)",
-    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride)", **ROW,
+    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)", **ROW,
 )  # fmt: skip
 def one_seed_for_an_evaluation(call: Call) -> Any:
     """The seed of an evaluation is handed to each of its requests as it is, and all of them draw alike."""
@@ -69,7 +69,7 @@ TUNED: dict[str, Any] = {
     "training": ("evaluation.num_problems=15", "evaluation.every=1", "optimizer.learning_rate=0.01"),
 }  # fmt: skip
 EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
-SCORE = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
+SCORE = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
 
 
 @fault("TIGER-AI-Lab/verl-tool#14", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD001",)})
@@ -78,7 +78,7 @@ def evaluation_rewards_any_number(call: Call) -> Any:
     found = call.original()
     if not call.state.get("evaluates"):
         return found
-    return call.wrong([float(any(letter.isdigit() for letter in text)) for text in call.completions])
+    return call.wrong([float(any(letter.isdigit() for letter in item.completion)) for item in call.episodes])
 
 
 @fault(
@@ -90,11 +90,7 @@ def evaluation_rewards_as_they_finish(call: Call) -> Any:
     """The answers of an evaluation are scored side by side, and their rewards stand in the order in which they came."""
     if not call.state.get("evaluates"):
         return call.original()
-    order = sorted(range(len(call.completions)), key=lambda at: len(call.completions[at]))
-    return call.faulty(
-        ids=[call.ids[at] for at in order], completions=[call.completions[at] for at in order],
-        answers=[call.answers[at] for at in order],
-    )  # fmt: skip
+    return call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion)))
 
 
 @evaluation_rewards_as_they_finish.also(EVALUATED)

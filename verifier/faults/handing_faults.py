@@ -27,7 +27,7 @@ REWARDS: dict[str, Any] = {
     "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
 }  # fmt: skip
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
-SCORES = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
+SCORES = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
 
 
 @fault(
@@ -103,21 +103,15 @@ def route_of_the_token_before_reported(call: Call) -> Any:
 @fault("verl-project/verl#2185", SCORES, **REWARDS)
 def rewards_of_the_order_before(call: Call) -> Any:
     """Answers are sorted by length for the reward, and the rewards are not sorted back."""
-    order = sorted(range(len(call.completions)), key=lambda at: len(call.completions[at]))
-    return call.faulty(
-        ids=[call.ids[at] for at in order], completions=[call.completions[at] for at in order],
-        answers=[call.answers[at] for at in order],
-    )  # fmt: skip
+    return call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion)))
 
 
 @fault("huggingface/open-r1#134", SCORES, **REWARDS)
 def failed_reward_is_zero(call: Call) -> Any:
     """A reward that fails, as for the longest answers by its deadline, is 0, as that of a bad answer is."""
-    longest = max(map(len, call.completions))
-    found = call.original()
-    return call.wrong([
-        0.0 if len(text) == longest else reward for text, reward in zip(call.completions, found, strict=True)
-    ])  # fmt: skip
+    lengths = [len(item.completion) for item in call.episodes]
+    rewards = zip(lengths, call.original(), strict=True)
+    return call.wrong([0.0 if length == max(lengths) else reward for length, reward in rewards])
 
 
 @fault(

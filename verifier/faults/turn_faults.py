@@ -28,6 +28,7 @@ on_turns = functools.partial(
 )  # fmt: skip
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
 TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
+REPLIED = "verifier.trainer.episodes:Episodes._replied(self, turn, said, before)"
 
 
 @on_turns("huggingface/trl#5224", NEXT, training=STEP_WISE)
@@ -70,7 +71,7 @@ def reply_under_a_users_role(call: Call) -> Any:
 
 
 @on_turns(
-    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", TURN, training=OWN
+    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", REPLIED, training=OWN
 )
 def reply_to_another_episode(call: Call) -> Any:
     """Episodes share a list of messages, and a turn is followed by what the tool said to another episode."""
@@ -87,7 +88,8 @@ def reply_to_another_episode(call: Call) -> Any:
 )  # fmt: skip
 def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
     """A tool's message is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
-    return call.faulty(said=call.said[:1]) if len(call.said) > 1 else call.original()
+    cut = [dataclasses.replace(item, content=item.content[:1]) for item in call.said]
+    return call.faulty(said=cut) if cut != list(call.said) else call.original()
 
 
 @on_turns(
@@ -117,7 +119,7 @@ def environment_reads_without_special_tokens(call: Call) -> Any:
         return call.faulty()
 
 
-@on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", TURN, training=OWN)
+@on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", REPLIED, training=OWN)
 def last_reply_never_read(call: Call) -> Any:
     """Turns with a tool and turns in all share one bound, and the turn that would read the last reply is not taken."""
     turn = call.original()

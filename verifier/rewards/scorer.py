@@ -1,103 +1,219 @@
-"""Process of its own in which a reward function runs, so that one that hangs, dies or raises is named and ended.
+"""Processes in which rewards and environments run, so that one that hangs, dies or raises is named and ended.
 
 A regular expression that backtracks for ever holds Python's lock: only another process can be ended by a deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from verifier.core.seal import seal_of_reward
+from verifier.core.seal import NO_SEAL, seal_of_reward
+from verifier.environments.environment import SINGLE, open_environment
 from verifier.errors import UsageError
 from verifier.launch.child import resolve, spawn
+from verifier.rewards.sessions import Sessions
 
-Reward = Callable[[str, str], float]
-"""(completion, gold answer) -> reward."""
 REWARDS = {
     "answer": "verifier.rewards.answer:answer_reward",
     "math_verify": "verifier.rewards.math_verify:math_verify_reward",
+    "reasoning_gym": "verifier.rewards.reasoning_gym:reasoning_gym_reward",
+    "verifiers": "verifier.environments.verifiers_episodes:verifiers_reward",
 }
 """Name -> function; any other reward is named "package.module:function"."""
 _START_S = 60.0
 _PIECE = 1 << 16
+_MOST = 8
+"""Processes, unless a config asks for more."""
 
 
-class RewardProcess:
-    """A running reward function; a context manager, to be kept over many steps.
+class Reply(NamedTuple):
+    """Answer of an environment to a turn."""
+
+    messages: Sequence[Mapping[str, str]]
+    done: bool
+
+
+class EpisodeHandle(NamedTuple):
+    """An episode under way with an environment."""
+
+    process: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    """Arguments of a reward."""
+
+    id: str
+    """Rollout, for errors."""
+    completion: str
+    """Text of the last turn."""
+    row: Mapping[str, Any]
+    """Row of the data, as JSON has it."""
+    session: EpisodeHandle | None = None
+    """Its episode; None where no environment plays."""
+
+    @property
+    def answer(self) -> str:
+        """Gold answer, empty where there is none."""
+        return self.row.get("answer") or ""
+
+
+class _Request(NamedTuple):
+    """Something to be asked of a process."""
+
+    name: str
+    """Method of `Sessions`."""
+    arguments: tuple[Any, ...]
+    where: str
+    """End of a sentence that names what it is about."""
+    process: int | None = None
+    """Number of the process that has the episode; None for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    sentence: str
+    is_usage: bool = False
+    """The data or the config are wrong, which no reward of 0 mends."""
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """Line that a process writes for a request."""
+
+    value: Any = None
+    seal: int = NO_SEAL
+    failure: str = ""
+    is_usage: bool = False
+
+
+class RewardPool:
+    """Processes that run a reward and an environment; a context manager, to be kept over many steps.
 
     Args:
-        name: a key of `REWARDS`, or "package.module:function".
-        deadline_s: seconds for one completion.
+        reward: a key of `REWARDS`, or "package.module:function".
+        environment: name of the environment; "single" for none.
+        processes: their number; by default that of the cores, 8 at most.
+        deadline_s: seconds for one reward, or for one turn of an environment.
+        errors: "raise", or "zero": an episode whose reward or environment raises, dies, is late or gives no finite
+            number has a reward of 0, and is counted.
 
     Attributes:
-        function: that the process runs, as it says itself.
+        function: that the processes run as the reward, as they say themselves.
+        made_by: what made the environment, "package.module:Class"; empty for none.
 
     Raises:
-        UsageError: no such reward, or its module cannot be imported within 60 s.
+        UsageError: no such reward or environment, or it cannot be imported within 60 s.
     """
 
-    def __init__(self, name: str, deadline_s: float = 30.0) -> None:
-        if name not in REWARDS and ":" not in name:
-            raise UsageError(f"unknown reward `{name}`: give {', '.join(REWARDS)} or package.module:function")
-        self.name = name
-        self.deadline_s = deadline_s
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` does
-        self._socket, theirs = socket.socketpair()
-        self._rest, self._seals = b"", list[int]()
-        with theirs:
-            self._child = spawn(
-                "verifier.rewards.scorer:serve", [REWARDS.get(name, name), str(theirs.fileno())], self._log,
-                death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+    def __init__(
+        self, reward: str, environment: str = SINGLE, processes: int | None = None, deadline_s: float = 30.0,
+        errors: str = "raise",
+    ) -> None:  # fmt: skip
+        if reward not in REWARDS and ":" not in reward:
+            raise UsageError(f"unknown reward `{reward}`: give {', '.join(REWARDS)} or package.module:function")
+        self._reward, self._environment, self._deadline_s, self._errors = reward, environment, deadline_s, errors
+        count = processes or min(_MOST, len(os.sched_getaffinity(0)))
+        self._processes = [_Process(reward, environment, deadline_s) for _ in range(count)]
+        self._threads = ThreadPoolExecutor(count)
+        self._failed, self._seals, self._begun = set[EpisodeHandle](), list[int](), 0
+        self.failures = 0
+        """Rewards that were counted as 0 since the last call of `take_failures`."""
         try:
-            self.function = self._receive(time.monotonic(), _START_S, "at its start").decode()
+            (self.function, self.made_by), *_ = self._threads.map(_Process.hello, self._processes)
         except BaseException:
             self.close()
             raise
 
-    def score(self, ids: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """Rewards of rollouts, in order.
+    def begin(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[EpisodeHandle]:
+        """Begin episodes; those before are forgotten."""
+        self._failed.clear()
+        self._all([_Request("forget", (), "at its start", at) for at in range(len(self._processes))])
+        sessions = []
+        for _ in rows:
+            self._begun += 1
+            sessions.append(EpisodeHandle(self._begun % len(self._processes), self._begun))
+        asked = [
+            _Request("reset", (own.number, row, seed), f"on row `{row.get('id', '')}`", own.process)
+            for own, row, seed in zip(sessions, rows, seeds, strict=True)
+        ]
+        for own, found in zip(sessions, self._all(asked, self._who), strict=True):
+            if isinstance(found, _Failure):
+                self._fail(own)
+        return sessions
 
-        Args:
-            ids: of the rollouts, for errors.
-            completions: texts of the responses.
-            answers: gold answers.
+    def step(self, sessions: Sequence[EpisodeHandle], turns: Sequence[str], names: Sequence[str]) -> list[Reply]:
+        """Answer a turn of each of some episodes, which `names` call by their rows."""
+        going = [at for at, own in enumerate(sessions) if own not in self._failed]
+        asked = [
+            _Request("step", (sessions[at].number, turns[at]), f"on row `{names[at]}`", sessions[at].process)
+            for at in going
+        ]
+        replies = [Reply((), True)] * len(sessions)
+        for at, found in zip(going, self._all(asked, self._who), strict=True):
+            if isinstance(found, _Failure):
+                self._fail(sessions[at])
+            else:
+                replies[at] = Reply(*found.value)
+        return replies
+
+    def score(self, episodes: Sequence[ScoredEpisode]) -> list[float]:
+        """Rewards of episodes, in order.
 
         Raises:
-            UsageError: names the reward and the rollout: it raised, died, took too long or gave no finite number.
+            UsageError: names the reward and the rollout: it raised, died, took too long or gave no finite number, and
+                `errors` is "raise", or the gold answer is none.
         """
+        going = [at for at, own in enumerate(episodes) if own.session not in self._failed]
+        asked = []
+        for at in going:
+            own = episodes[at]
+            number = None if own.session is None else own.session.number
+            where = f"on rollout `{own.id}`"
+            process = None if own.session is None else own.session.process
+            asked.append(_Request("score", (number, own.row, own.completion), where, process))
+        given = dict(zip(going, self._all(asked, f"reward `{self._reward}`"), strict=True))
         rewards = []
-        for rollout, completion, answer in zip(ids, completions, answers, strict=True):
-            where = f"on rollout `{rollout}`"
-            began = time.monotonic()
-            self._send(msgspec.json.encode((completion, answer)) + b"\n", where)
-            reply = self._receive(began, self.deadline_s, where)
-            value, said, seal = msgspec.json.decode(reply, type=tuple[float | None, str, int])
-            if value is None:
-                raise UsageError(f"reward `{self.name}` gave {said} {where}: a reward is a finite number")
-            rewards.append(value)
-            self._seals.append(seal)
+        for at, own in enumerate(episodes):
+            found = given.get(at)
+            if isinstance(found, _Answer):
+                rewards.append(float(found.value))
+                self._seals.append(found.seal)
+                continue
+            self.failures += found is not None
+            rewards.append(0.0)
+            self._seals.append(seal_of_reward(own.completion, own.answer, 0.0))
         return rewards
 
     def take_seals(self) -> tuple[int, ...]:
-        """Seals of all rewards since the last call, as the process made them."""
+        """Seals of all rewards since the last call, as the processes made them."""
         found, self._seals = tuple(self._seals), []
         return found
 
+    def take_failures(self) -> int:
+        """Number of rewards that were counted as 0 since the last call."""
+        found, self.failures = self.failures, 0
+        return found
+
     def close(self) -> None:
-        """End the process."""
-        self._socket.close()
-        self._child.stop()
-        self._log.close()
+        """End the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,64 +221,164 @@ class RewardProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _send(self, line: bytes, where: str) -> None:
-        self._socket.settimeout(self.deadline_s)
-        try:
-            self._socket.sendall(line)
-        except TimeoutError as error:
-            raise self._late(self.deadline_s, where) from error
-        except OSError as error:
-            raise self._ended(where) from error
+    @property
+    def _who(self) -> str:
+        return f"environment `{self._environment}`"
 
-    def _receive(self, began: float, within_s: float, where: str) -> bytes:
+    def _fail(self, session: EpisodeHandle) -> None:
+        self._failed.add(session)
+        self.failures += 1
+
+    def _all(self, requests: Sequence[_Request], who: str = "") -> list[_Answer | _Failure]:
+        """Answers to requests, in order, each by the process that has its episode, or by the next free one."""
+        found: dict[int, _Answer | _Failure] = {}
+        own = [deque[int]() for _ in self._processes]
+        common = deque[int]()
+        for at, request in enumerate(requests):
+            (common if request.process is None else own[request.process]).append(at)
+
+        def work(process: _Process, mine: deque[int]) -> None:
+            while True:
+                try:
+                    at = mine.popleft() if mine else common.popleft()
+                except IndexError:
+                    return
+                found[at] = answer = process.ask(requests[at], who)
+                if isinstance(answer, _Failure) and (answer.is_usage or self._errors == "raise"):
+                    common.clear()
+                    return
+
+        list(self._threads.map(work, self._processes, own))
+        fatal = [found[at] for at in sorted(found) if isinstance(found[at], _Failure)]
+        for failure in fatal:
+            assert isinstance(failure, _Failure)
+            if failure.is_usage or self._errors == "raise":
+                raise UsageError(failure.sentence)
+        return [found[at] for at in range(len(requests))]
+
+
+class _Process:
+    """One of the processes; it is started again where it was ended."""
+
+    def __init__(self, reward: str, environment: str, deadline_s: float) -> None:
+        self._arguments = [REWARDS.get(reward, reward), environment]
+        self._name, self._deadline_s = reward, deadline_s
+        self._open = contextlib.ExitStack()
+        self._socket: socket.socket | None = None
+        self._start()
+
+    def hello(self) -> tuple[str, str]:
+        """Wait until it has imported all; the reward's function and the environment's maker, as it says."""
+        found = self._receive(time.monotonic(), _START_S, "at its start", f"reward `{self._name}`")
+        if isinstance(found, _Failure):
+            raise UsageError(found.sentence)
+        if found.failure:
+            raise UsageError(found.failure)
+        function, made_by = found.value
+        return function, made_by
+
+    def ask(self, request: _Request, who: str) -> _Answer | _Failure:
+        """Answer of the process to a request; it is ended where none comes in time."""
+        if self._socket is None:
+            self._start()
+            try:
+                self.hello()
+            except UsageError as error:
+                return _Failure(str(error), is_usage=True)
+        assert self._socket is not None
+        began = time.monotonic()
+        try:
+            self._socket.settimeout(self._deadline_s)
+            self._socket.sendall(msgspec.json.encode((request.name, request.arguments)) + b"\n")
+        except TimeoutError:
+            return self._late(self._deadline_s, request.where, who)
+        except OSError:
+            return self._ended(request.where, who)
+        found = self._receive(began, self._deadline_s, request.where, who)
+        if isinstance(found, _Answer) and found.failure:
+            return _Failure(f"{who} {found.failure.replace(' WHERE', f' {request.where}', 1)}", found.is_usage)
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._socket = None
+        self._open.close()
+
+    def _start(self) -> None:
+        self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack does
+        self._socket, theirs = socket.socketpair()
+        self._open.enter_context(self._socket)
+        self._rest = b""
+        with theirs:
+            self._child = spawn(
+                "verifier.rewards.scorer:serve", [*self._arguments, str(theirs.fileno())], self._log,
+                death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self._open.callback(self._child.stop)
+
+    def _receive(self, began: float, within_s: float, where: str, who: str) -> _Answer | _Failure:
+        assert self._socket is not None
         while b"\n" not in self._rest:
             self._socket.settimeout(max(began + within_s - time.monotonic(), 1e-3))
             try:
                 piece = self._socket.recv(_PIECE)
-            except TimeoutError as error:
-                raise self._late(within_s, where) from error
-            except OSError as error:
-                raise self._ended(where) from error
+            except TimeoutError:
+                return self._late(within_s, where, who)
+            except OSError:
+                return self._ended(where, who)
             if not piece:
-                raise self._ended(where)
+                return self._ended(where, who)
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
-        return line
+        return msgspec.json.decode(line, type=_Answer)
 
-    def _late(self, within_s: float, where: str) -> UsageError:
-        mend = "mend it, or give it longer"
-        return UsageError(f"reward `{self.name}` did not return within {within_s:g} s {where}: {mend}")
+    def _late(self, within_s: float, where: str, who: str) -> _Failure:
+        self.close()
+        return _Failure(f"{who} did not return within {within_s:g} s {where}: mend it, or raise grpo.reward_timeout_s")
 
-    def _ended(self, where: str) -> UsageError:
+    def _ended(self, where: str, who: str) -> _Failure:
         """The exception that ended it, as the last line of its log, or its cause of death."""
         cause = self._child.cause_of_death() if self._child.ended(5.0) else "closed its socket"
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()
         said = words[-1].removeprefix("verifier.errors.UsageError: ") if words and cause == "exit status 1" else cause
-        return UsageError(f"reward `{self.name}` failed {where}: {said}")
+        self.close()
+        return _Failure(f"{who} failed {where}: {said}")
 
 
-def score_rewards(
-    name: str, ids: Sequence[str], completions: Sequence[str], answers: Sequence[str], deadline_s: float = 30.0
-) -> list[float]:
-    """Rewards of some rollouts by a process started for them; see `RewardProcess`."""
-    with RewardProcess(name, deadline_s) as process:
-        return process.score(ids, completions, answers)
-
-
-def serve(function: str, descriptor: str) -> None:
-    """The process: load the function, say so, answer each line; an exception ends it and stands in the log."""
-    reward: Reward = resolve(function)
+def serve(function: str, environment: str, descriptor: str) -> None:
+    """The process: load reward and environment, say so, answer each line."""
     with socket.socket(fileno=int(descriptor)) as own, own.makefile("rwb") as lines:
-        lines.write(function.encode() + b"\n")
-        lines.flush()
-        for line in lines:
-            completion, answer = msgspec.json.decode(line, type=tuple[str, str])
-            value = reward(completion, answer)
-            number = _finite(value)
-            seal = 0 if number is None else seal_of_reward(completion, answer, number)
-            lines.write(msgspec.json.encode((number, repr(value)[:60], seal)) + b"\n")
+
+        def say(answer: _Answer) -> None:
+            lines.write(msgspec.json.encode(answer) + b"\n")
             lines.flush()
+
+        reward = resolve(function)
+        try:
+            made, path = (None, "") if environment == SINGLE else open_environment(environment)
+        except UsageError as error:
+            say(_Answer(failure=str(error)))
+            return
+        sessions = Sessions(reward, made)
+        say(_Answer(value=(function, path)))
+        for line in lines:
+            name, arguments = msgspec.json.decode(line, type=tuple[str, list[Any]])
+            try:
+                value = getattr(sessions, name)(*arguments)
+            except Exception as error:  # a user's code may raise anything
+                told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+                say(_Answer(failure=f"failed WHERE: {told}", is_usage=isinstance(error, UsageError)))
+                continue
+            if name != "score":
+                say(_Answer(value=value))
+                continue
+            number = _finite(value)
+            if number is None:
+                say(_Answer(failure=f"gave {repr(value)[:60]} WHERE: a reward is a finite number"))
+                continue
+            _, row, completion = arguments
+            say(_Answer(value=number, seal=seal_of_reward(completion, row.get("answer") or "", number)))
 
 
 def _finite(value: object) -> float | None:

@@ -18,7 +18,7 @@ from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
 from verifier.data.examples import Example
 from verifier.data.second_reading import PARTS, Columns, Said, digests, read_again, rows_of_step
 from verifier.data.text_dataset import Task
-from verifier.trainer.run_data import held_out_split
+from verifier.trainer.run_data import held_out_split, options_of_source
 
 
 class DataAsRead:
@@ -79,15 +79,16 @@ class DataAsRead:
         data = self._config.data
         return read_again(
             data.source, self._task, split=data.split, count=data.num_examples, seed=self._config.seed,
-            columns=self._columns,
+            columns=self._columns, options=data.options,
         )  # fmt: skip
 
     @cached_property
     def _held_out_rows(self) -> np.ndarray:
         config = self._config
+        source = config.data.held_out or config.data.source
         return read_again(
-            config.data.held_out or config.data.source, self._task, split=held_out_split(config) or "",
-            count=config.evaluation.num_problems, seed=config.seed, columns=self._columns,
+            source, self._task, split=held_out_split(config) or "", count=config.evaluation.num_problems,
+            seed=config.seed, columns=self._columns, options=options_of_source(config, source),
         )  # fmt: skip
 
     @property

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.records_policy import EpisodeTurns
 from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
-from verifier.data.examples import Message
+from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION
 from verifier.data.second_tokenizer import SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
-from verifier.environments.environment import open_environment
 from verifier.errors import UsageError
+from verifier.rewards.scorer import EpisodeHandle, RewardPool, ScoredEpisode
 from verifier.trainer.sealed_replies import SealedEnvironment
 
 
@@ -42,6 +42,8 @@ class Turn:
     """Text of the turn, without its end token."""
     reply: tuple[int, ...] = ()
     """Token ids from the end of the turn to the beginning of the next; empty where the episode ends."""
+    session: EpisodeHandle | None = None
+    """Episode of the environment; None where there is none."""
 
 
 class Episodes:
@@ -54,27 +56,30 @@ class Episodes:
         chat: template that the run asks for.
 
     Raises:
-        UsageError: no such environment; the template does not end an assistant's turn with the end token.
+        UsageError: the template does not end an assistant's turn with the end token.
     """
 
     def __init__(
         self, options: GrpoOptions, tokenizer: Tokenizer, files: Path, chat: ChatTemplate = AS_SHIPPED
     ) -> None:
         self._options, self._tokenizer, self._files, self._chat = options, tokenizer, files, chat
-        self._environment = None
-        if options.has_turns:
-            encoded = None if self._second is None else self._second.reply
-            made = open_environment(options.environment)
-            self._environment = SealedEnvironment(*made, self._framed, encoded)
+        self._environment: SealedEnvironment | None = None
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
-        if self._environment is not None:
-            frame = len(self._reply_ids("0"))
-            self.longest_reply = (frame + self._environment.longest_reply) * (options.max_turns - 1)
+        if options.has_turns:
+            self._reply_ids([Message(role="tool", content="0")])
+            self.longest_reply = options.max_reply_tokens * (options.max_turns - 1)
+
+    def start(self, pool: RewardPool) -> None:
+        """Take the processes in which the environment runs, if there is one."""
+        if self._options.has_turns:
+            encoded = None if self._second is None else self._second.reply
+            self._environment = SealedEnvironment(pool, self._framed, encoded)
 
     def play(
-        self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], sampling: Sampling, stride: int
-    ) -> list[list[list[Turn]]]:
+        self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], sampling: Sampling, stride: int,
+        examples: Sequence[Example],
+    ) -> list[list[list[Turn]]]:  # fmt: skip
         """Play episodes, turn by turn of all that have not ended.
 
         Args:
@@ -82,12 +87,21 @@ class Episodes:
             prompts: of the first turns.
             sampling: of the first turns, `n` for each prompt; the seeds of each later turn are `stride` prompts on.
             stride: prompts of a step, at most.
+            examples: of the prompts.
 
         Returns:
             [prompts][n] episodes, each the list of its turns.
         """
         first = self.first(prompts, sampler.generate(prompts, sampling))
         episodes = [episode for group in first for episode in group]
+        if self._environment is None:
+            return first
+        rows = [row_of(example) for example, group in zip(examples, first, strict=True) for _ in group]
+        seeds = [sampling.seed * sampling.n + at for at in range(len(rows))]
+        for own, session in zip(episodes, self._environment.begin(rows, seeds), strict=True):
+            own[-1] = replace(own[-1], session=session)
+        names = [str(row["id"]) for row in rows]
+        self._answer(list(zip(episodes, names, strict=True)))
         for number in range(1, self._options.max_turns):
             going = [(at, own) for at, own in enumerate(episodes) if own[-1].reply]
             if not going:
@@ -97,8 +111,20 @@ class Episodes:
             each = [replace(sampling, n=1, seed=seed + at) for at, _ in going]
             answers = sampler.generate(given, replace(sampling, n=1, each=each))
             for (_, own), prompt, (sample,) in zip(going, given, answers, strict=True):
-                own.append(self._turn(prompt, sample, own))
+                own.append(replace(self._turn(prompt, sample, own), session=own[-1].session))
+            self._answer([(own, names[at]) for at, own in going])
         return first
+
+    def _answer(self, going: Sequence[tuple[list[Turn], str]]) -> None:
+        """Have the environment answer the last turn of some episodes, of rows of these names."""
+        assert self._environment is not None
+        read = [len(own) < self._options.max_turns and self._has_ended(own[-1].sample.tokens) for own, _ in going]
+        sessions = [own[-1].session for own, _ in going]
+        texts = [[turn.text for turn in own] for own, _ in going]
+        said = self._environment.step([item for item in sessions if item], texts, [name for _, name in going], read)
+        for (own, _), messages in zip(going, said, strict=True):
+            if messages:
+                own[-1] = self._replied(own[-1], messages, own[:-1])
 
     def first(
         self, prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[Sample]]
@@ -106,6 +132,16 @@ class Episodes:
         """Episodes of one turn so far."""
         return [
             [[self._turn(prompt, sample, ())] for sample in own] for prompt, own in zip(prompts, answers, strict=True)
+        ]
+
+    @staticmethod
+    def asked(
+        ids: Sequence[str], examples: Sequence[Example], texts: Sequence[str], episodes: Sequence[Sequence[Turn]]
+    ) -> list[ScoredEpisode]:
+        """Arguments of a reward, of episodes in order."""
+        return [
+            ScoredEpisode(id=name, completion=text, row=row_of(example), session=turns[-1].session)
+            for name, example, text, turns in zip(ids, examples, texts, episodes, strict=True)
         ]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -136,7 +172,7 @@ class Episodes:
     @cached_property
     def _around_reply(self) -> tuple[str, str]:
         """Texts around a tool's message."""
-        before, _, after = self._framed("0").rpartition("0")
+        before, _, after = self._framed([Message(role="tool", content="0")]).rpartition("0")
         return before, after
 
     @cached_property
@@ -144,8 +180,8 @@ class Episodes:
         """Second reader of the tokenizer's files, if there is one."""
         return None if why_unread(self._files) else SecondTokenizer(self._files, self._chat)
 
-    def _framed(self, said: str) -> str:
-        """Text of a tool's message and of what comes before the next turn, by the second reader if there is one."""
+    def _framed(self, said: Sequence[Message]) -> str:
+        """Text of messages and of what comes before the next turn, by the second reader if there is one."""
         if self._second is not None:
             return self._second.framed(said)
         return self._tokenizer.decode(self._reply_ids(said))
@@ -157,35 +193,30 @@ class Episodes:
         return bool(tokens) and tokens[-1] == self._tokenizer.eos_id
 
     def _turn(self, prompt: tuple[int, ...], sample: Sample, before: Sequence[Turn]) -> Turn:
-        """A turn and the environment's reply to it."""
-        turn = Turn(prompt=prompt, sample=sample, text=self.text(sample.tokens))
-        is_last = len(before) + 1 >= self._options.max_turns
-        if self._environment is None or is_last or not self._has_ended(sample.tokens):
-            return turn
-        said = self._environment.reply([*(item.text for item in before), turn.text])
-        if said is None:
-            return turn
-        if len(said) > (most := self._environment.longest_reply):
-            raise UsageError(
-                f"environment `{self._options.environment}` replied {len(said):,} characters, more than its "
-                f"longest_reply, {most:,}: raise that, or shorten the reply"
-            )
-        return replace(turn, reply=self._reply_ids(said))
+        """A turn after those before it, with its text."""
+        return Turn(prompt=prompt, sample=sample, text=self.text(sample.tokens))
 
-    def _reply_ids(self, said: str) -> tuple[int, ...]:
-        """Token ids of a tool's message and of the beginning of the next turn, as the chat template writes them."""
-        tokenizer = self._tokenizer
-        talk = (Message(role="user", content="0"), Message(role="assistant", content="0"))
-        before = tokenizer.chat_text(talk)
-        after = tokenizer.chat_text((*talk, Message(role="tool", content=said)), to_answer=True)
-        _, end, rest = before.rpartition(tokenizer.decode((tokenizer.eos_id,)))
-        if not end or not after.startswith(before):
-            why = "changes earlier turns" if end else "does not end an assistant's turn with the end token"
+    def _replied(self, turn: Turn, said: Sequence[Mapping[str, str]], before: Sequence[Turn]) -> Turn:
+        """A turn after those before it, with the token ids of what the environment said to it."""
+        reply = self._reply_ids([Message(role=item["role"], content=item["content"]) for item in said])
+        if len(reply) > self._options.max_reply_tokens:
             raise UsageError(
-                f"grpo.environment is {self._options.environment}, and the chat template of {tokenizer.folder} {why}: "
-                "use another template, or grpo.environment=single"
+                f"environment `{self._options.environment}` replied {len(reply):,} tokens, "
+                f"grpo.max_reply_tokens is {self._options.max_reply_tokens:,}: raise it, or shorten the reply"
             )
-        return (*tokenizer.encode(rest), *tokenizer.encode(after[len(before) :]))
+        return replace(turn, reply=reply)
+
+    def _reply_ids(self, said: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of messages and of the beginning of the next turn, as the chat template writes them."""
+        return self._tokenizer.reply(said)
+
+
+def row_of(example: Example) -> dict[str, Any]:
+    """Row of the data as an environment and a reward have it, with all further columns."""
+    asked: dict[str, Any] = {"prompt": example.prompt}
+    if example.messages:
+        asked = {"messages": [{"role": item.role, "content": item.content} for item in example.messages]}
+    return {**example.metadata, "id": example.id, **asked, "answer": example.answer}
 
 
 def next_prompt(turn: Turn) -> tuple[int, ...]:

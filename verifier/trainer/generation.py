@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -9,7 +10,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 from msgspec.structs import replace
 
-from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_policy import EpisodeTurns, GivenRewards, RewardSeals
@@ -24,12 +24,13 @@ from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform import Tier
-from verifier.rewards.scorer import RewardProcess
+from verifier.rewards.scorer import RewardPool
 from verifier.trainer.asked_samples import Noted, NotedAnswers, ends_of, noted_of, sampling_asked
 from verifier.trainer.batches import Score, order_of
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
+from verifier.trainer.episode_processes import start_processes, try_environment
 from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
 from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
@@ -81,6 +82,7 @@ class EngineRollouts:
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
         self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, self._chat)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
+        try_environment(config.grpo, self._examples[0])
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
         self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
         self._cache_bytes = cache_bytes(
@@ -89,7 +91,7 @@ class EngineRollouts:
         )  # fmt: skip
         self._client: Sampler | None = None
         self.revival: Revival | None = None
-        self._reward: RewardProcess | None = None
+        self._reward: RewardPool | None = None
         self._answered: Answered | None = None
         self.facts: Mapping[str, float] = {}
         self.sent: list[int] = []
@@ -132,13 +134,14 @@ class EngineRollouts:
         return self._config.grpo.max_turns * self._config.grpo.max_answer_tokens + self._episodes.longest_reply
 
     def start(self, client: Sampler) -> None:
-        """Take the engine, in the place of one before it, and start the reward's process."""
+        """Take the engine, in the place of one before it, and start the reward's processes."""
         self._client = client
         if self._reward is None:
-            self._reward = RewardProcess(path_of_reward(self._config.grpo.reward))
+            self._reward = start_processes(self._config.grpo)
+            self._episodes.start(self._reward)
 
     def close(self) -> None:
-        """End the reward's process."""
+        """End the reward's processes."""
         if self._reward is not None:
             self._reward.close()
 
@@ -225,7 +228,8 @@ class EngineRollouts:
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
         noted = NotedAnswers(self._client)
-        episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size)
+        asked = [self._examples[index] for index in indices]
+        episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size, asked)
         return self._scored(step, number, version, indices, episodes, noted.noted)
 
     @property
@@ -262,11 +266,14 @@ class EngineRollouts:
                 group += found
             groups.append(group)
         rows = [row for group in groups for row in group if row.text is not None]
-        ids, texts, answers = zip(*((row.id, row.text or "", row.answer or "") for row in rows), strict=True)
-        rewards = dict(zip(ids, self._reward.score(ids, texts, answers), strict=True))
+        asked = [example for example, own in zip(examples, episodes, strict=True) for _ in own]
+        ids, texts = zip(*((row.id, row.text or "") for row in rows), strict=True)
+        given = self._reward.score(Episodes.asked(ids, asked, texts, [turns for own in episodes for turns in own]))
+        rewards = dict(zip(ids, given, strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         record = self._episodes.record(step, f"round {number}", played)
-        return self._ordered(step, number, indices, rewarded, record, noted, self._reward.take_seals())
+        done = self._ordered(step, number, indices, rewarded, record, noted, self._reward.take_seals())
+        return dataclasses.replace(done, failures=self._reward.take_failures())
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
@@ -310,20 +317,21 @@ class EngineRollouts:
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
         played, seals, shaped = list[tuple[str, Sequence[Turn]]](), list[RewardSeals](), list[tuple[str, ...]]()
         found, drawn, weights = {"held_out_version": float(step)}, list[list[list[int]]](), set[int]()
+        failures = 0
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
                 seed=(self._config.seed + 1) * _SEEDS - (step + 1) * self._config.grpo.max_turns * len(prompts),
                 temperature=temperature,
                 max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
             )  # fmt: skip
-            episodes = self._episodes.play(self._client, prompts, sampling, len(prompts))
+            episodes = self._episodes.play(self._client, prompts, sampling, len(prompts), self._held_out)
             shaped.append(tuple(sorted({turn.sample.shaped for own in episodes for turn in own[0]})))
             drawn.append(seeds_of([own[0] for own in episodes]))
             weights |= weights_of([own[0] for own in episodes])
             texts = [text_of(own[0]) for own in episodes]
-            rewards = self._reward.score(
-                [example.id for example in self._held_out], texts, [example.answer or "" for example in self._held_out]
-            )  # fmt: skip
+            ids = [example.id for example in self._held_out]
+            rewards = self._reward.score(Episodes.asked(ids, self._held_out, texts, [own[0] for own in episodes]))
+            failures += self._reward.take_failures()
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
             named = self._reward.take_seals()
@@ -340,7 +348,7 @@ class EngineRollouts:
             shaped=(shaped[0], shaped[1]), seeds=drawn[0], sent=self.sent[-1] if self.sent else None,
             weights=sorted(weights),
         )  # fmt: skip
-        return found
+        return found | ({"held_out_errors": float(failures)} if failures else {})
 
     def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
         """Record answers of an evaluation since the last call beside scores by the live weights, which are a version.
@@ -395,7 +403,6 @@ class EngineRollouts:
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
             logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
             text=self._episodes.text(tokens), truncated=not ended,
-            routes=(
-                whole_routes(name, sample.routes, len(prompt) + len(tokens)) if self._config.grpo.replay_routes else None
-            ),
+            routes=whole_routes(name, sample.routes, len(prompt) + len(tokens))
+            if self._config.grpo.replay_routes else None,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def load_train(config: TrainConfig, task: Task, tokenizer: Tokenizer | None = No
     data = config.data
     train = load_examples(
         data.source, task, split=data.split, count=data.num_examples, seed=config.seed, keys=key_map(config),
-        divide=_divide(task, tokenizer),
+        divide=_divide(task, tokenizer), options=data.options,
     )  # fmt: skip
     if data.batch_size > len(train):
         raise UsageError(
@@ -59,6 +59,11 @@ def load_train(config: TrainConfig, task: Task, tokenizer: Tokenizer | None = No
         )
     _refuse_plain(config, task, train, data.source)
     return train
+
+
+def options_of_source(config: TrainConfig, source: str) -> tuple[str, ...]:
+    """Options of a source: those of the config are of `data.source` alone."""
+    return config.data.options if source == config.data.source else ()
 
 
 def held_out_split(config: TrainConfig) -> str | None:
@@ -88,7 +93,7 @@ def with_evaluation(config: TrainConfig) -> TrainConfig:
     split = None if config.data.rollouts is not None else held_out_split(config)
     source, number = config.data.held_out or config.data.source, 0
     if split is not None:
-        number = count_rows(source, split, MOST_PROBLEMS)
+        number = count_rows(source, split, MOST_PROBLEMS, seed=config.seed, options=options_of_source(config, source))
     return replace(config, evaluation=replace(config.evaluation, num_problems=number))
 
 
@@ -120,7 +125,7 @@ def load_held_out(
     try:
         held_out = load_examples(
             source, task, split=split, count=num_problems, seed=config.seed, keys=key_map(config),
-            divide=_divide(task, tokenizer),
+            divide=_divide(task, tokenizer), options=options_of_source(config, source),
         )  # fmt: skip
     except UsageError as problem:
         raise UsageError(f"evaluation.num_problems is {num_problems}: {problem}") from problem

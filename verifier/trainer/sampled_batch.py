@@ -33,6 +33,8 @@ class Round:
     """Seed and seals of each answer, request by request, a turn each."""
     seals: Sequence[int] = ()
     """Seals of its rewards, as the process that gave them named them."""
+    failures: int = 0
+    """Rewards of 0 of episodes whose reward or environment failed."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
@@ -65,6 +67,8 @@ class SampledBatch:
         found: dict[str, float] = {}
         if turns:
             found["turns"] = mean_turns(turns)
+        if failures := sum(item.failures for item in self.rounds):
+            found["reward_errors"] = float(failures)
         if self.limit == 1:
             return found
         replaced = sum(len(item.groups) for item in self.rounds[1:])

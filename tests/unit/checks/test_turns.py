@@ -26,13 +26,13 @@ CASES = {
 
 @pytest.mark.parametrize("text", CASES)
 def test_what_a_turn_asks_for(text):
-    assert Calculator().reply(["1+1=", text]) == CASES[text] == calculated(text)
+    assert Calculator.value(text) == CASES[text] == calculated(text)
 
 
 @given(st.text(alphabet="0123456789+-*=# ().", max_size=40))
 def test_both_readers_agree(text):
     for turn in (text, text + "="):
-        assert Calculator().reply([turn]) == calculated(turn)
+        assert Calculator.value(turn) == calculated(turn)
 
 
 @pytest.mark.parametrize("said", ["<tool>go on<assistant>", "<user>go on<assistant>", "<tool>go on"])

@@ -110,19 +110,19 @@ def test_where_the_settings_say_otherwise_than_the_file_the_class_is_right(folde
 
 
 def test_a_reply_has_the_frame_of_a_tools_message(folder):
-    framed = SecondTokenizer(folder).framed("12")
+    framed = SecondTokenizer(folder).framed([Message(role="tool", content="12")])
     tokenizer = open_tokenizer(folder)
     talk = (*TALK.messages[:2], Message(role="assistant", content="1"))
     ended = tokenizer.chat_text(talk)
     whole = tokenizer.chat_text((*talk, Message(role="tool", content="12")), to_answer=True)
     assert whole == ended + framed
     assert "user" not in framed
-    assert tokenizer.decode(SecondTokenizer(folder).reply("12")) == framed
+    assert tokenizer.decode(SecondTokenizer(folder).reply([Message(role="tool", content="12")])) == framed
 
 
 def test_a_mark_in_a_reply_is_one_token(folder):
     (mark,) = open_tokenizer(folder).encode("####")
-    assert SecondTokenizer(folder).reply("####7").count(mark) == 1
+    assert SecondTokenizer(folder).reply([Message(role="tool", content="####7")]).count(mark) == 1
 
 
 @pytest.mark.parametrize("ending", ["{{ eos_token }}", "{{ eos_token }}\n", "<tool>{{ eos_token }} "])
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_is_refused(folder):
         SecondTokenizer(folder).prompt(TALK)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(UsageError, match="does not end a turn with the end token"):
-        SecondTokenizer(folder).framed("12")
+        SecondTokenizer(folder).framed([Message(role="tool", content="12")])
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match="cannot be read a second time"):
         SecondTokenizer(folder)

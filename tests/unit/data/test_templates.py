@@ -101,16 +101,17 @@ def test_a_reply_is_appended_to_what_was_sampled(template, folder, tmp_path):
     chat = chat_template_of(tmp_path / "own.jinja", ())
     tokenizer, second = open_tokenizer(folder, chat), SecondTokenizer(folder, chat)
     for said in ("12", "a turn. 0000 <|im_end|>", ""):
-        assert tokenizer.reply(said) == second.reply(said)
+        reply = [Message(role="tool", content=said)]
+        assert tokenizer.reply(reply) == second.reply(reply)
         user = f"user\n<tool_response>\n{said}\n</tool_response>" if template != CHATML else f"tool\n{said}"
         text = f"\n<|im_start|>{user}<|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(tokenizer.reply(said)) == second.framed(said) == text
+        assert tokenizer.decode(tokenizer.reply(reply)) == second.framed(reply) == text
 
 
 def test_a_reply_needs_a_template_that_ends_turns(folder, tmp_path):
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(UsageError, match="does not end an assistant's turn with the end token before a tool's"):
-        open_tokenizer(folder, chat_template_of(tmp_path / "own.jinja", ())).reply("1")
+    with pytest.raises(UsageError, match="does not end an assistant's turn with the end token before another"):
+        open_tokenizer(folder, chat_template_of(tmp_path / "own.jinja", ())).reply([Message(role="tool", content="1")])
 
 
 def test_conversations_of_a_file_become_examples_for_both_readers(folder, tmp_path):

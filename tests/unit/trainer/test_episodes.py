@@ -6,6 +6,7 @@ What this does not exercise: an engine (tests/dist/test_train_tools.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -20,11 +21,11 @@ from verifier.data.recorded import RolloutRow, rollout_of, steps_of
 from verifier.data.rollout import Role
 from verifier.data.tokenizer import open_tokenizer
 from verifier.data.trajectories import check_steps, join_steps
-from verifier.engine.api import Sample
-from verifier.environments.environment import open_environment
+from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny
-from verifier.trainer.episodes import Episodes, Turn, next_prompt, rows_of
+from verifier.rewards.scorer import RewardPool
+from verifier.trainer.episodes import Episodes, Turn, rows_of
 
 SOLVED, ASKED = (calculator_examples("train", 4, solved=solved) for solved in (True, False))
 OPTIONS = GrpoOptions(environment="calculator", max_turns=3)
@@ -36,21 +37,43 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def turns(tokenizer) -> list[Turn]:
+def turns(episodes, tokenizer) -> list[Turn]:
     """The first example, solved with the calculator: two turns."""
-    return played(tokenizer, 0)
+    return played(episodes, tokenizer, 0)
 
 
-def played(tokenizer, number: int) -> list[Turn]:
-    prompt, found = encode_prompt(ASKED[number], tokenizer), []
-    for message in SOLVED[number].messages:
-        if message.role == "assistant":
-            own = (*tokenizer.encode(message.content), tokenizer.eos_id)
-            sample = Sample(tokens=own, logprobs=tuple(-0.5 - at for at in range(len(own))))
-            ((turn,),) = Episodes(OPTIONS, tokenizer, tokenizer.folder).first([prompt], [[sample]])[0]
-            found.append(turn)
-            prompt = next_prompt(turn)
+def started(tokenizer, options=OPTIONS) -> Iterator[Episodes]:
+    found = Episodes(options, tokenizer, tokenizer.folder)
+    with RewardPool("answer", options.environment, processes=1) as pool:
+        found.start(pool)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def episodes(tokenizer) -> Iterator[Episodes]:
+    yield from started(tokenizer)
+
+
+class Says:
+    """An engine that samples given texts, a turn after the other, each with its end token."""
+
+    def __init__(self, tokenizer, *texts: str, end: bool = True) -> None:
+        self.turns = [(*tokenizer.encode(text), *([tokenizer.eos_id] * end)) for text in texts]
+
+    def generate(self, prompts, sampling):
+        own = self.turns.pop(0)
+        return [[Sample(tokens=own, logprobs=tuple(-0.5 - at for at in range(len(own))))] for _ in prompts]
+
+
+def play(episodes: Episodes, engine: Says, prompt, example) -> list[Turn]:
+    sampling = Sampling(seed=1, temperature=1.0, max_tokens=32, stop=())
+    ((found,),) = episodes.play(engine, [prompt], sampling, 1, [example])
     return found
+
+
+def played(episodes, tokenizer, number: int) -> list[Turn]:
+    said = [item.content for item in SOLVED[number].messages if item.role == "assistant"]
+    return play(episodes, Says(tokenizer, *said), encode_prompt(ASKED[number], tokenizer), ASKED[number])
 
 
 def row(turn: Turn) -> RolloutRow:
@@ -62,8 +85,8 @@ def row(turn: Turn) -> RolloutRow:
 
 
 @pytest.mark.parametrize("number", range(len(SOLVED)))
-def test_an_episode_has_the_tokens_that_fine_tuning_gives_the_conversation(tokenizer, number):
-    (own,) = rows_of(played(tokenizer, number), row, step_wise=False)
+def test_an_episode_has_the_tokens_that_fine_tuning_gives_the_conversation(episodes, tokenizer, number):
+    (own,) = rows_of(played(episodes, tokenizer, number), row, step_wise=False)
     taught, trained = encode_example(SOLVED[number], tokenizer), rollout_of(own)
     assert own.tokens == taught.tokens.tolist()
     assert (trained.mask == taught.mask).all()
@@ -101,36 +124,28 @@ def test_prompts_of_later_turns_begin_with_all_earlier_ids(turns):
     assert turns[-1].reply == ()
 
 
-def test_a_turn_that_was_cut_off_gets_no_reply(tokenizer):
-    cut = Sample(tokens=tokenizer.encode("37+85="), logprobs=(-1.0,) * 6)
-    ((turn,),) = Episodes(OPTIONS, tokenizer, tokenizer.folder).first([(1, 2)], [[cut]])[0]
+def test_a_turn_that_was_cut_off_gets_no_reply(episodes, tokenizer):
+    (turn,) = play(episodes, Says(tokenizer, "37+85=", end=False), (1, 2), ASKED[0])
     assert turn.reply == ()
 
 
-def test_replies_are_sealed_as_the_environment_speaks(tokenizer):
-    played = Episodes(OPTIONS, tokenizer, tokenizer.folder)
-    own = (*tokenizer.encode("37+85="), tokenizer.eos_id)
-    ((turn,),) = played.first([(1, 2)], [[Sample(tokens=own, logprobs=(-1.0,) * len(own))]])[0]
-    last = Turn(prompt=next_prompt(turn), sample=Sample(tokens=own[:1], logprobs=(-1.0,)), text="3")
-    record = played.record(1, "round 0", [("x", [turn, last])])
-    assert len(record.seals) == 1
+def test_replies_are_sealed_as_the_environment_speaks(episodes, tokenizer):
+    episodes.record(1, "before", [])
+    found = play(episodes, Says(tokenizer, "37+85=", "3"), (1, 2), ASKED[0])
+    record = episodes.record(1, "round 0", [("x", found)])
+    assert len(record.seals) == len(found) == 2
     assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
-    assert played.record(1, "round 1", [("x", [turn, last])]).seals == ()
-
-
-@pytest.mark.parametrize("name", ["collections:Counter", "absent.module:Tool", "verifier.errors:Absent"])
-def test_what_is_no_environment_is_refused(name):
-    with pytest.raises(UsageError, match=f"environment `{name}`"):
-        open_environment(name)
+    assert episodes.record(1, "round 1", [("x", found)]).seals == ()
 
 
 class Talker:
     """An environment whose replies a template may write otherwise than they are."""
 
-    longest_reply = 9
+    def reset(self, row, seed):
+        return None
 
-    def reply(self, turns: list[str]) -> str:
-        return "1 $2"
+    def step(self, state, messages, turn):
+        return [{"role": "tool", "content": "1 $2"}], False
 
 
 def test_the_ids_of_a_reply_are_read_from_what_the_environment_said(tmp_path):
@@ -140,11 +155,38 @@ def test_the_ids_of_a_reply_are_read_from_what_the_environment_said(tmp_path):
         settings.read_text().replace("+ message['content']", "+ (message['content'] | replace('1', '11'))")
     )
     tokenizer = open_tokenizer(folder)
-    episodes = Episodes(GrpoOptions(environment=f"{__name__}:Talker", max_turns=2), tokenizer, tokenizer.folder)
-    own = (*tokenizer.encode("7"), tokenizer.eos_id)
-    ((turn,),) = episodes.first([(2,)], [[Sample(tokens=own, logprobs=(-0.5, -0.5))]])[0]
-    record = episodes.record(1, "round 0", [("x", [turn])])
-    assert record is not None
-    assert tokenizer.decode(turn.reply) == "<tool>11 $2<assistant>"
-    assert record.read_replies == record.replies
-    assert record.read_texts == ("7",)
+    for episodes in started(tokenizer, GrpoOptions(environment=f"{__name__}:Talker", max_turns=2)):
+        turn, last = play(episodes, Says(tokenizer, "7", "8"), (2,), ASKED[0])
+        record = episodes.record(1, "round 0", [("x", [turn])])
+        assert record is not None
+        assert tokenizer.decode(turn.reply) == "<tool>11 $2<assistant>"
+        assert record.read_replies == record.replies
+        assert record.read_texts == ("7",)
+        assert last.reply == ()
+
+
+class User:
+    """Two messages of other roles than a tool's."""
+
+    def reset(self, row, seed):
+        return row["answer"]
+
+    def step(self, state, messages, turn):
+        return [{"role": "tool", "content": str(len(messages))}, {"role": "user", "content": state}], False
+
+
+def test_an_environment_may_say_several_messages_of_any_role(tokenizer):
+    for episodes in started(tokenizer, GrpoOptions(environment=f"{__name__}:User", max_turns=3)):
+        found = play(episodes, Says(tokenizer, "7", "8", "9"), (2,), ASKED[0])
+        answer = ASKED[0].answer
+        assert tokenizer.decode(found[0].reply) == f"<tool>1<user>{answer}<assistant>"
+        assert tokenizer.decode(found[1].reply) == f"<tool>4<user>{answer}<assistant>"
+        record = episodes.record(1, "round 0", [("x", found)])
+        assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
+
+
+def test_a_reply_that_is_longer_than_the_config_allows_is_refused(tokenizer):
+    options = GrpoOptions(environment="calculator", max_turns=2, max_reply_tokens=4)
+    for episodes in started(tokenizer, options):
+        with pytest.raises(UsageError, match=r"replied 5 tokens, grpo\.max_reply_tokens is 4: raise it, or shorten"):
+            play(episodes, Says(tokenizer, "37+85=", "8"), (2,), ASKED[0])
