@@ -82,38 +82,3 @@ def test_a_folder_with_a_run_of_another_config_is_refused(run):
         4, f"verifier: the run folder `{folder}` holds a run with data.batch_size=16, and data.batch_size=128 is asked "
         "for: give the same value to continue it, or choose another --run",
     )  # fmt: skip
-
-
-LOSES_A_WORD = """
-import sys
-from verifier.config import load
-read = load._overridden
-load._overridden = lambda known, words: read(known, [word for word in words if not word.startswith("optimizer.beta_2")])
-sys.argv = ["verifier", "train", *sys.argv[1:]]
-from verifier.cli.app import main
-main()
-"""
-
-
-def test_what_was_asked_for_is_recorded_once(run):
-    from verifier.core import store
-    from verifier.core.records_trainer import KnobsGiven
-
-    traces = [store.read(path) for path in sorted((run[0] / "steps").iterdir())]
-    assert [[item.name for item in trace.of(KnobsGiven)] for trace in traces] == [["command", "config.yaml"], [], []]
-    assert ["given" in trace.manifest.scopes for trace in traces] == [True, False, False]
-    given, kept = traces[0].of(KnobsGiven)
-    assert (given.values["steps"], kept.values["steps"]) == ("3", "3")
-    assert (given.values["model"], kept.values["model"]) == ("tiny:add", "tiny:add")
-    assert given.values["run"] == str(run[0])
-
-
-@pytest.mark.slow
-def test_an_override_that_is_lost_while_it_is_read_shows_on_the_first_step(tmp_path):
-    """Re-enacts talmolab/sleap-nn#301, "Hydra overrides doesn't work", in the loader of a real command."""
-    words = ["--verify", "steps=2", "data.batch_size=16", "evaluation.num_problems=0", "verify.every=0"]
-    command = [sys.executable, "-c", LOSES_A_WORD, CONFIG, *words, "optimizer.beta_2=0.99", "--run"]
-    done = subprocess.run([*command, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr + done.stdout
-    assert "CFG002 given-knob-lost: optimizer.beta_2 = 0.99 was asked for, and the run has 0.95" in done.stdout
-    assert [path.name for path in sorted((tmp_path / "a" / "steps").iterdir())][:1] == ["000001"]

@@ -42,6 +42,6 @@ def test_a_wrong_export_ends_the_run_and_the_next_one_finishes_it(resources, tmp
     report = report_of(store.read(run / "export"), "")
     assert report.verdict is Verdict.HOLDS
     codes = [item.code for item in report.outcomes]
-    assert codes == ["CKP003", "MET002", "MET004", "TRN007", "WGT011", "WGT019", "WGT021"]
+    assert codes == ["WGT011", "WGT019", "WGT021"]
     assert (run / "hf_model" / "config.json").is_file()
     assert trained(resources, run).finished_before

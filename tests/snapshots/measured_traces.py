@@ -1,4 +1,4 @@
-"""Adapters, routers and held-out problems of a training step, all right; and the smallest thing that goes wrong."""
+"""Adapters, routers and rewards of a training step, all right; and the smallest thing that goes wrong."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from verifier.core.record import Real, Record
+from verifier.core.record import Record
 from verifier.core.records_gradients import GradientProducts, TensorProduct
-from verifier.core.records_policy import PolicyColumns, RequestSeeds, RewardSeals, ScoredRows, SolvedProblems
+from verifier.core.records_policy import PolicyColumns, RequestSeeds, RewardSeals, ScoredRows
 from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array, seal_of_reward
@@ -22,8 +22,6 @@ ARRAYS = {
     "bits of the checkpoint before": {"given": np.array([7, 8, 9]), "written": np.array([7, 1, 2])},
     "router gradients": {**PULLS, "found": np.full((1, 2), np.log(2))},
     "router gradients that are none": {**PULLS, "found": np.zeros((1, 2))},
-    "solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0], np.float32)},
-    "not solved": {"mask": np.array([False, True]), "shortfall": np.array([np.nan, 0.5], np.float32)},
 }
 ROWS = {"sentinel": np.array([1 << 32 | 1, 1 << 32 | 2, 2 << 32 | 1])}
 """Rows of a pass over two rollouts of three tokens and two."""
@@ -37,22 +35,12 @@ CONFIG: dict[str, Any] = {
     "grpo.mode": "inflight",
     "grpo.inflight_steps": 2,
 }
-NUMBERS = {"accuracy": 1.0, "held_out_version": 1}
-"""What the line of metrics has of the evaluation."""
 NATS = seal_of_array(np.array([-1.5, -2.25], np.float32)), seal_of_array(np.array([-3.0], np.float32))
 SEALED: dict[str, Any] = {"answers": ("x", "y"), "seals": (((0, NATS[0]), (0, NATS[1])),)}
 """Log-probabilities of two answers, as they came from the engine."""
 GIVEN = seal_of_reward("so #### 7", "7", 1.0), seal_of_reward("8", "7", 0.0)
 SCALE = AdapterScale(name="q.adapter (chunk 0)", scale=2.0, gap=0.0, greatest=1.0, dtype="float32")
 
-SHOWN: dict[str, Real] = {
-    "reward": 0.5, "mixed_groups": 1.0, "truncated_share": 0.0, "num_tokens": 3.0, "answer_tokens": 1.5,
-    "turns": 1.2, "sampling_rounds": 1.0, "sampled_tokens": 3.0, "scored_tokens": 10.0, "tokens": 5.0,
-    "entropy": 1.5, "loss": -1 / 6, "grad_norm": 2.0, "learning_rate": 5e-4, "replaced_groups": 0.0, "kl": 0.0,
-    "ratio_gap": 0.0, "clamped_share": 0.0, "clipped_share": 0.0, "mismatch_max": 0.0, "mismatch_p99": 0.0,
-    "mismatch_k3": 0.0,
-}  # fmt: skip
-"""Numbers of the step that the metrics have."""
 PRODUCTS = (
     (
         TensorProduct(name="decoder.final_layernorm.weight", product=-0.25, squares=0.02),
@@ -64,7 +52,7 @@ PRODUCTS = (
 
 
 def measured() -> list[Record]:
-    """Gradients of two routers, the rewards of two answers, and the one problem of an evaluation, which is solved."""
+    """Gradients of two routers, and the rewards of two answers."""
     return [
         *(
             RouterGradients(
@@ -97,7 +85,6 @@ def measured() -> list[Record]:
             array="bits of a checkpoint",
         ),
         WrittenState(name="state.json", version=1, numbers={"step": 1}, rollouts="xxh3:0", after="xxh3:0"),
-        SolvedProblems(name="held-out problems", version=1, ids=("c",), lengths=(2,), solved=(True,), array="solved"),
     ]  # fmt: skip
 
 
@@ -117,6 +104,5 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
         GradientProducts,
         lambda item: replace(item, products=(PRODUCTS[0][0], replace(PRODUCTS[0][1], product=-0.3))),
     ),
-    "MET003": (SolvedProblems, _with("not solved")),
 }
 """Check -> kind of the fact that is wrong, and how."""

@@ -25,13 +25,10 @@ from verifier.core.records_policy import (
     PolicyColumns,
     ReferenceShard,
     RequestSeeds,
-    RunSummary,
     SamplingAsked,
     SamplingRound,
     SpotScore,
-    StepMetrics,
     UpdateRatios,
-    WrittenMetrics,
 )
 from verifier.core.records_tokens import OracleEnds, RouterChoices, SampledTokens
 from verifier.core.records_trainer import (
@@ -39,24 +36,20 @@ from verifier.core.records_trainer import (
     AuditedTensor,
     CheckpointNumber,
     DataOrder,
-    KeptCheckpoints,
     KnobsAsked,
-    KnobsGiven,
     KnobsReached,
     LoadedState,
     LossColumns,
     OptimizerSettings,
     ParameterGroup,
+    PreviousStep,
     RolloutTexts,
     RouterBalance,
     SavedState,
-    StepAccount,
-    StepSizes,
     TrainedText,
     TrainedUntil,
     TrainerStep,
 )
-from verifier.core.records_weights import SavedCheckpoint
 
 EPOCH = sorted(range(5), key=lambda index: hashlib.blake2b(f"3/0/{index}".encode(), digest_size=16).digest())
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -174,7 +167,6 @@ def training() -> list[Record]:
     """Data, batch and step 1, over the two rollouts of `check_traces.tokens`."""
     return [
         *measured_traces.measured(),
-        KnobsGiven(name="command", version=1, values={"steps": "1", "evaluation.stop_above": "2.0"}),
         KnobsAsked(name="config", version=1, values={"megatron.recompute": "full", "optimizer.clip_grad": "1.0"}),
         *(
             KnobsReached(
@@ -209,8 +201,7 @@ def training() -> list[Record]:
             name="tokens", version=1, ids=("x", "y"), whole=False, prompt_lengths=(2, 2), lengths=(2, 2),
             read_prompt_lengths=(2, 2), read_lengths=(2, 2), texts=("so #### 7", "8"), array="prompts read again",
         ),
-        StepSizes(name="step", version=1, batch_size=2, group_size=2),
-        StepAccount(name="step", version=1, rollouts=2, tokens=5, in_loss=3, trained=3),
+        PreviousStep(name="step", version=1, updated=True, here=True),
         LossColumns(
             name="update 1", version=1, aggregation="token_mean", ids=("x", "y"), groups=("x", "y"), lengths=(3, 2),
             array="columns",
@@ -290,12 +281,6 @@ def training() -> list[Record]:
             said=("", "", "<tool>2<assistant>", "", "", ""),
         ),
         LossTerms(name="loss", version=1, loss="clipped", clip_low=0.2, clip_high=0.2),
-        StepMetrics(name="step", version=1, values=measured_traces.SHOWN),
-        WrittenMetrics(
-            name="metrics.jsonl", version=1, step=1, values={"reward": 0.5, "loss": 1.5, **measured_traces.NUMBERS},
-            recorded={"reward": 0.5}, lines=((1, 1),), events=((1, 1),), restart=1,
-        ),
-        RunSummary(name="run", version=1, loss=1.5, accuracy=1.0, alone=False),
         LossRows(name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", array="loss rows"),
         LogitSpreads(name="update 1", version=1, coordinate="tp=0", array="sizes of logits"),
         OracleEntropy(
@@ -326,7 +311,6 @@ def training() -> list[Record]:
             for rank in range(2)
         ),
         CheckpointNumber(name="checkpoint", version=1, step=1, optimizer_steps=1),
-        KeptCheckpoints(name="checkpoints", version=1, found=(1,)),
         TrainedUntil(
             name="saved", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", step=1, optimizer_steps=1
         ),
@@ -356,12 +340,10 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT005": (SamplingRound, having(replaced={"zero_variance": 2})),
     "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
-    "DAT007": (StepSizes, having(group_size=3)),
+    "DAT007": (SamplingAsked, having(batch_size=2)),
     "DAT006": (EpisodeTurns, having(prompts=((1,), (7,), (1,), (1, 9, 3, 6, 8, 4), (1,), (1,)))),
     "LSS005": (RouterChoices, having(shortfall=0.4)),
     "LSS003": (UpdateRatios, having(ratio_gap=0.25)),
-    "MET001": (StepMetrics, having(values={**measured_traces.SHOWN, "reward": 1.0})),
-    "MET002": (WrittenMetrics, having(step=2)),
     "LGP011": (RequestSeeds, having(turns=((6000018, 6000018),))),
     "LGP012": (OracleEntropy, having(array="entropies of other logits")),
     "LGP013": (SpotScore, having(array="alone and otherwise")),
@@ -374,9 +356,6 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV001": (LossColumns, having(array="means of means")),
     "CKP001": (LoadedState, having(digest=f"vd1:{0:032x}")),
     "CKP002": (TrainedUntil, having(step=2)),
-    "CKP003": (KeptCheckpoints, having(found=())),
-    "CFG003": (LossColumns, having(aggregation="sequence_mean")),
-    "CFG002": (KnobsGiven, having(values={"steps": "3", "evaluation.stop_above": "2.0"})),
     "CFG001": (
         KnobsReached,
         having(values={"megatron.recompute": "null", "optimizer.clip_grad": "1.0", "megatron.bucket_size": "40000.0"}),
@@ -387,13 +366,10 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT013": (TokensRead, having(array="prompt of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "DAT012": (RolloutsRead, having(array="another mask")),
     "DAT001": (DataOrder, having(array="other examples")),
-    "DAT002": (StepAccount, having(dropped={"overlong": 1})),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
     "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
     "TRN006": (GradientSums, having(array="sums of one rank")),
-    "TRN007": (SavedCheckpoint, having(version=0)),
-    "MET004": (RunSummary, having(loss=2.0)),
     "TRN004": (RouterBalance, having(array="other balance")),
 }
 """Check -> kind of the fact that is wrong, and how."""

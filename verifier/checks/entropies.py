@@ -33,7 +33,7 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     can change the entropy at the very token by; at least 1e-5 nats, divided by a temperature below 1. bf16 three times
     what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those of prompts too; of
     an update with fewer than 100 tokens in the loss any finite one.
-    What it does not catch: steps between the sampled ones, but for what MET001 shows of their mean; a weight of the
+    What it does not catch: steps between the sampled ones; a weight of the
     entropy that is wrong (LSS004).
     References: OpenRLHF#1319.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
@@ -11,7 +11,6 @@ from verifier.checks.weights import compare_adapters
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.records_config import SavedFiles, SourceFiles
-from verifier.core.records_policy import WrittenMetrics
 from verifier.core.records_weights import (
     LiveAdapterScaling,
     MergedMatrix,
@@ -88,38 +87,6 @@ def final_files_differ(trace: Trace) -> Iterator[Comparison]:
                 allowed="exact (training changes weights)",
                 hint="look at what reads and saves tokenizers and generation settings, and at what is copied",
                 absent=is_there == "absent",
-            )  # fmt: skip
-
-
-@check("TRN007", needs=(SavedCheckpoint, WrittenMetrics), scope="ended")
-def run_ended_early(trace: Trace) -> Iterator[Comparison]:
-    """A run ends with the last step that its config asks for, or where its evaluation lets it stop.
-
-    What it checks: the step whose weights are in the files of `hf_model`, against the config's `steps`; where it is
-    another one, against the accuracy that the last line of the metrics has and `evaluation.stop_above`.
-    Why it matters: a loop that ends with its data, an epoch or an error that somebody caught leaves weights that were
-    trained for a part of the run, with exit code 0, and nothing says so.
-    Evidence: export/saved, loss/written, and the manifest's config.
-    Tolerance and its source: exact; these are counts.
-    What it does not catch: a run that ends before it exports anything.
-    References: verl#7401, verl#5725.
-    """
-    config = trace.manifest.config
-    steps, evaluation = config.get("steps"), config.get("evaluation")
-    if not isinstance(steps, int) or not isinstance(evaluation, Mapping):
-        return
-    enough = float(str(evaluation.get("stop_above")))
-    for files in trace.of(SavedCheckpoint):
-        for line in trace.of(WrittenMetrics):
-            accuracy = float(line.values.get("accuracy", "nan"))
-            stopped = accuracy >= enough
-            yield Comparison(
-                what="last step", same=files.version == steps or (files.version < steps and stopped),
-                stage=Stage.TRAIN, version=files.version, badness=1.0,
-                sentence=f"the run ended after step {files.version}, its config asks for {steps}",
-                expected=f"step {steps}, or an accuracy of at least {enough:g} before it (the config)",
-                actual=f"step {files.version} ({FILES}), accuracy {accuracy:g}", allowed="exact (counts)",
-                hint="look at what ends the loop over steps",
             )  # fmt: skip
 
 

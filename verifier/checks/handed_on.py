@@ -9,8 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
-from verifier.checks.evaluation_numbers import PREFIX
-from verifier.checks.named_makers import compare_maker
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -26,6 +24,8 @@ from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+PREFIX = "held-out "
+"""Before the name of the number of an evaluation, in the name of the rewards that it is a mean of."""
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
 MISSING = -1
@@ -166,17 +166,16 @@ def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout with a text, that the process in which the reward function runs named this reward, for
     this text and this gold answer, in this step, whatever the function is. Per held-out problem the same, of the
-    rewards of its evaluation. And that the function which this process runs is the one that the config names.
+    rewards of its evaluation.
     Why it matters: rewards that come back in another order, stay in another order when a batch is sorted or filtered,
     come from a cache by a part of what they depend on, or are 0 where the function raised: each looks like a reward,
     and the policy learns from noise.
     Evidence: reward/seals, reward/rewards.
     Tolerance and its source: exact (CRC-32 of text, gold answer and reward).
     What it does not catch: a function that is wrong itself (RWD001, of the reward `answer`); equal rewards that are
-    exchanged, which change nothing; which function a plugin registers under a name.
+    exchanged, which change nothing; another function than the config names.
     References: verl#2185, NeMo-RL#3794, open-r1#134, verl#4268, strands-agents/evals#198.
     """
-    yield from _functions(trace)
     for given in trace.of(GivenRewards):
         evaluated = given.name.startswith(PREFIX)
         known = {
@@ -198,12 +197,3 @@ def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
                 allowed="exact (rewards are copied)",
                 hint="look at what orders, caches or replaces rewards between their function and the batch",
             )  # fmt: skip
-
-
-def _functions(trace: Trace) -> Iterator[Comparison]:
-    """Function of each process that gave rewards, against the one that the config names, where that names one."""
-    for item in trace.of(RewardSeals):
-        yield from compare_maker(
-            trace, item, item.function, knob="reward", what="function", made="rewards", told_by="the reward's process",
-            stage=Stage.REWARD,
-        )  # fmt: skip

@@ -9,7 +9,8 @@ import numpy as np
 from verifier.checks.handed_on import answers_in, by_answer
 from verifier.core import ragged
 from verifier.core.comparison import Comparison
-from verifier.core.records_policy import EvaluatedAnswers, PolicyColumns, SamplingAsked, WrittenMetrics
+from verifier.core.records_policy import EvaluatedAnswers, PolicyColumns, SamplingAsked
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.knob import flat
@@ -72,15 +73,15 @@ def sent_as(trace: Trace, sent: Collection[int], version: int) -> int | None:
     weights that an earlier process sent it is known alone that they are no newer.
 
     Args:
-        trace: of a step, with the line of metrics of the one before.
+        trace: of a step, with what is known of the one before.
         sent: versions that the engine was sent last.
         version: that tokens claim.
 
     Returns:
         The version itself, or an older one; None where it is not known.
     """
-    line = next(trace.of(WrittenMetrics, version=version), None)
-    if line is not None and "loss" in line.values:
+    before = next(trace.of(PreviousStep, version=version), None)
+    if before is not None and before.updated:
         return version
     return max((own for own in sent if own <= version), default=None)
 

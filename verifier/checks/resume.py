@@ -1,9 +1,9 @@
-"""Checkpoints of a run: those that are kept, and what its ranks hold after a resume and were trained on."""
+"""Checkpoints of a run: what their files have, and what its ranks hold after a resume and were trained on."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from verifier.core.comparison import Comparison
 from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import (
     CheckpointNumber,
-    KeptCheckpoints,
     LoadedElements,
     LoadedState,
     SavedState,
@@ -106,8 +105,7 @@ def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
     Evidence: checkpoint/number, checkpoint/trained.
     Tolerance and its source: exact; these are counts. Steps whose rollouts were all dropped train nothing, so a number
     may be greater.
-    What it does not catch: a number that is too great, so that a batch is left out: the metrics of the step before are
-    absent (MET002).
+    What it does not catch: a number that is too great, so that a batch is left out.
     References: Megatron-Bridge#3267, pytorch-lightning#19815.
     """
     for number in trace.of(CheckpointNumber):
@@ -126,52 +124,6 @@ def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
                     actual=f"{actual:,} (the rank, when it saved)", allowed="exact (counts)",
                     hint="look at whether the loop saves before or after it counts the step",
                 )  # fmt: skip
-
-
-@check("CKP003", needs=(KeptCheckpoints,), scope="kept")
-def last_checkpoints_not_kept(trace: Trace) -> Iterator[Comparison]:
-    """A run keeps its last checkpoints, each when it is due, and goes on from the newest.
-
-    What it checks: before each step and at the end of a run, the steps of the whole checkpoints in its folder, by the
-    names there, against those that `checkpoint.every` and `checkpoint.keep` ask for since this process began: the last
-    ones are there, the one at the end included, no more than are kept, and none of a step that was not taken. And the
-    step that the process went on from, against the newest one that it found.
-    Why it matters: names that are sorted as text, or a list that is cut at the wrong end, cost the newest checkpoint
-    and keep an old one. Nobody looks before a run has died, and then it takes its steps again.
-    Evidence: checkpoint/kept, and the manifest's config.
-    Tolerance and its source: exact; these are counts.
-    What it does not catch: what is in a checkpoint (CKP001); one that is damaged after it was written, which a resume
-    refuses and says so; those of an earlier process, but for the one that this one went on from.
-    References: FARM#282, transformers#27138, cosmos-rl#232, EasyR1#138.
-    """
-    options = trace.manifest.config.get("checkpoint")
-    if not isinstance(options, Mapping):
-        return
-    every, keep = (int(str(options.get(name))) for name in ("every", "keep"))
-    for item in trace.of(KeptCheckpoints):
-        newest = max(item.present, default=0)
-        yield Comparison(
-            what="gone on from", same=item.begun == newest, stage=Stage.CHECKPOINT, version=item.version, badness=1.0,
-            sentence=f"the run went on from step {item.begun}, its newest checkpoint is of step {newest}",
-            expected=f"step {newest} (the newest of {_steps(item.present)})", actual=f"step {item.begun}",
-            allowed="exact (counts)", hint="look at how the list of checkpoints is sorted",
-        )  # fmt: skip
-        taken = range(item.begun + 1, item.version + 1)
-        due = [step for step in taken if (every and step % every == 0) or (item.ended and step == item.version)]
-        written = [step for step in due if step != item.writing]
-        right = [step for step in (item.begun, *written) if step][-keep:]
-        lost = [step for step in right if step not in item.found]
-        # What an earlier process kept more of goes with the first one that this one has written.
-        beyond = (written and len(item.found) > keep) or max(item.found, default=0) > item.version
-        yield Comparison(
-            what="checkpoints", same=not lost and not beyond and item.writing in (0, *due[-1:]), stage=Stage.CHECKPOINT,
-            version=item.version, badness=1.0,
-            sentence=f"after step {item.version} the folder has checkpoints of {_steps(item.found)}, the last ones are "
-            f"of {_steps(right)}",
-            expected=f"{_steps(right)} (every {every}, {keep} kept, gone on from {item.begun})",
-            actual=f"{_steps(item.found)}" + (f", {item.writing} is being written" if item.writing else ""),
-            allowed="exact (counts)", hint="look at when a checkpoint is due, and at which end of the list goes",
-        )  # fmt: skip
 
 
 @check("CKP004", needs=(WrittenTensors,), scope="stored")
@@ -234,7 +186,3 @@ def _states(trace: Trace) -> Iterator[Comparison]:
                 allowed="exact (counts and digests)",
                 hint="look at what the controller gives the checkpoint, and at what it keeps of an earlier one",
             )  # fmt: skip
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "no step"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,13 +16,11 @@ from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.record import Real
-from verifier.core.records_tokens import Rollouts
+from verifier.core.records_policy import LossTerms
 from verifier.core.records_trainer import (
     DataOrder,
     LossColumns,
     OptimizerSettings,
-    StepAccount,
-    StepSizes,
     TrainerStep,
 )
 from verifier.core.stage import Stage
@@ -47,18 +45,18 @@ def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
     them; and the CRC-32 of generated prompts, which says what is held out.
     Why it matters: a resumed run that begins its data anew, a data loader that repeats an epoch's order, or a worker
     that draws from the global generator, trains on something else than the run says. No curve shows it.
-    Evidence: data/order, data/sizes (number of the step).
+    Evidence: data/order, loss/terms (number of the step).
     Tolerance and its source: bitwise; indices are copied.
     What it does not catch: examples that are wrong in the data set itself.
     References: open-r1#450, NeMo-RL#3171, Megatron-Bridge#3267.
     """
     for item in trace.of(DataOrder):
-        for sizes in trace.of(StepSizes):
+        for terms in trace.of(LossTerms):
             yield Comparison(
-                what=f"step of the {item.name}", same=item.step == sizes.version, stage=Stage.DATA,
-                version=sizes.version, badness=1.0,
-                sentence=f"step {sizes.version} trains on the {item.name} of step {item.step}",
-                expected=f"examples of step {sizes.version}", actual=f"examples of step {item.step}",
+                what=f"step of the {item.name}", same=item.step == terms.version, stage=Stage.DATA,
+                version=terms.version, badness=1.0,
+                sentence=f"step {terms.version} trains on the {item.name} of step {item.step}",
+                expected=f"examples of step {terms.version}", actual=f"examples of step {item.step}",
                 allowed="exact (numbers of steps)", hint="look at the queue of batches that were sampled ahead",
             )  # fmt: skip
         found, later = trace.array(item).tolist(), f", round {item.round}," if item.round else ""
@@ -95,40 +93,6 @@ def _order(item: DataOrder, batch_size: int) -> list[int]:
     epochs = {place // item.num_examples for place in places}
     orders = {number: epoch(number) for number in epochs}
     return [orders[place // item.num_examples][place % item.num_examples] for place in places]
-
-
-@check("DAT002", needs=(StepAccount, Rollouts), scope="batch")
-def token_unaccounted(trace: Trace) -> Iterator[Comparison]:
-    """Every rollout and token that came into a step is trained on or dropped for one reason, and ids are unique.
-
-    What it checks: rollouts and tokens of the step against those that ranks packed; tokens in the loss plus tokens
-    dropped, reason by reason, against the tokens that the rollouts' own masks name; and that no id occurs twice.
-    Why it matters: a filter that drops silently, or a rollout that is trained on twice, changes the gradient's
-    direction and nothing else.
-    Evidence: data/account, pack/rollouts.
-    Tolerance and its source: exact; these are counts.
-    What it does not catch: a token that is counted and then misplaced (PCK001).
-    References: verl#6362, SkyRL#1335.
-    """
-    for item in trace.of(StepAccount):
-        packs = list(trace.of(Rollouts, version=item.version))
-        in_masks = sum(int(trace.array(packed, "mask").sum()) for packed in packs)
-        times_packed = Counter(name for packed in packs for name in packed.ids)
-        repeated = [name for name, count in times_packed.items() if count > item.passes]
-        packed_rollouts = sum(len(packed.ids) for packed in packs)
-        sums = (
-            ("rollouts", (item.rollouts - item.unpacked) * item.passes, packed_rollouts),
-            ("tokens in the loss", item.trained * item.passes, in_masks),
-            ("tokens trained on or dropped", item.trained + sum(item.dropped.values()), item.in_loss),
-            ("rollouts that were packed too often", len(repeated), 0),
-        )  # fmt: skip
-        for what, actual, expected in sums:
-            yield Comparison(
-                what=what, same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"the step counts {actual:,} {what}, there are {expected:,}",
-                expected=f"{expected:,} (what ranks packed)", actual=f"{actual:,} (the step's account)",
-                allowed="exact (counts)", hint="look at what filters the batch before it is packed",
-            )  # fmt: skip
 
 
 @check("ADV001", needs=(LossColumns,), scope="batch")
@@ -262,24 +226,24 @@ def _rate(settings: OptimizerSettings, step: int) -> float:
     return low + left * (high - low)
 
 
-@check("TRN003", needs=(TrainerStep, StepAccount, LossColumns), scope="schedule")
+@check("TRN003", needs=(TrainerStep, LossColumns), scope="schedule")
 def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 
     What it checks: per rank, the counters of Adam and of the scheduler after the step, and the number of tokens in the
-    loss, against the number of the step and the account of the batch; and that all ranks clipped by one norm.
+    loss, against the number of the step and the masks of the batch; and that all ranks clipped by one norm.
     Why it matters: an optimizer that is stepped per micro-batch, skipped, or made anew by a resume, whose bias
     correction then begins again; a norm of one rank's gradients, which clips each rank by another factor.
-    Evidence: train/done, data/account, advantage/columns.
+    Evidence: train/done, advantage/columns.
     Tolerance and its source: exact; these are counts, and one number that all ranks have from one reduction.
     What it does not catch: moments that are wrong, a norm that is wrong on all ranks alike (TRN006).
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
-    for account in trace.of(StepAccount):
-        columns = trace.of(LossColumns, version=account.version)
+    for version in sorted(trace.versions(LossColumns)):
+        columns = trace.of(LossColumns, version=version)
         in_loss = {item.name: int(trace.array(item, "mask").sum()) for item in columns}
         norms: dict[str, Real] = {}
-        for report in trace.of(TrainerStep, version=account.version):
+        for report in trace.of(TrainerStep, version=version):
             norm = norms.setdefault(report.name, report.grad_norm)
             counts = (
                 ("as the norm that it clipped by", report.grad_norm, norm),

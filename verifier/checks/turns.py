@@ -11,7 +11,6 @@ from unicodedata import normalize
 
 import numpy as np
 
-from verifier.checks.named_makers import compare_maker
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -49,7 +48,7 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     calculator finds. What the template puts around any reply, the ids of the whole reply, and the text of each turn as
     the environment reads it, are by a second reader of the tokenizer's files, if there is one. Of any environment, that
     it said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
-    speaks, and that it is the one that the config names. Per rollout of the batch, that its tokens are those of the
+    speaks. Per rollout of the batch, that its tokens are those of the
     episode, and that those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was
     dropped. Per episode of the batch, that each of its turns is there, and that the reward read its last turn. Of up to
     8 problems of an evaluation, others in each, the turns of both answers and what the reward read of them.
@@ -65,10 +64,6 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     versions: dict[int, list[EpisodeTurns]] = defaultdict(list)
     for item in trace.of(EpisodeTurns):
         versions[item.version].append(item)
-        yield from compare_maker(
-            trace, item, item.made_by, knob="environment", what="environment", made="replies",
-            told_by="what made the environment", stage=Stage.DATA,
-        )  # fmt: skip
         for name, turns in _episodes(item).items():
             yield from _given(item, name, turns)
             yield from _said(item, name, turns)

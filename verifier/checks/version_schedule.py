@@ -11,7 +11,8 @@ from verifier.checks.named_weights import compare_answers
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_policy import PolicyColumns, SamplingAsked, WrittenMetrics
+from verifier.core.records_policy import PolicyColumns, SamplingAsked
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.knob import flat
@@ -48,8 +49,8 @@ def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
     weights reach, are that much staler, and every token still has its right log-probability. Answers that are sampled
     before a sync, and claim the version after it, are trained as if on-policy; in bf16 one update of the weights moves
     a log-probability by less than noise.
-    Evidence: advantage/policy ("version"), loss/written (whether the step before has a loss), data/seeds ("weights"),
-    data/asked ("sent"), the manifest's config.
+    Evidence: advantage/policy ("version"), train/previous (whether the step before took an update), data/seeds
+    ("weights"), data/asked ("sent"), the manifest's config.
     Tolerance and its source: exact; versions are copied, and what is sampled depends on seed and step alone.
     What it does not catch: a transfer that brings other weights than its version says (WGT020, ENG001), or weights that
     change after it (ENG008, ENG009); of engines that get adapters, which adapter (LGP011); in flight, new weights that
@@ -60,12 +61,12 @@ def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
     config = flat(trace.manifest.config)
     mode = config.get("grpo.mode")
     for asked in trace.of(SamplingAsked) if mode is not None else ():
-        line = next(trace.of(WrittenMetrics, version=asked.version - 1), None)
+        before = next(trace.of(PreviousStep, version=asked.version - 1), None)
         for policy in trace.of(PolicyColumns, version=asked.version):
             schedule = _Schedule(
                 mode=str(mode), trained=policy.trained_version,
                 steps=int(config.get("grpo.inflight_steps") or max(1, asked.max_answer_tokens // 2)),
-                begins=line is None or not line.recorded, updated=line is None or "loss" in line.values,
+                begins=before is None or not before.here, updated=before is None or before.updated,
             )  # fmt: skip
             columns = ragged.split(trace.array(policy, "version"), policy.lengths)
             drawn = [versions[versions >= 0] for versions in columns]

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from typer.core import TyperCommand
 from verifier.cli.results import show
 from verifier.config import claim_trace
 from verifier.config.load import default, load, resolved
-from verifier.config.words import note
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, entries
@@ -94,7 +92,6 @@ def configured(
             return function(
                 None, traces=[Path(text) for text in traces], **{item.name: options[item.name] for item in own}
             )
-        note(first.annotation, sys.argv)
         loaded, owners = load(
             first.annotation, file=Path(files[0]) if files else config or file_of(**options), flags=flagged,
             overrides=[text for text in overrides or () if text not in files],

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from verifier.cli.results import complain, show
 from verifier.config.commands import next_trace
 from verifier.config.training import TrainConfig
-from verifier.config.words import noted
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError, VerifierError, ViolationFound
 from verifier.report.live_view import LiveView
@@ -60,21 +59,20 @@ def started_judge() -> Iterator[ProcessJudge]:
         pool.shutdown(cancel_futures=True)
 
 
-def train(config: TrainConfig, progress: Progress, view: LiveView | None = None, begins: int = 0) -> int:
+def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:
     """Run the config, in a view if there is one, print how it ended, and return the exit code.
 
     Args:
         config: of the run.
         progress: called with a line of text.
         view: shows metrics and verdicts; None for none.
-        begins: runs that begin, one after another, with what this one leaves.
     """
     from verifier.trainer.controller import Trainer
     from verifier.trainer.first_run import first_of, going_on
 
     if config.first is not None:
         begin = first_of(config)
-        if code := train(begin, progress, view, begins + 1):
+        if code := train(begin, progress, view):
             return code
         config = going_on(config, begin)
     try:
@@ -82,7 +80,7 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None,
             judge = stack.enter_context(started_judge()) if config.verify.steps else None
             if view is not None:
                 stack.enter_context(view.run(config.steps))
-            summary = Trainer(config, progress, judge, view=view, tell=complain, given=noted(begins)).run()
+            summary = Trainer(config, progress, judge, view=view, tell=complain).run()
     except ViolationFound as found:
         show(str(found))
         return found.exit_code

@@ -12,13 +12,13 @@ from verifier.core.record import Count
 FORMAT: Literal[2] = 2
 Scope = Literal[
     "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "continued", "cut", "data",
-    "draws", "dropped", "emptied", "ended", "ends", "engine", "entropy", "estimator", "evaluated", "examined",
-    "export", "exported", "final", "forced", "formula", "frozen", "given", "gradient", "handed", "held", "joined",
-    "kept", "layout", "lengths", "logprob", "measured", "merged", "mismatch", "order", "passes", "penalty", "plan",
+    "draws", "dropped", "emptied", "ends", "engine", "entropy", "estimator", "evaluated", "examined",
+    "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed", "held", "joined",
+    "layout", "lengths", "logprob", "merged", "mismatch", "order", "passes", "penalty", "plan",
     "planned", "policy", "products", "prompts", "read", "recorded", "reference", "replay", "replicas", "reread",
     "resampled", "restarted", "resume", "reward", "rollout", "routers", "routes", "sampled", "saved", "scaled",
-    "schedule", "scored", "sent", "served", "settings", "shown", "sizes", "spot", "stack", "stated", "step", "stored",
-    "summed", "text", "told", "tokens", "transport", "turns", "untouched", "update", "written",
+    "schedule", "scored", "sent", "served", "settings", "spot", "stack", "stated", "step", "stored",
+    "summed", "text", "tokens", "transport", "turns", "untouched", "update",
 ]  # fmt: skip
 """Part of a run's declaration; every check belongs to one."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]

@@ -161,8 +161,6 @@ class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
     seals: tuple[int, ...]
     """Checksum of each text, its gold answer and its reward; empty where a checkpoint that the run goes on from has
     none."""
-    function: str = ""
-    """Function that the process runs, "package.module:function", as it says itself."""
 
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
@@ -215,8 +213,6 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Token ids of each reply by a second reader of the tokenizer's files; none without one, and in older traces."""
     read_texts: tuple[str, ...] = ()
     """Text of each turn by the same reader."""
-    made_by: str = ""
-    """Maker of the environment that replied, "package.module:Class"; empty in older traces."""
 
 
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
@@ -233,53 +229,6 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     entropy_weight: float = 0.0
     temperature: float = 1.0
     """Divisor of the logits."""
-
-
-class StepMetrics(Record, frozen=True, kw_only=True, tag="loss/metrics"):
-    """Numbers that a step shows and writes to its metrics."""
-
-    values: dict[str, Real]
-    """Name -> number; see docs/metrics.md."""
-
-
-class RunSummary(Record, frozen=True, kw_only=True, tag="loss/summary"):
-    """Numbers that a run tells at its end."""
-
-    loss: Real
-    """Loss of its last step with one, nats."""
-    accuracy: Real | None
-    """Share of held-out problems that are solved; None without an evaluation."""
-    alone: bool
-    """It is of an evaluation at the end, of which no line of metrics has the numbers."""
-
-
-Runs = tuple[tuple[int, int], ...]
-"""First and last step of each run of lines, or events, whose steps count by one."""
-
-
-class WrittenMetrics(Record, frozen=True, kw_only=True, tag="loss/written"):
-    """Last line of metrics.jsonl, read back from the file before the next step begins, or once the run has ended."""
-
-    step: int
-    """Step that the line is of; -1 where there is none."""
-    values: dict[str, Real]
-    """Name -> number of the line."""
-    recorded: dict[str, Real]
-    """Numbers of the step's own trace; empty where a run goes on from a checkpoint."""
-    event_step: int = -1
-    """Step of the last event in TensorBoard's file, read back too; -1 where there is none."""
-    event: dict[str, Real] | None = None
-    """Name -> number of that event, in float32; None without TensorBoard."""
-    lines: Runs | None = None
-    """Runs of lines of the whole file, in order; None where nobody looked."""
-    lines_found: Runs = ()
-    """The same as the process found them, before it went on."""
-    begun: int = 0
-    """Step that the process went on from."""
-    events: Runs | None = None
-    """Runs of events in the file that TensorBoard's writer began with the process; None without TensorBoard."""
-    restart: int = -1
-    """Step from which on that file takes the place of earlier ones; -1 where it does not say so."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
@@ -370,19 +319,6 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
     weights: tuple[Count, ...] = ()
     """Versions of the weights that the engines' processes held when they sampled all answers of the evaluation, each
     once; empty of engines that get adapters, and in older traces."""
-
-
-class SolvedProblems(ArrayRecord, frozen=True, kw_only=True, tag="loss/solved"):
-    """Held-out problems of fine-tuning that greedy decoding solves; lists have an entry a problem.
-
-    Arrays, [N] over all tokens: ``mask`` bool, tokens of the response; ``shortfall`` float32, distance of each token's
-    logit to the greatest one, scored once more by the weights of the version, which are still the live ones.
-    """
-
-    ids: tuple[str, ...]
-    lengths: Lengths
-    solved: tuple[bool, ...]
-    """Solved problems, as the evaluation found them; their share is its accuracy."""
 
 
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):

@@ -46,19 +46,13 @@ class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
     """Last turn that was sampled, without its end token."""
 
 
-class StepSizes(Record, frozen=True, kw_only=True, tag="data/sizes"):
-    """Sizes of a step that the config asks for."""
+class PreviousStep(Record, frozen=True, kw_only=True, tag="train/previous"):
+    """The step before the one of the trace, or the last one of a run; the version is that of the weights it left."""
 
-    batch_size: Count
-    """Examples, or prompts, of the step."""
-    group_size: Count = 0
-    """Answers to each prompt; 0 in supervised fine-tuning."""
-    mini_batches: Count = 1
-    """Parts that the rollouts are cut into, in order, one update each."""
-    epochs: Count = 1
-    """Passes over the mini-batches."""
-    live: bool = False
-    """An engine samples the answers; recorded ones may be of any number of prompts."""
+    updated: bool
+    """It took an update, so that weights were sent."""
+    here: bool
+    """The process that recorded the trace took it."""
 
 
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
@@ -77,24 +71,6 @@ class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
     """Text that the chat template may put between an assistant's header and what it says."""
     closing: str = ""
     """Text that it puts after what an assistant says, up to the last special token of the turn."""
-
-
-class StepAccount(Record, frozen=True, kw_only=True, tag="data/account"):
-    """Rollouts and tokens that came into one step, and where they went."""
-
-    rollouts: Count
-    tokens: Count
-    """Tokens of all rollouts, prompts included."""
-    in_loss: Count
-    """Tokens that the rollouts' own masks put in the loss."""
-    trained: Count
-    """Tokens in the loss of the step, in one pass."""
-    unpacked: Count = 0
-    """Rollouts of mini-batches that have no token in the loss."""
-    passes: Count = 1
-    """Passes over the rollouts."""
-    dropped: dict[str, Count] = {}  # noqa: RUF012 - msgspec copies it
-    """Tokens of masks that were left out of the loss, by reason."""
 
 
 class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns"):
@@ -315,21 +291,6 @@ class TrainedUntil(Record, frozen=True, kw_only=True, tag="checkpoint/trained"):
     """Steps that its optimizer counted."""
 
 
-class KeptCheckpoints(Record, frozen=True, kw_only=True, tag="checkpoint/kept"):
-    """Whole checkpoints in the folder of a run before its next step, or at its end; the version is the steps taken."""
-
-    found: tuple[Count, ...]
-    """Step of each, by the names of the folders."""
-    writing: Count = 0
-    """Step of the one that is being written; 0 for none."""
-    begun: Count = 0
-    """Step that this process went on from; 0 for the beginning of the run."""
-    present: tuple[Count, ...] = ()
-    """Checkpoints that it found there when it began, but for any that it refused as damaged."""
-    ended: bool = False
-    """The run has taken its last step, and has saved it."""
-
-
 class WrittenTensors(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/written"):
     """Elements of tensors that one rank gave to be written into a checkpoint, and of what its files have then.
 
@@ -349,13 +310,6 @@ class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
 
     values: dict[str, str]
     """Knob -> value as text; knobs that leave upstream's own value are absent."""
-
-
-class KnobsGiven(Record, frozen=True, kw_only=True, tag="load/given"):
-    """Knobs that words and file of the command gave, or that config.yaml of a run has, by a second reading of them."""
-
-    values: dict[str, str]
-    """Key -> value as text; lists as JSON, nothing as ``null``."""
 
 
 class KnobsReached(Record, frozen=True, kw_only=True, tag="load/reached"):

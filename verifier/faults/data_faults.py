@@ -44,15 +44,6 @@ def held_out_trained_on(call: Call) -> Any:
 
 
 @fault(
-    "verl-project/verl#6362", f"{BATCHES}:save_rollouts(path, rollouts, columns)", caught_by=("DAT002",), **ROW,
-)  # fmt: skip
-def rollout_left_out_unsaid(call: Call) -> Any:
-    """The last rollout of a batch is left out on its way to the ranks, and no account has it."""
-    columns = {name: values[:-1] for name, values in call.columns.items()}
-    return call.faulty(rollouts=call.rollouts[:-1], columns=columns)
-
-
-@fault(
     "THUDM/slime#1445", "verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)",
     caught_by=("ADV003", "DAT004"), **ROW, training=("algorithm=grpo", f"data.rollouts={NUMBERS}"),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.draw_faults import GENERATE, TOP_K, under
-from verifier.faults.fault import TRAINING, Call, Side, fault, held
+from verifier.faults.fault import TRAINING, Call, Side, fault
 
 ROW: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
@@ -65,48 +65,11 @@ def one_seed_for_an_evaluation(call: Call) -> Any:
 
 
 TUNED: dict[str, Any] = {
-    "stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("MET003",),
+    "stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add",
     "training": ("evaluation.num_problems=15", "evaluation.every=1", "optimizer.learning_rate=0.01"),
 }  # fmt: skip
-GREEDY = "verifier.trainer.update_facts_megatron:greedy_answers(trainer, rollouts, batching)"
 EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
 SCORE = "verifier.rewards.scorer:RewardProcess.score(self, ids, completions, answers)"
-
-
-@fault("areal-project/AReaL#1100", GREEDY, **TUNED)
-def last_problems_counted_twice(call: Call) -> Any:
-    """The held-out problems are padded to a multiple of the batch with copies, and these count in the accuracy."""
-    found = call.original()
-    return call.wrong([*found, *found[: -len(found) % 8]])
-
-
-@fault(
-    "rllm-org/rllm#382", GREEDY,
-    **{**TUNED, "caught_by": ("MET004",), "training": ("evaluation.num_problems=15", "evaluation.every=0")},
-)  # fmt: skip
-def failed_problems_left_out_of_the_last_accuracy(call: Call) -> Any:
-    """The accuracy that a run ends with is over the problems that did not fail before they were answered."""
-    return call.wrong(call.original()[:-3])
-
-
-@fault("huggingface/trl#5617", GREEDY, **TUNED)
-def end_token_alone_decides_the_accuracy(call: Call) -> Any:
-    """The accuracy is over other tokens than the loss: a problem is solved where its end token is the likeliest."""
-    import dataclasses
-
-    import numpy as np
-
-    def ends(mask: Any) -> Any:
-        return mask & ~np.append(mask[1:], np.bool_(False))
-
-    return call.faulty(rollouts=[dataclasses.replace(item, mask=ends(item.mask)) for item in call.rollouts])
-
-
-@fault("PeterGriffinJin/Search-R1#56", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)})
-def last_problems_of_an_evaluation_dropped(call: Call) -> Any:
-    """The held-out problems beyond a multiple of the batch are dropped, and the rest is all that accuracy is of."""
-    found = call.original()
-    return call.wrong(found[: len(found) // 8 * 8]) if call.state.get("evaluates") else found
 
 
 @fault("TIGER-AI-Lab/verl-tool#14", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD001",)})
@@ -134,16 +97,7 @@ def evaluation_rewards_as_they_finish(call: Call) -> Any:
     )  # fmt: skip
 
 
-@fault("verl-project/verl#78", EVALUATED, **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)})
-def last_batch_of_an_evaluation_never_asked(call: Call) -> Any:
-    """The loader of held-out problems drops its last batch: no answer of it is sampled, and all counts agree."""
-    own, whole = call.self, len(call.self._held_out) // 8 * 8
-    with held(own, _held_out=own._held_out[:whole], _held_out_prompts=own._held_out_prompts[:whole]):
-        return call.faulty()
-
-
 @evaluation_rewards_as_they_finish.also(EVALUATED)
-@last_problems_of_an_evaluation_dropped.also(EVALUATED)
 @evaluation_rewards_any_number.also(EVALUATED)
 def _evaluates(call: Call) -> Any:
     call.state["evaluates"] = True
@@ -184,43 +138,3 @@ def tuning_evaluated_without_the_first_token(call: Call) -> None:
         for item in load_rollouts(call.file)[0]
     ]  # fmt: skip
     save_rollouts(call.file, short)
-
-
-@fault(
-    "areal-project/AReaL#1636", "verifier.trainer.loop:StepLoop._evaluate(self, step)", side=Side.CONTROLLER,
-    **{**TUNED, "training": ("evaluation.num_problems=15", "evaluation.every=2", "optimizer.learning_rate=0.01")},
-)  # fmt: skip
-def baseline_after_the_first_update(call: Call) -> Any:
-    """The evaluation before the first step waits for the evaluator's first turn, which comes after an update."""
-    if call.step:
-        return call.original()
-    call.state["shown"] = shown = dict[str, float]()
-    call.state["later"] = call.original
-    return shown
-
-
-@baseline_after_the_first_update.also("verifier.trainer.loop:StepLoop._take(self, update, trace, oracle, last)")
-def _evaluate_then(call: Call) -> Any:
-    report = call.original()
-    if (later := call.state.pop("later", None)) is not None:
-        call.fire()
-        call.state["shown"].update(later())
-    return report
-
-
-@fault(
-    "rllm-org/rllm#382 (kin: there it was the accuracy that a run ends with)", EVALUATED,
-    **{**ROW, "stage": Stage.REWARD, "caught_by": ("MET003",)} | {
-        "training": (
-            *(text.replace("every=1", "every=2") for text in ROW["training"]),
-            "grpo.reward=verifier.faults.reward_faults:length_reward",
-        ),
-    },
-)  # fmt: skip
-def failed_problems_left_out_of_the_baseline(call: Call) -> Any:
-    """The numbers of the evaluation before the first step are over the problems that did not fail before an answer."""
-    found = call.original()
-    if call.step:
-        return found
-    given = {item.name.removeprefix("held-out "): item.rewards[:-3] for item in call.self._answered.rewards}
-    return call.wrong({**found, **{name: sum(rewards) / len(rewards) for name, rewards in given.items()}})

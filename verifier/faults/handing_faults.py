@@ -120,7 +120,15 @@ def failed_reward_is_zero(call: Call) -> Any:
     ])  # fmt: skip
 
 
-@fault("verl-project/verl#4268", "verifier.trainer.generation:RewardProcess(name, deadline_s)", **REWARDS)
-def reward_of_ones_own_passed_over(call: Call) -> Any:
-    """A newer loop computes rewards as it samples, by the default function: the one that was asked for is ignored."""
-    return call.faulty(name="answer")
+@fault(
+    "NVIDIA-NeMo/labs-molt#109", "verifier.engine.client:EngineClient.generate(self, prompts, sampling)",
+    stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT007",),
+    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4",
+              "grpo.max_answer_tokens=8"),
+)  # fmt: skip
+def answer_of_a_group_lost(call: Call) -> Any:
+    """An answer is lost on its way from the engine, and the advantages are those of the group that is left."""
+    found = call.original()
+    if len(found[-1]) == 1:
+        return found
+    return call.wrong([*found[:-1], found[-1][:-1]])

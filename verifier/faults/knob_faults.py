@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -41,37 +40,9 @@ def clip_left_at_its_default(call: Call) -> Any:
 
 
 @fault(
-    "talmolab/sleap-nn#301", "verifier.config.load:_overridden(known, overrides)", side=Side.CONTROLLER,
-    training=("optimizer.beta_2=0.99",), **(ROW | {"caught_by": ("CFG002",)}),
-)  # fmt: skip
-def override_lost_while_it_is_read(call: Call) -> Any:
-    """An override of the command line does not reach the config, which keeps its default and which all agree with."""
-    return call.faulty(overrides=[text for text in call.overrides if not text.startswith("optimizer.beta_2")])
-
-
-@fault(
-    "allenai/OLMo#865", "verifier.trainer.first_run:going_on(config, begin)", side=Side.CONTROLLER,
-    training=(BEGUN,), **(ROW | {"caught_by": ("CFG002",)}),
-)  # fmt: skip
-def second_stage_begun_with_the_base(call: Call) -> Any:
-    """A run that is to begin with what another has trained keeps the model that its own config names, the base."""
-    return call.wrong(dataclasses.replace(call.config, first=None))
-
-
-@fault(
     "grammarly/gector#42", "verifier.runs.model_under_test:resolve_model(model, cache, dtype)", side=Side.CONTROLLER,
     training=(BEGUN,), **(ROW | {"caught_by": ("WGT001",)}),
 )  # fmt: skip
 def base_loaded_by_the_second_stage(call: Call) -> Any:
     """The folder of the model that a run is to begin with is not the one that is opened, which holds the base."""
     return call.original() if call.model.startswith("tiny:") else call.faulty(model="tiny:add")
-
-
-@fault(
-    "databricks/cli#6611", "verifier.trainer.run_folder:RunFolder.write_config(self, config)", side=Side.CONTROLLER,
-    training=("verify.every=0",), **{**ROW, "caught_by": ("CFG002",)},
-)  # fmt: skip
-def kept_config_without_overrides(call: Call) -> Any:
-    """The config that a run keeps in its folder is the one before the overrides, and whoever repeats it has another."""
-    rule = dataclasses.replace(call.config.optimizer, weight_decay=0.0)
-    return call.faulty(config=dataclasses.replace(call.config, optimizer=rule))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, held, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, kind, tensors_named
 from verifier.mesh import Mesh
 
 MAKE_MEGATRON_OPTIMIZER = (
@@ -355,21 +354,3 @@ def schedule_ends_with_the_batches(call: Call) -> Any:
     """The schedule's end is the number of batches, and it counts updates: rates are at their least after a quarter."""
     config = call.config
     return call.wrong({**call.original(), "decay_steps": max(config.steps, config.optimizer.warmup_steps + 1)})
-
-
-class _OneEarly(int):
-    """Number of steps, with which a loop over steps compares as if it were one less."""
-
-    def __gt__(self, step: int) -> bool:
-        return int(self) - 1 > step
-
-
-@fault(
-    "verl-project/verl#7401", "verifier.trainer.loop:StepLoop.run(self, done, metrics)", stage=Stage.TRAIN,
-    side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TRN007",), training=("verify.every=0",),
-)  # fmt: skip
-def run_ends_before_its_last_step(call: Call) -> Any:
-    """The loop over steps ends early, and the run exits as if it had trained all that was asked for."""
-    config = call.self.config
-    with held(call.self, config=dataclasses.replace(config, steps=_OneEarly(config.steps))):
-        return call.faulty()

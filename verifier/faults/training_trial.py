@@ -10,7 +10,6 @@ from typing import Any
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.config.words import note, noted
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
@@ -111,9 +110,6 @@ def run_training(
     if begin is not None:
         Trainer(begin, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
     with contextlib.ExitStack() as stack:
-        if at_load:  # as the command does
-            note(TrainConfig, ["verifier", "train", *words])
-            stack.callback(note, TrainConfig, [])
         if inject and fault.side is Side.CONTROLLER:
             stack.enter_context(fault.inject(fire))
         if inject and fault.side is Side.DRIVER:
@@ -123,7 +119,7 @@ def run_training(
             config = first_run.going_on(config, begin)
         warm: dict[str, Any] = {"launcher": launcher, "resources": resources}
         try:
-            Trainer(config, progress, DeferredJudge(), within=within, given=noted(), **warm).run()
+            Trainer(config, progress, DeferredJudge(), within=within, **warm).run()
         except VerifierError as problem:
             if not inject:
                 raise

@@ -117,15 +117,6 @@ def environment_reads_without_special_tokens(call: Call) -> Any:
         return call.faulty()
 
 
-@on_turns(
-    "PrimeIntellect-ai/verifiers#1535 (found in review: the tools of an environment fell back to a default)",
-    "verifier.trainer.episodes:open_environment(name)", training=OWN,
-)  # fmt: skip
-def environment_left_at_its_default(call: Call) -> Any:
-    """The name of the environment is not handed on, and another one replies to the turns: what it says is all right."""
-    return call.faulty(name="verifier.faults.echo:Echo")
-
-
 @on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", TURN, training=OWN)
 def last_reply_never_read(call: Call) -> Any:
     """Turns with a tool and turns in all share one bound, and the turn that would read the last reply is not taken."""

@@ -12,7 +12,7 @@ import numpy as np
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import DataOrder, LossColumns, StepAccount
+from verifier.core.records_trainer import DataOrder, LossColumns
 from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
@@ -107,25 +107,6 @@ def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -
     )  # fmt: skip
 
 
-def record_account(
-    probe: Probe,
-    updates: Sequence[OptimizerUpdate],
-    given: Sequence[Rollout],
-    dropped: Mapping[str, int],
-    *,
-    passes: int = 1,
-) -> None:
-    """Record where the rollouts and tokens of a step went."""
-    probe.emit(
-        StepAccount(
-            name="step", version=updates[0].step, rollouts=len(given), tokens=sum(map(len, given)),
-            in_loss=sum(int(item.mask.sum()) for item in given), passes=passes, dropped=dict(dropped),
-            unpacked=len(given) - sum(len(update.rollouts) for update in updates) // passes,
-            trained=sum(int(item.mask.sum()) for update in updates for item in update.rollouts) // passes,
-        )
-    )  # fmt: skip
-
-
 def weights_of(config: TrainConfig, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Weights of the tokens of one optimizer step."""
     return token_weights(
@@ -193,7 +174,6 @@ class SftPlan:
             self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
             if self.has_text:
                 probe.emit(text)
-            record_account(probe, [update], rollouts, {})
             record_columns(probe, config, update)
             if self._spots and has_spot(step):
                 record_spot(probe, config, step, rollouts, [range(len(rollouts))], score, update.file)

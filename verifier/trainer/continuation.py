@@ -10,14 +10,12 @@ import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import Runs
 from verifier.core.records_run import WrittenState
-from verifier.core.records_trainer import CheckpointNumber, KeptCheckpoints, LoadedState, SavedState, WrittenTensors
+from verifier.core.records_trainer import CheckpointNumber, LoadedState, SavedState, WrittenTensors
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
-from verifier.trainer.checkpoint_folder import STATE, Checkpoints, RunState, digest_of_values, steps_in
+from verifier.trainer.checkpoint_folder import STATE, Checkpoints, RunState, digest_of_values
 from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.metric_lines import MetricLines
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -32,9 +30,6 @@ class Continuation:
         folder: of the run.
         progress: called with a line of text.
         data: of the run, as they were read; None where they are not compared with those before a stop.
-
-    Attributes:
-        lines_found: lines of metrics, as they were found before those behind the checkpoint were removed.
     """
 
     def __init__(
@@ -48,7 +43,6 @@ class Continuation:
         self._unjudged: RunState | None = None
         self._writing: RunState | None = None
         self._ahead: AheadRollouts | None = None
-        self._present: Sequence[int] = ()
         self._stored: list[tuple[int, list[Any]]] = []
         """Step of each checkpoint that was written and not yet recorded, and what each rank read back of it."""
         self._unread: list[int] = []
@@ -56,8 +50,6 @@ class Continuation:
         self._after: dict[int, str] = {}
         """Digest of the batch that came after each that is being written still."""
         self._live: AheadRollouts | None = None
-        self._lines = MetricLines(folder.path / "metrics.jsonl")
-        self.lines_found: Runs = ()
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -73,7 +65,6 @@ class Continuation:
             self._progress(reason)
         step = 0 if at is None else at.step
         path = self._checkpoints.path(step)
-        self._present = [number for number in steps_in(path.parent) if number not in refused]
         if at is not None and at.config != self._digest:
             raise UsageError(
                 f"the checkpoint `{path}` is of a run with other knobs: remove it, or choose another --run"
@@ -83,7 +74,6 @@ class Continuation:
                 f"`{self._folder.path}` has trained {step} steps, --steps is {self._config.steps}: give more"
             )
         self._checkpoints.remove_after(step)
-        self.lines_found = self.lines()
         metrics = self._folder.rewind(step)
         if at is not None:
             self._progress(f"continuing from the checkpoint `{path}`: {step} steps are done")
@@ -96,15 +86,6 @@ class Continuation:
     def updates(self) -> int:
         """Optimizer steps that the checkpoint has taken; 0 without one."""
         return 0 if self._at is None else self._at.updates
-
-    @property
-    def begun(self) -> int:
-        """Step of the checkpoint that the run goes on from; 0 without one."""
-        return 0 if self._at is None else self._at.step
-
-    def lines(self) -> Runs:
-        """Runs of lines of metrics, read back from their file; see `MetricLines.runs`."""
-        return self._lines.runs()
 
     def restore(self, ahead: AheadRollouts | None) -> None:
         """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
@@ -150,27 +131,11 @@ class Continuation:
             )  # fmt: skip
         return True
 
-    def record_kept(self, probe: Probe | None, step: int, *, ended: bool = False) -> bool:
-        """Record the checkpoints that are there after a step, the last one of the run or another.
-
-        Returns:
-            True if one was written since, and what was read back of it is recorded.
-        """
-        if probe is not None:
-            probe.emit(
-                KeptCheckpoints(
-                    name="checkpoints", version=step, found=tuple(steps_in(self._folder.path / "checkpoints")),
-                    writing=0 if self._writing is None else self._writing.step,
-                    begun=self.begun, present=tuple(self._present), ended=ended,
-                )
-            )  # fmt: skip
-        return probe is not None and self._record_stored(probe)
-
     def record_states(self, probe: Probe | None, *, ended: bool = False) -> None:
         """Record the controller's part of what was written, read back, beside the batch that came after it.
 
         Args:
-            probe: of the trace in which `record_kept` has recorded what the ranks read back.
+            probe: of the trace in which `record_stored` has recorded what the ranks read back.
             ended: no step comes after it; else the batch is the one that the step of the trace has taken.
         """
         unread, self._unread = self._unread, []
@@ -197,7 +162,7 @@ class Continuation:
         taken = self._live.taken
         return digest_of_values(self._live.saved() if ended or taken is None else taken.saved())
 
-    def _record_stored(self, probe: Probe) -> bool:
+    def record_stored(self, probe: Probe) -> bool:
         """Record what was read back of the checkpoints since the last record; tells whether there is any."""
         stored, self._stored = self._stored, []
         read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if tensors]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.core.records_policy import RunSummary, WrittenMetrics
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
@@ -64,7 +63,6 @@ class Trainer:
         whole_answers: see `EngineRollouts`.
         view: shows metrics and verdicts as they come; None for none.
         tell: called with a sentence on what is suspected; None for `progress`.
-        given: what the run's command line and file asked for, by a second reading; empty for what is not known.
     """
 
     def __init__(
@@ -79,11 +77,10 @@ class Trainer:
         whole_answers: bool = False,
         view: View | None = None,
         tell: Progress | None = None,
-        given: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._config, self._progress, self._judge, self._view = config, progress, judge, view
         self._tell = tell or progress
-        self._launcher, self._within, self._whole_answers, self._given = launcher, within, whole_answers, given
+        self._launcher, self._within, self._whole_answers = launcher, within, whole_answers
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
         self._held_out: HeldOut | None = None
@@ -146,7 +143,7 @@ class Trainer:
                     judge=self._judge, metrics=line, tell=self._tell, suspicions=Suspicions(folder.suspicions, done),
                 ),
                 rollouts=self._rollouts, ahead=self._ahead,
-                held_out=self._held_out, oracle=oracle, data=self._data, given=self._given,
+                held_out=self._held_out, oracle=oracle, data=self._data,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
@@ -157,7 +154,7 @@ class Trainer:
                 loop.sends_first = other or self._judge is not None
             with in_stage(Stage.ROLLOUT):
                 summary = loop.run(done, metrics)
-            self._export(summary.steps, (loop.written(summary.steps), loop.told(summary)), loop.examine)
+            self._export(loop.last, loop.examine)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -249,18 +246,18 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, step: int, written: Sequence[WrittenMetrics | RunSummary], examine: Examine) -> None:
+    def _export(self, last: PreviousStep, examine: Examine) -> None:
         """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
 
         Raises:
             ViolationFound: they are not, and stay under another name.
         """
-        folder = self._folder.exported
+        folder, step = self._folder.exported, last.version
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
         if trace is not None:
-            trace.record(written, self._continuation, examine)
+            trace.record(last, self._continuation, examine)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         model_files.copy_files(self._model.checkpoint.path, aside)
         if trace is not None and self._judge is not None:

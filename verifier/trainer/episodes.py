@@ -126,7 +126,7 @@ class Episodes:
             prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
-            said=tuple(said), seals=self._environment.take_seals(), made_by=self._environment.path,
+            said=tuple(said), seals=self._environment.take_seals(),
             read_replies=() if self._second is None else tuple(encoded.get(text, ()) for text in said),
             read_texts=() if self._second is None else tuple(
                 self._second.decode(self._unended(turn.sample.tokens)) for _, _, turn in turns

@@ -12,8 +12,8 @@ import numpy as np
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Scope
-from verifier.core.record import Probe, Record
-from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals, SolvedProblems
+from verifier.core.record import Probe
+from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
@@ -75,39 +75,14 @@ def rewards_of_answers(
     )  # fmt: skip
 
 
-class Baseline:
-    """Evidence of an evaluation before the first step, kept until there is the line of metrics that has its numbers."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Record, dict[str, np.ndarray]]] = []
-
-    def keep(self, record: Record, arrays: dict[str, np.ndarray] | None = None) -> None:
-        """Keep a record and its arrays."""
-        self._kept.append((record, arrays or {}))
-
-    def tell(self, probe: Probe) -> bool:
-        """Record what is kept, once; tells whether there is any."""
-        kept, self._kept = self._kept, []
-        for record, arrays in kept:
-            probe.emit(record, arrays or None)
-        return bool(kept)
-
-
-def record_solved(
-    probe: Probe, version: int, held_out: HeldOut, solved: Sequence[bool], score: Score, file: Path
-) -> tuple[SolvedProblems, dict[str, np.ndarray]]:
-    """Score the problems of fine-tuning once more by the live weights, and record tokens of a few.
+def record_held_out(probe: Probe, version: int, held_out: HeldOut, file: Path) -> None:
+    """Record the tokens of a few problems of fine-tuning.
 
     Args:
         probe: recorder of a trace.
-        version: of the live weights, which were evaluated.
+        version: of the weights that were evaluated.
         held_out: the problems.
-        solved: what the evaluation found of each; empty if it was not made.
-        score: by the ranks.
         file: of the problems with their responses.
-
-    Returns:
-        What was found of each problem, beside these scores.
     """
     rollouts, _ = load_rollouts(file)
     few = places(version, len(rollouts))
@@ -115,16 +90,6 @@ def record_solved(
         probe, version, held_out.tokenizer, held_out.files, [rollouts[at] for at in few],
         lambda at: held_out.examples[few[at]], whole=True,
     )  # fmt: skip
-    ids = tuple(example.id for example in held_out.examples)
-    record = SolvedProblems(
-        name="held-out problems", version=version, ids=ids, lengths=tuple(map(len, rollouts)),
-        solved=tuple(solved),
-    )  # fmt: skip
-    arrays = {
-        "mask": np.concatenate([item.mask for item in rollouts], dtype=bool),
-        "shortfall": np.concatenate(score(file, "shortfall"), dtype=np.float32),
-    }
-    return record, arrays
 
 
 def places(version: int, count: int) -> list[int]:

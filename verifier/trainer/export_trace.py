@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Scope
-from verifier.core.records_policy import RunSummary, WrittenMetrics
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.store import Recorder, complete, create
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.continuation import Continuation
@@ -39,7 +38,7 @@ class ExportTrace:
     """
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
-        scopes: list[Scope] = ["final", "ended", "kept", "told", "written"]
+        scopes: list[Scope] = ["final"]
         scopes += ["merged"] if config.lora.rank else []
         self._manifest = replace(
             step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
@@ -51,14 +50,11 @@ class ExportTrace:
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
-    def record(
-        self, written: Sequence[WrittenMetrics | RunSummary], continuation: Continuation, examine: Examine
-    ) -> None:
-        """Record the last line of the run's metrics, what it tells, its checkpoints, and answers of its evaluation."""
+    def record(self, last: PreviousStep, continuation: Continuation, examine: Examine) -> None:
+        """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
-            for item in written:
-                probe.emit(item)
-            found = ["stored"] if continuation.record_kept(probe, self._step, ended=True) else []
+            probe.emit(last)
+            found = ["stored"] if continuation.record_stored(probe) else []
             continuation.record_states(probe, ended=True)
             found += [*examine(probe, self._step)] if self._examines else []
             found += ["reward"] if "examined" in found and self._rereads else []

@@ -150,7 +150,7 @@ class EngineRollouts:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
         assert self._reward is not None
         self.facts, reward = batch.facts, self._config.grpo.reward
-        batch.record(probe, step, reward, self._reward.function)
+        batch.record(probe, step, reward)
         if probe is not None:
             for number, item in enumerate(batch.rounds):
                 self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
@@ -327,7 +327,7 @@ class EngineRollouts:
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
             named = self._reward.take_seals()
-            seals.append(RewardSeals(name=given[-1].name, version=step, seals=named, function=self._reward.function))
+            seals.append(RewardSeals(name=given[-1].name, version=step, seals=named))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
@@ -342,15 +342,15 @@ class EngineRollouts:
         )  # fmt: skip
         return found
 
-    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> Sequence[GivenRewards]:
+    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
         """Record answers of an evaluation since the last call beside scores by the live weights, which are a version.
 
         Returns:
-            Rewards of all its answers, by number; empty if there was none.
+            True if there was one.
         """
         answered, self._answered = self._answered, None
         if answered is None:
-            return []
+            return False
         end = self._tokenizer.eos_id
         ends = (end, *(item for item in ends_of(self._checkpoint, self._tokenizer) if item != end))
         record_answers(probe, answered, version, self._config.grpo, ends, score, file)
@@ -363,7 +363,7 @@ class EngineRollouts:
         record_tokens(
             probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False, chat=self._chat
         )
-        return answered.rewards
+        return True
 
     def _rows(
         self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from verifier.trainer.batches import (
     Score,
     ScoredRollouts,
     Values,
-    record_account,
     record_columns,
     weights_of,
 )
@@ -179,12 +178,6 @@ class GrpoPlan:
         }  # fmt: skip
         updates = self._divided(step, taken, kept, columns, parts)
         if probe is not None:
-            if updates:
-                dropped = Counter[str]()
-                for item, reason in zip(given, reasons, strict=True):
-                    if reason is not None:
-                        dropped[reason] += int(item.mask.sum())
-                record_account(probe, updates, given, dropped, passes=options.epochs)
             probe.emit(
                 Drops(
                     name="batch", version=step, ids=tuple(row.id for row in rows),

@@ -15,13 +15,12 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
-from verifier.config.words import kept
 from verifier.core import ragged
 from verifier.core.manifest import Scope
-from verifier.core.record import Probe, real
-from verifier.core.records_policy import LossTerms, RunSummary, StepMetrics, WrittenMetrics
+from verifier.core.record import Probe
+from verifier.core.records_policy import LossTerms
 from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import KnobsAsked, KnobsGiven, OptimizerSettings, StepSizes
+from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, PreviousStep
 from verifier.core.store import Recorder, complete, create
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
@@ -33,16 +32,16 @@ from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
 from verifier.trainer.continuation import Call, Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import Revival, gone
-from verifier.trainer.evaluation import Baseline, record_solved
+from verifier.trainer.evaluation import record_held_out
 from verifier.trainer.generation import EngineRollouts
-from verifier.trainer.metrics import Metrics, line_of, mean_of, parts_of, told_by_evidence
-from verifier.trainer.run_folder import CONFIG, RunFolder
+from verifier.trainer.metrics import Metrics, line_of, mean_of
+from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_step import SampledStep, is_sampled, record_scored
 from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.token_versions import has_fresh
 from verifier.trainer.upstream_fields import asked
 from verifier.trainer.verdicts import Suspicions, Verdicts
-from verifier.trainer.worker_spec import loss_terms, optimizer_settings, step_sizes
+from verifier.trainer.worker_spec import loss_terms, optimizer_settings
 
 JUDGED_BEHIND = 2
 """Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""
@@ -90,7 +89,6 @@ class StepLoop:
         data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
         sends_first: the engine gets the weights before the first step.
-        given: what the command line and its file asked for; empty for what is not known.
     """
 
     config: TrainConfig
@@ -109,14 +107,10 @@ class StepLoop:
     data: DataAsRead | None = None
     revival: Revival | None = None
     sends_first: bool = False
-    given: Mapping[str, str] = field(default_factory=dict)
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
     _noise: SampledNoise | None = field(default=None, init=False)
-    _recorded: StepMetrics | None = field(default=None, init=False)
-    _solved: Sequence[bool] | None = field(default=None, init=False)
-    _alone: bool = field(default=False, init=False)
-    _baseline: Baseline = field(default_factory=Baseline, init=False)
+    _evaluated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._updates = self.continuation.updates
@@ -134,6 +128,7 @@ class StepLoop:
         """
         config, plan, step, loss = self.config, self.plan, done, metrics.get("loss", float("nan"))
         begins = not done
+        self.last = PreviousStep(name="step", version=done, updated="loss" in metrics, here=False)
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
             trace = self._begin_trace(step) if self.verdicts.judge is not None else None
@@ -143,12 +138,9 @@ class StepLoop:
             started = time.monotonic()
             sampled = None
             with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
-                stored = self.continuation.record_kept(probe, step - 1)
+                stored = probe is not None and self.continuation.record_stored(probe)
                 if probe is not None and step > 1:
-                    probe.emit(self.written(step - 1))
-                given = probe is not None and step == done + 1
-                if given and probe is not None:
-                    self._record_given(probe, step)
+                    probe.emit(self.last)
                 updates = plan.updates(step, self._updates, self._score, probe)
                 self.continuation.record_states(probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
@@ -165,9 +157,9 @@ class StepLoop:
                 self._manifest = step_manifest(
                     config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
                     text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
-                    noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated, written=step > 1,
-                    loaded=begins and bool(updates), given=given, sent=sent,
-                    examined="examined" in examined, measured="measured" in examined,
+                    noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated,
+                    loaded=begins and bool(updates), sent=sent,
+                    examined=bool(examined),
                     fresh=fresh, stored=stored,
                 )  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
@@ -191,7 +183,6 @@ class StepLoop:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
                     self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
-                self._record_metrics(step, trace, {**mean_of(reports), **plan.facts})
                 complete(trace, self._manifest)
                 self.verdicts.ask(step, trace)
                 if self.ahead is not None or sampled is not None:
@@ -204,6 +195,7 @@ class StepLoop:
             times["time_s"] = time.monotonic() - started
             metrics = {"step": step, **begun, **mean_of(reports), **plan.facts, **times}
             loss = metrics.get("loss", loss)
+            self.last = PreviousStep(name="step", version=step, updated=bool(updates), here=True)
             if config.evaluation.every and step % config.evaluation.every == 0:
                 with self.verdicts.first(step):
                     metrics |= self._evaluate(step)
@@ -217,49 +209,17 @@ class StepLoop:
         self.continuation.finish(self.call, wait=True)
         accuracy = metrics.get("accuracy") if metrics.get("held_out_version", step) == step else None
         if accuracy is None:  # or of the evaluation before the only step
-            accuracy, self._alone = self._evaluate(step).get("accuracy"), True
+            accuracy = self._evaluate(step).get("accuracy")
         return TrainSummary(
             steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done,
             suspicions=self.verdicts.suspicions,
         )  # fmt: skip
-
-    def _record_metrics(self, step: int, trace: Path, values: Mapping[str, Any]) -> None:
-        """Record the metrics of a step that its evidence can tell too."""
-        known = {name: real(value) for name, value in told_by_evidence(values).items()}
-        self._recorded = StepMetrics(name="step", version=step, values=known)
-        with contextlib.closing(Recorder(trace, "controller", 1)) as probe:
-            probe.emit(self._recorded)
-
-    def written(self, step: int) -> WrittenMetrics:
-        """Record of the last line of metrics, which is to be of a step, beside what that step's trace has."""
-        line, own = self.folder.last_line(), self._recorded
-        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)} | parts_of(line)
-        return WrittenMetrics(
-            name="metrics.jsonl", version=step, step=int(numbers.pop("step", -1)),
-            values={name: real(float(value)) for name, value in numbers.items()},
-            recorded=own.values if own is not None and own.version == step else {}, lines=self.continuation.lines(),
-            lines_found=self.continuation.lines_found, begun=self.continuation.begun, **self.metrics.shown(),
-        )  # fmt: skip
-
-    def told(self, summary: TrainSummary) -> RunSummary:
-        """Record of what the run tells at its end."""
-        accuracy = None if summary.accuracy is None else real(summary.accuracy)
-        return RunSummary(
-            name="run", version=summary.steps, loss=real(summary.loss), accuracy=accuracy, alone=self._alone
-        )
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint, once every step up to it has been judged."""
         self.verdicts.settle(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
-
-    def _record_given(self, probe: Recorder, step: int) -> None:
-        """Record what the run was asked for, and the config that its folder keeps for whoever repeats it."""
-        if self.given:
-            probe.emit(KnobsGiven(name="command", version=step, values=dict(self.given)))
-        found = kept(TrainConfig, self.folder.path / CONFIG)
-        probe.emit(KnobsGiven(name=CONFIG, version=step, values=found))
 
     def _record_held_out(self, probe: Recorder | None, step: int, *, first: bool) -> bool:
         """Record the problems of the evaluation, on the first step after a start and before each evaluation."""
@@ -281,24 +241,14 @@ class StepLoop:
         """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""
         if probe is None or self.config.engine.quantization:
             return []
-        every, batches = self.config.evaluation.every, self.folder.path / "batches"
-        begins, shown = version == 0 and every > 1, self._baseline.tell(probe)
-        written: list[Scope] = ["measured"] if shown or (every and version and not version % every) else []
+        batches = self.folder.path / "batches"
         if self.rollouts is not None:
             file = batches / "evaluation.safetensors"
-            found = self.rollouts.record_evaluated(probe, version, self._score, file)
-            for item in found if begins else ():
-                self._baseline.keep(item)
-            examined: list[Scope] = ["examined"] if found else []
-            return examined + written if found or shown else []
-        solved, self._solved = self._solved, None
-        file = batches / HELD_OUT
-        if self.held_out is not None and begins:
-            self.held_out.save(file)
-            self._baseline.keep(*record_solved(probe, version, self.held_out, solved or (), self._score, file))
-        elif self.held_out is not None and solved is not None and (written or self._alone):
-            probe.emit(*record_solved(probe, version, self.held_out, solved, self._score, file))
-        return written if solved is not None or shown else []
+            return ["examined"] if self.rollouts.record_evaluated(probe, version, self._score, file) else []
+        if self.held_out is not None and self._evaluated:
+            record_held_out(probe, version, self.held_out, batches / HELD_OUT)
+        self._evaluated = False
+        return []
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""
@@ -384,7 +334,6 @@ class StepLoop:
             probe.emit(KnobsAsked(name="config", version=step, values=asked(self.config)))
             probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(self.config)))
             probe.emit(LossTerms(name="loss", version=step, **loss_terms(self.config)))
-            probe.emit(StepSizes(name="step", version=step, **step_sizes(self.config)))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the weights of a step on the held-out problems, if there are any."""
@@ -395,5 +344,5 @@ class StepLoop:
         file = self.folder.path / "batches" / HELD_OUT
         if not file.exists():
             self.held_out.save(file)
-        self._solved = answers = self.call("evaluate", batch=str(file))[0]
+        answers, self._evaluated = self.call("evaluate", batch=str(file))[0], True
         return {"accuracy": sum(answers) / len(answers), "held_out_version": float(step)}

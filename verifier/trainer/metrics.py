@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from verifier.config.training import TrainConfig
-from verifier.core.record import real
 from verifier.platform.provenance import gpu_names
 from verifier.runs.model_under_test import ModelUnderTest
-from verifier.trainer.event_file import EventFile
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.signs import WINDOW, mismatch_trend, signs_of
 from verifier.trainer.throughput import utilisation_of
 from verifier.trainer.wandb_offline import Log, wandb_log
 
-SHOWN = (
-    "reward", "answer_tokens", "mixed_groups", "truncated_share", "loss", "grad_norm", "learning_rate", "num_tokens",
-    "entropy", "kl", "clipped_share", "staleness", "dropped_stale", "turns", "sampling_rounds", "replaced_groups",
-    "tokens", "sampled_tokens", "scored_tokens", "mismatch_max", "mismatch_p99", "mismatch_k3", "ratio_gap",
-    "clamped_share",
-)  # fmt: skip
-"""Metrics of a step that its evidence can tell too, and the parts of `BY_POSITION`."""
 EVENTS = "tensorboard"
 """Folder of TensorBoard's files in that of a run."""
 BY_POSITION = "mismatch_by_position"
@@ -65,7 +55,6 @@ class Metrics:
         self._last: deque[Mapping[str, Any]] | None = None
         self._restarted = False
         self._suspected: list[str] = []
-        self._events: EventFile | None = None
 
     def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
         """Write the metrics of a step and what follows from them: rates, MFU, trend of the mismatch, signs.
@@ -100,18 +89,6 @@ class Metrics:
         if self._view is not None:
             self._view.judged(step, exit_code)
 
-    def shown(self) -> dict[str, Any]:
-        """Fields of `WrittenMetrics` on TensorBoard's events, read back from their file; none without TensorBoard."""
-        if self._writer is None:
-            return {}
-        self._writer.flush()
-        self._events = self._events or EventFile(self._folder.path / EVENTS)
-        step, numbers = self._events.last()
-        event = {tag.rpartition("/")[2]: real(value) for tag, value in numbers.items()}
-        return {
-            "event_step": step, "event": event, "events": self._events.runs, "restart": self._events.restart,
-        }  # fmt: skip
-
     def _add_event(self, step: int, numbers: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -141,18 +118,6 @@ def _numbers_of(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}_{at}", part) for at, part in enumerate(value, 1) if part is not None)
         elif name != "step":
             yield name, float(value)
-
-
-def told_by_evidence(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of a step's metrics that its evidence can tell too; the parts of a list are numbered from 1."""
-    found = {name: float(values[name]) for name in SHOWN if name in values}
-    return found | parts_of(values)
-
-
-def parts_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of `BY_POSITION` by name, NaN for one that has no tokens."""
-    parts = enumerate(values.get(BY_POSITION, ()), 1)
-    return {f"{BY_POSITION}_{at}": math.nan if part is None else float(part) for at, part in parts}
 
 
 def _group(name: str) -> str:

@@ -38,8 +38,6 @@ from verifier.trainer import update_log
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
-LONGEST_LINE = 1 << 20
-"""Bytes of a line of metrics, at most; they grow with the greatest length of an answer."""
 FINISHED, KNOBS, CONFIG = "finished.json", "knobs.json", "config.yaml"
 
 
@@ -113,22 +111,6 @@ class RunFolder:
         """Metrics of the last steps, so many at most, the newest last."""
         file = self.path / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()[-count:]] if file.exists() else []
-
-    def last_line(self) -> dict[str, Any]:
-        """Metrics of the last step, read back from the end of their file; empty without any.
-
-        A line that cannot be read counts as none: it says nothing of a step.
-        """
-        file = self.path / "metrics.jsonl"
-        if not file.exists():
-            return {}
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - LONGEST_LINE))
-            lines = stream.read().splitlines()
-        with contextlib.suppress(ValueError, IndexError):
-            found: dict[str, Any] = json.loads(lines[-1])
-            return found
-        return {}
 
     def finish(self, asked: int, **ended: float | None) -> None:
         """Write how the run ended, and for how many steps it was asked."""

@@ -79,14 +79,13 @@ class SampledBatch:
             for item in self.rounds
         ]  # fmt: skip
 
-    def record(self, probe: Probe | None, step: int, reward: str, function: str) -> None:
+    def record(self, probe: Probe | None, step: int, reward: str) -> None:
         """Record prompts, and which groups were replaced, in the trace of the step.
 
         Args:
             probe: of the step; None records nothing.
             step: from 1.
             reward: name of the reward.
-            function: that the reward's process runs.
         """
         if probe is None:
             return
@@ -105,7 +104,7 @@ class SampledBatch:
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip
-            probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals), function=function))
+            probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals)))
             if self.limit == 1:
                 continue
             lost = item.without_variance() if number + 1 < self.limit else []

@@ -95,9 +95,9 @@ def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
 def step_manifest(
     config: TrainConfig, model: ModelUnderTest, step: int, *, resumed: bool = False, sampled: bool = False,
     dropped: bool = False, fresh: bool = True, noise: bool = False, text: bool = True, unread: int = 0,
-    rewarded: bool = True, restarted: bool = False, evaluated: bool = False, written: bool = False,
-    loaded: bool = False, given: bool = False, sent: bool = False,
-    examined: bool = False, measured: bool = False, stored: bool = False,
+    rewarded: bool = True, restarted: bool = False, evaluated: bool = False,
+    loaded: bool = False, sent: bool = False,
+    examined: bool = False, stored: bool = False,
 ) -> Manifest:  # fmt: skip
     """Identity of the trace of a step.
 
@@ -116,10 +116,7 @@ def step_manifest(
         restarted: engines that sampled it had been started again.
         evaluated: the problems of the evaluation are recorded.
         loaded: it is the first that the ranks train on after they loaded the model's checkpoint.
-        written: the metrics of the step before it are in their file.
-        given: what the command was asked for is recorded.
         examined: answers of an evaluation are recorded.
-        measured: so is what the numbers are a mean of that the metrics have of it.
         sent: the engine got the weights that sample it, and this is recorded.
         stored: a checkpoint was written since the step before, and some of it was read back.
     """
@@ -162,10 +159,8 @@ def step_manifest(
     unreread = why_unread(model.checkpoint.path) if live or config.algorithm == "sft" else ""
     scopes += ["reread"] if (live or config.algorithm == "sft") and not unreread else []
     scopes += ["evaluated"] if evaluated else []
-    scopes += ["given"] if given else []
-    scopes += ["sizes"] if dropped else ["sizes", "stated"]
+    scopes += [] if dropped else ["stated"]
     engine_facts = replace(facts, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else facts
-    scopes += ["kept", "shown", "written"] if written else ["kept", "shown"]
     scopes += ["stored"] if stored else []
     if not dropped and (config.megatron.moe_bias_update_rate or has_score_bias(sizes)):
         scopes.append("balance")
@@ -207,7 +202,6 @@ def step_manifest(
     known = noise or model.dtype == "float32"
     scopes += ["examined"] if examined else []
     gaps += [NO_EXAM.format(dtype=model.dtype)] if examined and not known else []
-    scopes += ["measured"] if measured else []
     scopes += ["spot"] if has_spot(step) and not no_spot else []
     gaps += [NO_SPOT.format(why=no_spot)] if no_spot else []
     gaps += [UNREAD.format(unread=unread)] if unread else []

@@ -67,17 +67,6 @@ def loss_terms(config: TrainConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step_sizes(config: TrainConfig) -> dict[str, Any]:
-    """Fields of `StepSizes`."""
-    options, sizes = config.grpo, {"batch_size": config.data.batch_size}
-    if config.algorithm == "sft":
-        return sizes
-    return {
-        **sizes, "group_size": options.group_size, "mini_batches": options.mini_batches, "epochs": options.epochs,
-        "live": config.data.rollouts is None,
-    }  # fmt: skip
-
-
 def loss_of(config: TrainConfig) -> tuple[str, LossOptions]:
     """Name and options of the loss that ranks apply."""
     options = config.grpo

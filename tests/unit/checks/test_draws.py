@@ -13,9 +13,9 @@ import pytest
 from verifier.checks.draws import _mixed, _won, answers_drawn_unfairly, greatest_variance
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked, WrittenMetrics
+from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
 from verifier.core.records_tokens import Rollouts
-from verifier.core.records_trainer import LossColumns
+from verifier.core.records_trainer import LossColumns, PreviousStep
 from verifier.core.trace import Trace
 
 VOCABULARY, TOKENS = 40, 400
@@ -151,7 +151,7 @@ def test_a_version_without_an_update_is_sampled_by_the_adapter_sent_before_it():
     lora, zero = {"lora": {"rank": 8, "sync": "adapter"}}, "adapter=version-000000"
     assert not wrong(shaped=(zero,), config=lora, asked={"sent": (0,)})
     assert wrong(shaped=("adapter=version-000001",), config=lora, asked={"sent": (0,)}) == ["requests of round 0"]
-    line = WrittenMetrics(name="metrics.jsonl", version=1, step=1, values={"loss": 0.5}, recorded={})
+    line = PreviousStep(name="step", version=1, updated=True, here=False)
     assert wrong(shaped=(zero,), config=lora, asked={"sent": (0,)}, line=line) == ["requests of round 0"]
     for sent in ((), (2,)):  # of an older trace, and of a batch that a checkpoint has
         assert not wrong(shaped=(zero,), config=lora, asked={"sent": sent})

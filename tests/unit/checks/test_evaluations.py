@@ -12,7 +12,8 @@ import pytest
 
 from verifier.checks.evaluations import evaluation_by_other_policy
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EvaluatedAnswers, WrittenMetrics
+from verifier.core.records_policy import EvaluatedAnswers
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
 from verifier.trainer.evaluation import PROBLEMS, places
 
@@ -34,11 +35,11 @@ def wrong(
         greedy=(False, True), max_answer_tokens=2, end=9, other_ends=(8,), array="all", shaped=shaped, sent=sent,
         seeds=seeds, weights=weights,
     )  # fmt: skip
-    line = WrittenMetrics(name="metrics.jsonl", version=3, step=3, values={"loss": 1.0} if updated else {}, recorded={})
+    before = PreviousStep(name="step", version=3, updated=updated, here=False)
     config = {"seed": 2, "grpo": {"max_turns": 2}} | (config or {})
     trace = Trace(
         Manifest(dtype=dtype, model="tiny:add", complete=True, config=config),
-        [record, line],
+        [record, before],
         {"all": arrays}.__getitem__,
     )
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]

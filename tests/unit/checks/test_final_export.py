@@ -7,8 +7,6 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.manifest import Manifest
-from verifier.core.records_policy import WrittenMetrics
 from verifier.core.records_weights import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
@@ -21,7 +19,6 @@ from verifier.core.records_weights import (
     UpdatedShard,
     WrittenShard,
 )
-from verifier.core.trace import Trace
 
 
 def held(name, content, version=3):
@@ -104,23 +101,6 @@ def test_an_alpha_of_its_own_for_some_linears_is_seen(code):
         'the exported adapter\'s configuration asks a reader for alpha_pattern = {"down_proj": 8} besides rank, alpha '
         "and linears"
     )
-
-
-@pytest.mark.parametrize(
-    ("asked", "enough", "accuracy", "verdict"),
-    [
-        (3, 2.0, None, Verdict.HOLDS), (4, 2.0, None, Verdict.VIOLATED), (2, 2.0, None, Verdict.VIOLATED),
-        (4, 0.5, 0.5, Verdict.HOLDS), (4, 0.5, 0.25, Verdict.VIOLATED), (4, 0.5, None, Verdict.VIOLATED),
-        (2, 0.5, 0.75, Verdict.VIOLATED), (3, 0.5, 0.75, Verdict.HOLDS),
-    ],
-)  # fmt: skip
-def test_a_run_ends_at_its_last_step_or_where_it_may_stop(asked, enough, accuracy, verdict):
-    """The files are of step 3."""
-    values = {} if accuracy is None else {"accuracy": accuracy}
-    line = WrittenMetrics(name="metrics.jsonl", version=3, step=3, values=values, recorded={})
-    manifest = Manifest(complete=True, config={"steps": asked, "evaluation": {"stop_above": enough}})
-    outcome = run_check(REGISTRY["TRN007"], Trace(manifest, [*files({"a": "1"}), line]))
-    assert (outcome.error, outcome.verdict) == (None, verdict)
 
 
 @pytest.mark.parametrize(("synced", "verdict"), [((3, 4), Verdict.HOLDS), ((3,), Verdict.VIOLATED)])

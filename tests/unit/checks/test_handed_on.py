@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.training_traces import training
-from verifier.checks.named_makers import MAKERS
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
@@ -21,7 +20,6 @@ from verifier.core.records_tokens import GivenRoutes, Rollouts
 from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
-from verifier.rewards.scorer import REWARDS
 
 VERSIONS = np.array([-1, 0, 0, -1, 1, 1, -1, 0], np.int32)
 """Episode `a` of two turns, with a reply of one token between them, and `b` of one."""
@@ -174,25 +172,6 @@ def test_rewards_of_an_evaluation_have_seals_of_their_own():
     assert rewarded((1.0, 2.0), name=name, sealed=name) == (Verdict.VIOLATED, 2, "x")
     assert rewarded(name=name)[0] is Verdict.INCONCLUSIVE
     assert rewarded(sealed=name)[0] is Verdict.INCONCLUSIVE
-
-
-@pytest.mark.parametrize(
-    ("asked", "runs", "verdict"),
-    [
-        ("answer", MAKERS["reward"]["answer"], Verdict.HOLDS), ("a:b", "a:b", Verdict.HOLDS),
-        ("a:b", MAKERS["reward"]["answer"], Verdict.VIOLATED), ("answer", "a:b", Verdict.VIOLATED),
-        ("of_a_plugin", "a:b", Verdict.INCONCLUSIVE), ("a:b", "", Verdict.INCONCLUSIVE),
-    ],
-)  # fmt: skip
-def test_the_function_is_the_one_that_was_asked_for(asked, runs, verdict):
-    given = GivenRewards(name="rewards", version=1, reward=asked, ids=(), texts=(), answers=(), rewards=())
-    seals = RewardSeals(name="round 0", version=1, seals=(), function=runs)
-    manifest = Manifest(config={"grpo": {"reward": asked}})
-    assert run_check(REGISTRY["RWD003"], Trace(manifest, [given, seals])).verdict is verdict
-
-
-def test_both_tables_of_rewards_agree():
-    assert MAKERS["reward"] == REWARDS
 
 
 def test_without_seals_nothing_is_said_of_rewards():

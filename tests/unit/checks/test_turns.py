@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.checks.named_makers import MAKERS
 from verifier.checks.turns import calculated, turn_differs_from_episode
 from verifier.core.manifest import Manifest
 from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.seal import seal_of_reply
 from verifier.core.trace import Trace
 from verifier.environments.calculator import Calculator
-from verifier.environments.environment import ENVIRONMENTS
 
 CASES = {
     "37+85=": "122", "is 2*3+4=": "10", "4+2*3=": "10", "2-5=": "-3", "7=": "7", "1-2*3-4=": "-9", "1++2=": "2",
@@ -136,32 +134,6 @@ def test_a_reward_reads_the_last_turn_of_an_episode(name, step_wise, text, wrong
     )
     found = turn_differs_from_episode(Trace(Manifest(), [turns, given], {}.__getitem__))
     assert [item.what for item in found if not item.same] == wrong
-
-
-@pytest.mark.parametrize(
-    ("asked", "made_by", "wrong"),
-    [
-        ("calculator", "verifier.environments.calculator:Calculator", []),
-        ("mine:Tool", "mine:Tool", []),
-        ("mine:Tool", "", []),  # of an older trace
-        (None, "mine:Tool", []),  # of a trace that names none
-        ("mine:Tool", "mine:Other", ["environment of round 0"]),
-        ("mine:Tool", "verifier.environments.calculator:Calculator", ["environment of round 0"]),
-        ("calculator", "mine:Tool", ["environment of round 0"]),
-    ],
-)
-def test_the_environment_is_the_one_that_was_asked_for(asked, made_by, wrong):
-    turns = EpisodeTurns(
-        name="round 0", version=1, environment="mine:Tool", max_turns=2, step_wise=False, before="", after="", end=3,
-        episodes=(), indices=(), prompts=(), sampled=(), texts=(), replies=(), said=(), made_by=made_by,
-    )  # fmt: skip
-    manifest = Manifest(config={} if asked is None else {"grpo": {"environment": asked}})
-    found = turn_differs_from_episode(Trace(manifest, [turns], {}.__getitem__))
-    assert [item.what for item in found if not item.same] == wrong
-
-
-def test_both_tables_of_environments_agree():
-    assert MAKERS["environment"] == ENVIRONMENTS
 
 
 def test_an_environment_is_not_asked_about_turns_that_were_cut_off_or_are_the_last():

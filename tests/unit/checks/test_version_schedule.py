@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from tests.snapshots.training_traces import training
 from verifier.checks.version_schedule import version_of_another_schedule
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import PolicyColumns, RequestSeeds, SamplingAsked, WrittenMetrics
+from verifier.core.records_policy import PolicyColumns, RequestSeeds, SamplingAsked
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
 
 STEP = 5
@@ -46,9 +47,7 @@ def wrong(
             OF_KIND[PolicyColumns], version=STEP, trained_version=STEP - 1, ids=ids[: len(columns)],
             lengths=tuple(map(len, columns)), array="policy",
         ),
-        WrittenMetrics(
-            name="metrics.jsonl", version=STEP - 1, step=STEP - 1, values=values, recorded={} if begins else values
-        ),
+        PreviousStep(name="step", version=STEP - 1, updated="loss" in values, here=not begins),
     ]  # fmt: skip
     config = {"grpo": {"mode": mode, "inflight_steps": steps}}
     trace = Trace(Manifest(complete=True, config=config), records, {"policy": {"version": np.concatenate(columns)}}.get)

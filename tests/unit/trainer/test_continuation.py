@@ -43,10 +43,9 @@ def test_what_ranks_read_back_is_recorded_once_with_the_next_evidence(tmp_path):
     for step in (1, 2):
         continuation.begin(lambda name, **_: [tensors, []], step, step)
         continuation.finish(lambda name, **_: [tensors, []], wait=True)
-    assert not continuation.record_kept(None, 2)
-    assert continuation.record_kept(probe, 2)
-    assert not continuation.record_kept(probe, 2)
-    _, first, second, _ = records
+    assert continuation.record_stored(probe)
+    assert not continuation.record_stored(probe)
+    first, second = records
     assert [(item.name, item.version, item.counts, item.found) for item, _ in (first, second)] == [
         ("rank 0", 1, (2, 1), (2, 0)), ("rank 0", 2, (2, 1), (2, 0))
     ]  # fmt: skip
@@ -88,18 +87,6 @@ def test_a_checkpoint_without_the_batch_that_was_sampled_ahead_says_so(tmp_path,
     assert any(item.name == "data/rollouts" for item in records) is missed
 
 
-def test_checkpoints_are_told_by_the_folders_that_have_a_manifest(tmp_path):
-    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
-    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
-    for name in ("000004", "1000000", "000005.partial", "000003"):
-        (tmp_path / "checkpoints" / name).mkdir()
-    for name in ("000004", "1000000", "000005.partial"):
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
-    records: list[Any] = []
-    continuation.record_kept(SimpleNamespace(emit=records.append), 9, ended=True)  # type: ignore[arg-type]
-    assert [(item.found, item.writing, item.begun, item.ended) for item in records] == [((4, 1000000), 0, 0, True)]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_written_is_read_back_beside_the_batch_that_came_next(tmp_path, late):
     """A checkpoint that is written in the background may be whole a step later, when another batch is taken."""
@@ -113,15 +100,15 @@ def test_what_was_written_is_read_back_beside_the_batch_that_came_next(tmp_path,
     probe: Any = SimpleNamespace(emit=lambda record, arrays=None: records.append(record))
     continuation.begin(lambda name, **_: [tensors], 1, 1, taken.saved())
     if late:
-        continuation.record_kept(probe, 1)
+        continuation.record_stored(probe)
         continuation.record_states(probe)
         ahead.taken = SimpleNamespace(saved=lambda: [{"groups": [["the one after"]]}])
     continuation.finish(lambda name, **_: [tensors], wait=True)
-    continuation.record_kept(probe, 2)
+    continuation.record_stored(probe)
     continuation.record_states(probe)
     continuation.begin(lambda name, **_: [tensors], 2, 2, taken.saved())
     continuation.finish(lambda name, **_: [tensors], wait=True)
-    continuation.record_kept(probe, 2, ended=True)
+    continuation.record_stored(probe)
     continuation.record_states(probe, ended=True)
     states = [item for item in records if isinstance(item, WrittenState)]
     assert [(item.version, item.numbers["step"], item.rollouts == item.after) for item in states] == [

@@ -1,4 +1,4 @@
-"""The order of a step without an update: what becomes of an engine that scoring has put to sleep.
+"""The order of steps: what becomes of an engine that sleeps, when a run evaluates, trains and ends.
 
 What this does not exercise: an engine that sleeps, which takes a GPU (tests/h100/test_train_gpu.py).
 """
@@ -18,9 +18,10 @@ from verifier.trainer.verdicts import Suspicions, Verdicts
 
 
 def calls_of(
-    tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1, steps: int = 2
-) -> list[tuple[str, dict[str, Any]]]:
-    """Calls of the ranks in a run whose steps drop all of their groups."""
+    tmp_path, monkeypatch, *words: str, refused: str = "", every: int = 1, steps: int = 2, updates: int = 0,
+    accuracy: float = 0.0,
+) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """Calls of the ranks in a run whose steps drop all of their groups, or take so many updates each."""
     monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
     asked = (f"steps={steps}", f"evaluation.every={every}", f"run={tmp_path}")
     knobs = ("model=tiny:add", "algorithm=grpo", *asked, *words)
@@ -28,18 +29,19 @@ def calls_of(
 
     def call(name: str, **given: Any) -> list[Any]:
         found.append((name, given))
-        return [(refused, {}, "")]
+        return [{"loss": 1.0, "grad_norm": 1.0}] if name == "train" else [(refused, {}, "")]
 
     def evaluate(step: int, *, judged: bool = False) -> dict[str, float]:
         found.append(("sample", {"step": step}))
-        return {"accuracy": 0.0, "held_out_version": float(step)}
+        return {"accuracy": accuracy if step else 0.0, "held_out_version": float(step)}
 
+    taken = [SimpleNamespace(step=0, number=at, file="f", first=not at, rollouts=[]) for at in range(updates)]
     plan = SimpleNamespace(
-        updates=lambda *given: [], facts={}, scored=None, has_text=False, unread=0, reads_rewards=False
+        updates=lambda *given: taken, facts={}, scored=None, has_text=False, unread=0, reads_rewards=False
     )
     continuation = SimpleNamespace(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
-        finish=lambda *given, wait: None, record_kept=lambda *given: None, record_states=lambda *given: None,
+        finish=lambda *given, wait: None, record_stored=lambda *given: False, record_states=lambda *given: None,
     )  # fmt: skip
     metrics = SimpleNamespace(add=lambda *given: None)
     StepLoop(
@@ -62,6 +64,16 @@ def test_an_engine_that_fell_asleep_gets_the_weights_before_it_samples(tmp_path,
 def test_a_run_of_one_step_ends_with_the_accuracy_of_its_own_weights(tmp_path, monkeypatch):
     found = calls_of(tmp_path, monkeypatch, steps=1, every=2)
     assert [given["step"] for name, given in found if name == "sample"] == [0, 1]
+
+
+@pytest.mark.parametrize(("enough", "taken"), [(2.0, 3), (0.5, 2)])
+def test_a_run_takes_all_its_steps_unless_an_evaluation_lets_it_stop(tmp_path, monkeypatch, enough, taken):
+    """Each step trains, syncs and is evaluated where that is due: every second one, and what the run begins with."""
+    asked = f"evaluation.stop_above={enough}"
+    found = calls_of(tmp_path, monkeypatch, asked, steps=3, every=2, updates=2, accuracy=0.75)
+    order = [("sample", 0), *[("train", 0)] * 2, ("sync", 1), *[("train", 0)] * 2, ("sync", 2), ("sample", 2)]
+    more = [*[("train", 0)] * 2, ("sync", 3), ("sample", 3)] if taken == 3 else []
+    assert [(name, given.get("version", given.get("step"))) for name, given in found] == order + more
 
 
 def test_an_engine_that_stays_awake_gets_no_weights_without_an_update(tmp_path, monkeypatch):

@@ -101,3 +101,27 @@ def test_tensorboard_shows_steps_that_are_taken_again_once(tmp_path):
     written(tmp_path, [{"step": step, "loss": 10.0 * step} for step in (2, 3)])
     curve = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(item.step, item.value) for item in curve.Scalars("step/loss")] == [(1, 1.0), (2, 20.0), (3, 30.0)]
+
+
+def test_tensorboard_has_each_number_of_a_line_at_its_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    line = {"step": 7, "reward": 0.5, "accuracy": 0.25, "train_s": 2.0, "mismatch_by_position": [0.5, None]}
+    written(tmp_path, [line])
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {tag: [(item.step, item.value) for item in curves.Scalars(tag)] for tag in curves.Tags()["scalars"]}
+    assert shown == {
+        "rollout/reward": [(7, 0.5)], "held-out/accuracy": [(7, 0.25)], "time/train_s": [(7, 2.0)],
+        "mismatch/mismatch_by_position_1": [(7, 0.5)],
+    }  # fmt: skip
+
+
+def test_a_resume_keeps_the_lines_up_to_its_checkpoint_and_adds_one_a_step(tmp_path):
+    for name in ("batches", "steps"):
+        (tmp_path / name).mkdir()
+    written(tmp_path, [{"step": step, "loss": float(step)} for step in (1, 2, 3)])
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')  # cut by the stop
+    assert RunFolder(tmp_path).rewind(2) == {"step": 2, "loss": 2.0}
+    lines = written(tmp_path, [{"step": step, "loss": 10.0 * step} for step in (3, 4)])
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
-from verifier.trainer.run_folder import KNOBS, RunFolder, opened
+from verifier.trainer import first_run
+from verifier.trainer.run_folder import CONFIG, KNOBS, RunFolder, opened
 
 
 def config_of(run: Path, *knobs: str) -> TrainConfig:
@@ -73,3 +75,20 @@ def test_another_value_is_refused(tmp_path):
         "holds a run with lora.rank=null, and lora.rank=8 is asked for: give the same value to continue it, or choose "
         "another --run"
     )
+
+
+def test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by(tmp_path):
+    words = ("optimizer.weight_decay=0.25", "optimizer.beta_2=0.99", "grpo.clip_low=0.1", "data.batch_size=16")
+    config = config_of(tmp_path / "run", *words)
+    assert (config.optimizer.weight_decay, config.optimizer.beta_2, config.data.batch_size) == (0.25, 0.99, 16)
+    with opened(config) as folder:
+        folder.write_config(config)
+    kept, _ = load(TrainConfig, file=tmp_path / "run" / CONFIG, overrides=[f"run={tmp_path / 'run'}"])
+    assert kept == config
+
+
+def test_a_second_stage_trains_what_the_first_has_left(tmp_path):
+    begin = config_of(tmp_path / "run" / "first")
+    config = replace(config_of(tmp_path / "run", "seed=7"), first=tmp_path / "first.yaml")
+    going = first_run.going_on(config, begin)
+    assert (going.model, going.first, going.seed) == (str(tmp_path / "run" / "first" / "hf_model"), None, 7)

@@ -1,0 +1,335 @@
+"""Bugs that shipped elsewhere, planted into the trainer's own functions: the unit test of each has to fail.
+
+Each was a fault of the catalogue, caught by a check of a trace; docs/former-checks.md has what holds it now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer import test_checkpoint_folder, test_loop, test_metrics, test_run_folder
+from tests.unit.trainer import test_evaluated_numbers as evaluated
+from tests.unit.trainer import test_step_facts as facts
+from tests.unit.trainer import test_step_terms as terms
+from verifier.faults.fault import Call, held, replaced
+
+FACTS = "verifier.trainer.grpo_plan:_facts(config, step, rows, given, reasons, old)"
+EVENT = "verifier.trainer.metrics:Metrics._add_event(self, step, numbers)"
+GREEDY = "verifier.trainer.update_facts_megatron:greedy_answers(trainer, rollouts, batching)"
+EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
+EVALUATE = "verifier.trainer.loop:StepLoop._evaluate(self, step)"
+PLAN = "verifier.trainer.grpo_plan:GrpoPlan.updates(self, step, taken, score, probe)"
+ROLLOUTS = "verifier.trainer.generation:EngineRollouts.__init__(self, config, checkpoint, whole_answers)"
+CHECKPOINTS = "verifier.trainer.checkpoint_folder:Checkpoints"
+RUN = "verifier.trainer.loop:StepLoop.run(self, done, metrics)"
+
+
+class OneEarly(int):
+    """Number of steps, with which a loop compares as if it were one less."""
+
+    def __gt__(self, step: int) -> bool:
+        return int(self) - 1 > step
+
+
+@contextmanager
+def eights(own: Any) -> Any:
+    """Held-out problems beyond a multiple of eight are dropped."""
+    whole = len(own._held_out) // 8 * 8
+    with held(own, _held_out=own._held_out[:whole], _held_out_prompts=own._held_out_prompts[:whole]):
+        yield
+
+
+def of_eights(call: Call) -> Any:
+    with eights(call.self):
+        return call.faulty()
+
+
+def without_failures(call: Call) -> Any:
+    return call.wrong({**call.original(), "accuracy": 1.0})
+
+
+def of_what_stays(call: Call) -> Any:
+    return call.faulty(rows=[row for row, why in zip(call.rows, call.reasons, strict=True) if why is None])
+
+
+def with_prompts(call: Call) -> Any:
+    found = call.original()
+    return call.wrong({**found, "answer_tokens": found["answer_tokens"] + 3})
+
+
+def cut_by_longest(call: Call) -> Any:
+    ends = [len(row.response) for row in call.rows]
+    return call.wrong({**call.original(), "truncated_share": 1 - ends.count(max(ends)) / len(ends)})
+
+
+def meant_by_answer(call: Call) -> Any:
+    from verifier.trainer.mismatch import mismatch_facts
+
+    pairs = zip(call.given, call.old, strict=True)
+    means = [mismatch_facts((own - item.logprobs)[3:])["mismatch_k3"] for item, own in pairs]
+    return call.wrong({**call.original(), "mismatch_k3": sum(means) / len(means)})
+
+
+def batch_before(call: Call) -> Any:
+    before, call.state["before"] = call.state.get("before"), call.original()
+    return call.wrong(before or call.state["before"])
+
+
+def meant_over_turns(call: Call) -> Any:
+    counts = [item.episodes.count(name) for item in call.rounds for name in item.episodes]
+    return call.wrong(sum(counts) / len(counts))
+
+
+def all_so_far(call: Call) -> Any:
+    call.state["tokens"] = call.state.get("tokens", 0) + call.values.get("tokens", 0)
+    return call.faulty(values={**call.values, "tokens": call.state["tokens"]})
+
+
+def opened_anew(call: Call) -> Any:
+    if call.values["step"] == 3 and call.values["loss"] == 30:
+        (call.self.path / "metrics.jsonl").unlink()
+    return call.faulty()
+
+
+def stale_lines(call: Call) -> Any:
+    file = call.self.path / "metrics.jsonl"
+    before, found = file.read_text().rpartition("\n")[0] + "\n", call.original()
+    file.write_text(before)
+    return call.wrong(found)
+
+
+def untold(call: Call) -> Any:
+    call.self._restarted = True
+    return call.faulty()
+
+
+def end_alone(call: Call) -> Any:
+    def ends(mask: Any) -> Any:
+        return [*(False for _ in mask[1:]), True] & mask
+
+    return call.faulty(rollouts=[dataclasses.replace(item, mask=ends(item.mask)) for item in call.rollouts])
+
+
+def one_early(call: Call) -> Any:
+    config = call.self.config
+    with held(call.self, config=dataclasses.replace(config, steps=OneEarly(config.steps))):
+        return call.faulty()
+
+
+def begins_late(call: Call) -> Any:
+    if call.step == 0 and not call.state.get("late"):
+        call.state["late"] = True
+        return call.wrong({})
+    return call.original()
+
+
+def no_stop(call: Call) -> Any:
+    config = call.self.config
+    rule = dataclasses.replace(config.evaluation, stop_above=2.0)
+    with held(call.self, config=dataclasses.replace(config, evaluation=rule)):
+        return call.faulty()
+
+
+def planned(others: Callable[[Any], Any]) -> Callable[[Call], Any]:
+    """A plan that works by another config."""
+
+    def body(call: Call) -> Any:
+        with held(call.self, _config=others(call.self._config)):
+            return call.faulty()
+
+    return body
+
+
+def grpo(**others: Any) -> Callable[[Any], Any]:
+    return lambda config: dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, **others))
+
+
+def sampled_by(others: Callable[[Any], Any]) -> Callable[[Call], Any]:
+    return lambda call: call.faulty(config=others(call.config))
+
+
+def all_examples(config: Any) -> Any:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, num_examples=None))
+
+
+def keeps_the_oldest(call: Call) -> Any:
+    with held(call.self, _keep=10):
+        found = call.original()
+    for step in call.self._steps()[2:]:
+        shutil.rmtree(call.self.path(step))
+    return call.wrong(found)
+
+
+def sorted_as_text(call: Call) -> Any:
+    return call.wrong(sorted(call.original(), key=str))
+
+
+def without_decay(call: Call) -> Any:
+    rule = dataclasses.replace(call.config.optimizer, weight_decay=0.0)
+    return call.faulty(config=dataclasses.replace(call.config, optimizer=rule))
+
+
+def in_a_row(call: Call) -> Any:
+    made = call.original()
+    found = sorted(made, key=lambda update: update.file.name)
+    pairs = zip(found, made, strict=True)
+    return call.wrong([dataclasses.replace(update, number=own.number, first=own.first) for update, own in pairs])
+
+
+STEPS = test_loop.test_a_run_takes_all_its_steps_unless_an_evaluation_lets_it_stop
+LINE = test_metrics.test_a_line_has_rates_trend_and_signs_and_a_resumed_run_goes_on_with_them
+CURVES = test_metrics.test_tensorboard_has_each_number_of_a_line_at_its_step
+RESUMED = test_metrics.test_a_resume_keeps_the_lines_up_to_its_checkpoint_and_adds_one_a_step
+AGAIN = test_metrics.test_tensorboard_shows_steps_that_are_taken_again_once
+ASKED = evaluated.test_every_held_out_problem_is_asked_and_counts_once
+SOLVED = evaluated.test_a_problem_is_solved_where_all_tokens_of_its_response_are_the_likeliest
+ALL = facts.test_a_step_shows_all_of_its_answers_those_that_leave_the_loss_too
+TERMS = terms.test_every_part_of_a_step_works_by_the_config
+SIZES = terms.test_all_answers_are_in_the_files_of_a_step_each_once_and_all_its_updates_are_made
+MADE = terms.test_the_reward_and_the_environment_are_those_of_the_config
+LAST = test_checkpoint_folder.test_the_last_checkpoints_stay_and_a_run_goes_on_from_the_newest
+KEPT = test_run_folder.test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by
+MISMATCH = facts.test_mismatch_is_that_of_tokens_of_the_trained_weights_each_counted_once
+
+PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
+    "reward-of-what-stays": (FACTS, of_what_stays, ALL),
+    "answer-length-with-its-prompt": (FACTS, with_prompts, ALL),
+    "cut-off-by-the-longest-of-the-batch": (FACTS, cut_by_longest, ALL),
+    "age-from-the-version-to-come": (
+        FACTS, lambda call: call.wrong({**call.original(), "staleness": call.original()["staleness"] + 1}),
+        facts.test_age_is_counted_from_the_weights_that_the_step_trains,
+    ),
+    "mismatch-meant-by-answer": (FACTS, meant_by_answer, MISMATCH),
+    "mismatch-never-shown": (
+        "verifier.trainer.grpo_plan:mismatch_facts(differences)",
+        lambda call: call.wrong({"mismatch_max": 0.0, "mismatch_p99": 0.0, "mismatch_k3": 0.0}), MISMATCH,
+    ),
+    "position-within-the-longest-of-the-batch": (
+        "verifier.trainer.grpo_plan:by_position(differences, positions, longest)",
+        lambda call: call.faulty(longest=int(call.positions.max()) + 1),
+        facts.test_positions_are_eighths_of_the_longest_answer_that_is_allowed,
+    ),
+    "tokens-of-the-batch-before": (
+        "verifier.trainer.grpo_plan:_token_counts(given, with_reference)", batch_before,
+        facts.test_tokens_are_those_of_the_batch,
+    ),
+    "turns-meant-over-turns": (
+        "verifier.trainer.sampled_batch:mean_turns(rounds)", meant_over_turns,
+        facts.test_turns_are_meant_over_episodes_of_all_rounds,
+    ),
+    "metrics-of-the-last-update": (
+        "verifier.trainer.loop:mean_of(reports)", lambda call: call.wrong({**call.reports[-1]} if call.reports else {}),
+        facts.test_a_step_of_several_updates_shows_their_mean_the_greatest_gap_and_all_tokens,
+    ),
+    "shown-norm-summed-over-micro-batches": (
+        "verifier.trainer.update_facts_megatron:metrics_of_update(result, facts, policy)",
+        lambda call: call.wrong({**call.original(), "grad_norm": 3 * call.result.grad_norm}),
+        facts.test_an_update_shows_its_norm_once_and_shares_of_all_its_tokens,
+    ),
+    "clipped-share-of-one-side": (
+        "verifier.train.policy_loss_megatron:loss_metrics(name, inputs, options)",
+        lambda call: call.faulty(options=dataclasses.replace(call.options, clip_high=1e9)),
+        facts.test_clipped_tokens_are_those_beyond_either_bound_on_the_side_that_the_loss_clips,
+    ),
+    "metrics-under-another-step": (
+        "verifier.trainer.metrics:Metrics.add(self, values, lengths)",
+        lambda call: call.faulty(values={**call.values, "step": 2 * call.values["step"]}), LINE,
+    ),
+    "rate-of-all-tokens-so-far": ("verifier.trainer.metrics:_rates_of(values)", all_so_far, LINE),
+    "lines-overwritten-by-a-resume": (
+        "verifier.trainer.run_folder:RunFolder.add_metrics(self, values)", opened_anew, RESUMED,
+    ),
+    "lines-stay-of-steps-taken-again": (
+        "verifier.trainer.run_folder:RunFolder.rewind(self, step)", stale_lines, RESUMED,
+    ),
+    "events-counted-from-zero": (EVENT, lambda call: call.faulty(step=call.step - 1), CURVES),
+    "evaluation-without-a-curve": (
+        EVENT,
+        lambda call: call.faulty(numbers={key: value for key, value in call.numbers.items() if key != "accuracy"}),
+        CURVES,
+    ),
+    "points-stay-of-steps-taken-again": (EVENT, untold, AGAIN),
+    "last-problems-of-an-evaluation-dropped": (EVALUATED, of_eights, ASKED),
+    "failed-problems-left-out-of-an-evaluation": (EVALUATED, without_failures, ASKED),
+    "last-problems-counted-twice": (
+        GREEDY, lambda call: call.wrong([*call.original(), *call.original()[: -len(call.rollouts) % 8]]), SOLVED,
+    ),
+    "failed-problems-left-out-of-the-last-accuracy": (
+        GREEDY, lambda call: call.wrong(call.original()[:-3]), SOLVED
+    ),
+    "end-token-alone-decides-the-accuracy": (GREEDY, end_alone, SOLVED),
+    "run-ends-before-its-last-step": (RUN, one_early, STEPS),
+    "run-goes-on-above-the-accuracy-that-ends-it": (RUN, no_stop, STEPS),
+    "due-evaluation-not-made": (
+        EVALUATE, lambda call: call.wrong({}) if call.step == 2 else call.original(), STEPS,
+    ),
+    "baseline-after-the-first-update": (EVALUATE, begins_late, STEPS),
+    "estimator-keeps-its-default": (PLAN, planned(grpo(advantage="grpo")), TERMS),
+    "aggregation-not-handed-on": (
+        PLAN, planned(lambda config: dataclasses.replace(config, aggregation="token_mean")), TERMS,
+    ),
+    "correction-switched-on-and-not-made": (PLAN, planned(grpo(weight_level=None, weight_cap=2.0)), TERMS),
+    "filter-on-where-it-is-off": (PLAN, planned(grpo(drop_zero_variance=True)), SIZES),
+    "several-updates-become-one": (PLAN, planned(grpo(mini_batches=1, epochs=1)), SIZES),
+    "passes-of-each-mini-batch-in-a-row": (
+        "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)", in_a_row, SIZES,
+    ),
+    "rollout-left-out-unsaid": (
+        "verifier.trainer.batches:save_rollouts(path, rollouts, columns)",
+        lambda call: call.faulty(
+            rollouts=call.rollouts[:-1],
+            columns={name: values[:-1] for name, values in (call.columns or {}).items()},
+        ),
+        SIZES,
+    ),
+    "tail-of-a-batch-dropped": (
+        "verifier.trainer.batches:batch_indices(num_examples, batch_size, seed, step)",
+        lambda call: call.wrong(call.original()[: call.batch_size // 3 * 3]),
+        terms.test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for,
+    ),
+    "seed-not-given-to-the-sampler": (
+        ROLLOUTS, sampled_by(lambda config: dataclasses.replace(config, seed=1)), TERMS
+    ),
+    "number-of-examples-not-read": (ROLLOUTS, sampled_by(all_examples), TERMS),
+    "limit-of-answers-of-another-group": (ROLLOUTS, sampled_by(grpo(max_answer_tokens=5)), TERMS),
+    "environment-left-at-its-default": (
+        "verifier.trainer.episodes:open_environment(name)",
+        lambda call: call.faulty(name="calculator"), MADE,
+    ),
+    "reward-of-ones-own-passed-over": (
+        "verifier.trainer.generation:RewardProcess(name, deadline_s)", lambda call: call.faulty(name="answer"), MADE,
+    ),
+    "newest-checkpoint-removed": (f"{CHECKPOINTS}.finish(self, state)", keeps_the_oldest, LAST),
+    "resumed-from-an-older-checkpoint": (f"{CHECKPOINTS}._steps(self)", sorted_as_text, LAST),
+    "override-lost-while-it-is-read": (
+        "verifier.config.load:_overridden(known, overrides)",
+        lambda call: call.faulty(overrides=[text for text in call.overrides if "beta_2" not in text]), KEPT,
+    ),
+    "kept-config-without-overrides": (
+        "verifier.trainer.run_folder:RunFolder.write_config(self, config)", without_decay, KEPT,
+    ),
+    "second-stage-begun-with-the-base": (
+        "verifier.trainer.first_run:going_on(config, begin)",
+        lambda call: call.wrong(dataclasses.replace(call.config, first=None)),
+        test_run_folder.test_a_second_stage_trains_what_the_first_has_left,
+    ),
+}  # fmt: skip
+"""Id of the fault -> function, what stands in for it, and the test that has to fail."""
+FIXTURES = ("tmp_path", "monkeypatch")
+ARGUMENTS = {STEPS: ((2.0, 3), (0.5, 2)), TERMS: ((terms.WEIGHED,),)}
+"""Arguments of each case of a test that has several."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_test_of_a_function_fails_where_its_bug_is_planted(name, tmp_path, monkeypatch):
+    target, body, test = PLANTED[name]
+    names = test.__code__.co_varnames[: test.__code__.co_argcount]
+    fixtures = [{"tmp_path": tmp_path, "monkeypatch": monkeypatch}[one] for one in names if one in FIXTURES]
+    with replaced(target, body), pytest.raises((AssertionError, LookupError)):
+        all(test(*fixtures, *given) is None for given in ARGUMENTS.get(test, ((),)))

@@ -1,0 +1,171 @@
+"""A step of GRPO made of its config: every knob reaches the part that works by it, and no answer or update is lost.
+
+What this does not exercise: ranks, and real engines (tests/dist/train_clean_case.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.trainer.test_evaluated_numbers import Engine, Reward
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.core.record import Record
+from verifier.core.records_data import ExamplesRead
+from verifier.core.records_policy import Advantages, Drops, EpisodeTurns, PolicyColumns, SamplingAsked, SamplingRound
+from verifier.core.records_trainer import DataOrder, LossColumns
+from verifier.data.rollout_file import load_rollouts
+from verifier.knob import flat
+from verifier.model.checkpoint import open_checkpoint
+from verifier.model.tiny import write_tiny
+from verifier.trainer.batches import OptimizerUpdate, SftPlan
+from verifier.trainer.generation import EngineRollouts
+from verifier.trainer.grpo_plan import GrpoPlan
+from verifier.trainer.worker_spec import loss_of, loss_terms
+
+SIZES = ("data.batch_size=4", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2", "data.num_examples=20",
+         "evaluation.num_problems=0")  # fmt: skip
+WEIGHED = (
+    "seed=5", "aggregation=sequence_mean", "grpo.advantage=dr_grpo", "grpo.weight_level=token", "grpo.weight_cap=1.5",
+    "grpo.mask_level=sequence", "grpo.mask_low=0.25", "grpo.mask_high=3.0", "grpo.temperature=0.75",
+    "grpo.max_answer_tokens=7", "grpo.clip_low=0.1", "grpo.clip_high=0.3", "grpo.dual_clip=4.0",
+    "grpo.entropy_weight=0.05", "grpo.kl_weight=0.02", "grpo.kl_in=loss", "grpo.kl_kind=k1",
+)  # fmt: skip
+REWARDED = (
+    "aggregation=constant", "aggregation_constant=9", "grpo.advantage=rloo", "grpo.drop_overlong=true",
+    "grpo.max_sampling_rounds=3", "grpo.kl_weight=0.5", "grpo.kl_in=reward", "grpo.loss=cispo",
+)  # fmt: skip
+TURNED = (
+    "data.source=calculator",
+    "grpo.environment=verifier.faults.echo:Echo",
+    "grpo.max_turns=3",
+    "grpo.step_wise=true",
+    "grpo.ratio_over=engine",
+)
+LEVELS = ("weight_level", "mask_level")
+CASES = (WEIGHED, REWARDED, TURNED)
+TERMS: Mapping[type[Record], Mapping[str, str]] = {
+    DataOrder: {"seed": "seed", "batch_size": "data.batch_size", "num_examples": "data.num_examples"},
+    ExamplesRead: {"source": "data.source"},
+    LossColumns: {"aggregation": "aggregation"},
+    Drops: {name: f"grpo.{name}" for name in ("drop_overlong", "drop_zero_variance")},
+    EpisodeTurns: {name: f"grpo.{name}" for name in ("environment", "max_turns", "step_wise")},
+    SamplingRound: {"limit": "grpo.max_sampling_rounds"},
+    Advantages: {"kl_kind": "grpo.kl_kind", "estimator": "grpo.advantage"},
+    PolicyColumns: {
+        name: f"grpo.{name}"
+        for name in ("ratio_over", "weight_cap", "mask_low", "mask_high", "max_staleness", "keep_kv_cache")
+    },
+    SamplingAsked: {
+        "seed": "seed", "batch_size": "data.batch_size", "max_rounds": "grpo.max_sampling_rounds",
+        **{name: f"grpo.{name}" for name in ("group_size", "max_turns", "temperature", "max_answer_tokens")},
+    },
+}  # fmt: skip
+"""Kind of record -> field -> key of the config that it is a copy of."""
+
+
+class Records:
+    """Keeps what is emitted."""
+
+    def __init__(self) -> None:
+        self.records = list[Record]()
+
+    def emit(self, record: Record, arrays: Any = None) -> None:
+        self.records.append(record)
+
+
+def config_of(folder: Path, words: tuple[str, ...]) -> TrainConfig:
+    return load(TrainConfig, overrides=["model=tiny:add", f"run={folder}", "algorithm=grpo", *SIZES, *words])[0]
+
+
+def step_of(folder: Path, words: tuple[str, ...]) -> tuple[TrainConfig, list[Record], list[OptimizerUpdate], Engine]:
+    """Records and updates of a run's second step, whose engine is made up."""
+    config = config_of(folder, words)
+    rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", folder)))
+    rollouts._client = engine = Engine(rollouts._tokenizer.eos_id)
+    rollouts._reward = Reward()  # type: ignore[assignment]
+    probe = Records()
+
+    def score(file: Path, which: str) -> list[np.ndarray]:
+        nats = -1.0 if which == "current" else -1.5
+        return [np.full(len(item), nats, np.float32) for item in load_rollouts(file)[0]]
+
+    plan = GrpoPlan(config, rollouts, lambda step, number: folder / f"{step}-{number}.safetensors")
+    return config, probe.records, plan.updates(2, 10, score, probe), engine  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_every_part_of_a_step_works_by_the_config(tmp_path, words):
+    _, records, _, engine = step_of(tmp_path, words)
+    knobs = flat(config_of(tmp_path, words).to_dict())
+    for kind, fields in TERMS.items():
+        for item in records:
+            for name, key in fields.items() if isinstance(item, kind) else ():
+                assert getattr(item, name) == knobs[key], f"{kind.__name__}.{name}"
+    seen = {type(item) for item in records}
+    assert {DataOrder, LossColumns, Drops, Advantages, PolicyColumns, SamplingAsked} <= seen
+    policy, given = (next(item for item in records if isinstance(item, kind)) for kind in (PolicyColumns, Advantages))
+    assert (policy.weight_level, policy.mask_level) == tuple(knobs[f"grpo.{n}"] or "" for n in LEVELS)
+    assert given.kl_weight == (knobs["grpo.kl_weight"] if knobs["grpo.kl_in"] == "reward" else 0)
+    asked = engine.sampled[0]
+    assert (asked.n, asked.temperature, asked.max_tokens) == (
+        knobs["grpo.group_size"], knobs["grpo.temperature"], knobs["grpo.max_answer_tokens"]
+    )  # fmt: skip
+    assert len(engine.prompts[0]) == knobs["data.batch_size"]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_the_loss_has_the_terms_of_the_config_and_its_record_the_same(words, tmp_path):
+    config = config_of(tmp_path, words)
+    (name, options), terms, knobs = loss_of(config), loss_terms(config), config.grpo
+    weight = knobs.kl_weight if knobs.kl_in == "loss" else 0.0
+    right = {
+        "clip_low": knobs.clip_low, "clip_high": knobs.clip_high, "dual_clip": knobs.dual_clip, "kl_weight": weight,
+        "kl_kind": knobs.kl_kind, "entropy_weight": knobs.entropy_weight,
+    }  # fmt: skip
+    assert (name, {key: getattr(options, key) for key in right}) == (knobs.loss, right)
+    assert terms == {"loss": knobs.loss, "temperature": knobs.temperature, **right}
+
+
+def test_all_answers_are_in_the_files_of_a_step_each_once_and_all_its_updates_are_made(tmp_path):
+    """Groups whose rewards are all equal stay: the filter is off. One pass comes before the next."""
+    _, records, updates, _ = step_of(tmp_path, WEIGHED)
+    ids = next(item.ids for item in records if isinstance(item, Advantages))
+    assert [(item.number, item.first, item.file.stem) for item in updates] == [
+        (11, True, "2-0"), (12, False, "2-1"), (13, False, "2-0"), (14, False, "2-1")
+    ]  # fmt: skip
+    assert len({*ids}) == 16
+    for pair in (updates[:2], updates[2:]):
+        assert [item.id for update in pair for item in load_rollouts(update.file)[0]] == [*ids]
+        assert all(item.mask.any() for update in pair for item in load_rollouts(update.file)[0])
+
+
+def test_an_estimator_without_a_deviation_is_one(tmp_path):
+    """Three answers of eight are right, in groups of four: three of four, and none."""
+    _, records, _, _ = step_of(tmp_path, WEIGHED)
+    found = next(item for item in records if isinstance(item, Advantages))
+    assert found.advantages[:4] == (0.25, 0.25, 0.25, -0.75)
+
+
+def test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for(tmp_path):
+    words = ["model=tiny:add", f"run={tmp_path}", "data.batch_size=8", "evaluation.num_problems=0"]
+    config, _ = load(TrainConfig, overrides=words)
+    plan = SftPlan(config, open_checkpoint(write_tiny("add", tmp_path)), lambda step: tmp_path / f"{step}.safetensors")
+    (update,) = plan.updates(1, 0, lambda file, which: [], None)
+    assert len(load_rollouts(update.file)[0]) == 8
+
+
+def test_the_reward_and_the_environment_are_those_of_the_config(tmp_path):
+    config = config_of(tmp_path, ("grpo.reward=verifier.faults.reward_faults:length_reward", *TURNED))
+    rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path)))
+    assert rollouts._episodes._environment.path == "verifier.faults.echo:Echo"  # type: ignore[union-attr]
+    rollouts.start(Engine(rollouts._tokenizer.eos_id))
+    try:
+        assert rollouts._reward.function == config.grpo.reward  # type: ignore[union-attr]
+    finally:
+        rollouts.close()
