@@ -91,7 +91,7 @@ REFUSED = {
     "least-above-rate": f"{ADD} optimizer.schedule=linear optimizer.least_learning_rate=0.1",
     "least-of-a-constant": f"{ADD} optimizer.least_learning_rate=1e-5",
     "more-problems-than-held-out": f"{ADD} evaluation.num_problems=5000",
-    "no-held-out-file": SUMS,
+    "no-held-out-file": f"{SUMS} evaluation.num_problems=4",
     "held-out-and-no-evaluation": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=0",
     "more-problems-than-rows": f"{SUMS} data.held_out=held.jsonl evaluation.num_problems=2",
     "train-and-held-out-overlap": f"{SUMS} data.held_out=twice.jsonl evaluation.num_problems=1",
@@ -100,7 +100,9 @@ REFUSED = {
         f"{ADD} algorithm=grpo data.source=answered.jsonl data.held_out=unanswered.jsonl data.batch_size=1 "
         "evaluation.num_problems=1"
     ),
-    "no-held-out-file-of-prompts": f"{ADD} algorithm=grpo data.source=answered.jsonl data.batch_size=1",
+    "no-held-out-file-of-prompts": (
+        f"{ADD} algorithm=grpo data.source=answered.jsonl data.batch_size=1 evaluation.num_problems=4"
+    ),
     "no-label": f"{ADD} data.source=unlabelled.jsonl data.batch_size=1 evaluation.num_problems=0",
     "unknown-column": f"{ADD} data.source=unknown.jsonl data.batch_size=1 evaluation.num_problems=0",
     "no-answer": f"{ADD} algorithm=grpo data.source=unanswered.jsonl data.batch_size=1",

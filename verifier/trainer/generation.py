@@ -397,12 +397,11 @@ class EngineRollouts:
             sample: of the engine.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
-        ended = bool(tokens) and tokens[-1] == eos_id
+        ended, replays = bool(tokens) and tokens[-1] == eos_id, self._config.grpo.replay_routes
         drawn = (True,) * len(tokens)
         return RolloutRow(
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
             logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
             text=self._episodes.text(tokens), truncated=not ended,
-            routes=whole_routes(name, sample.routes, len(prompt) + len(tokens))
-            if self._config.grpo.replay_routes else None,
+            routes=whole_routes(name, sample.routes, len(prompt) + len(tokens)) if replays else None,
         )  # fmt: skip

@@ -31,8 +31,8 @@ def begun(ahead: AheadRollouts, monkeypatch, seconds: float) -> None:
 
 
 def test_rewards_that_take_longer_than_a_request_end_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "ENGINE_DEADLINE_S", 0.1)
-    trainer = controller.Trainer(load(TrainConfig, overrides=[*WORDS, f"run={tmp_path}/run"])[0], lambda text: None)
+    words = [*WORDS, "engine.request_timeout_s=0.1", f"run={tmp_path}/run"]
+    trainer = controller.Trainer(load(TrainConfig, overrides=words)[0], lambda text: None)
     trainer._until = Deadline(60)
     trainer._plan_of(SimpleNamespace(checkpoint=open_checkpoint(write_tiny("add", tmp_path)), tier="cpu"))  # type: ignore[arg-type]
     begun(trainer._ahead, monkeypatch, 0.6)

@@ -39,16 +39,19 @@ class Engine:
 
 
 class Reward:
-    """Rewards the first three answers of eight, and is asked by `RewardProcess.score`'s arguments."""
+    """Rewards the first three answers of eight, and is asked by `RewardPool.score`'s arguments."""
 
     function = "tests:reward"
 
     def __init__(self) -> None:
         self.asked = list[Any]()
 
-    def score(self, ids: Any, completions: Any, answers: Any) -> list[float]:
-        self.asked.append(list(ids))
-        return [float(at % 8 < 3) for at in range(len(ids))]
+    def score(self, episodes: Any) -> list[float]:
+        self.asked.append([item.id for item in episodes])
+        return [float(at % 8 < 3) for at in range(len(episodes))]
+
+    def take_failures(self) -> int:
+        return 0
 
     def take_seals(self) -> list[int]:
         return []

@@ -26,6 +26,7 @@ EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
 EVALUATE = "verifier.trainer.loop:StepLoop._evaluate(self, step)"
 PLAN = "verifier.trainer.grpo_plan:GrpoPlan.updates(self, step, taken, score, probe)"
 ROLLOUTS = "verifier.trainer.generation:EngineRollouts.__init__(self, config, checkpoint, whole_answers)"
+POOL = "verifier.trainer.episode_processes:RewardPool(reward, environment, processes, deadline_s, errors)"
 CHECKPOINTS = "verifier.trainer.checkpoint_folder:Checkpoints"
 RUN = "verifier.trainer.loop:StepLoop.run(self, done, metrics)"
 
@@ -299,11 +300,10 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
     "number-of-examples-not-read": (ROLLOUTS, sampled_by(all_examples), TERMS),
     "limit-of-answers-of-another-group": (ROLLOUTS, sampled_by(grpo(max_answer_tokens=5)), TERMS),
     "environment-left-at-its-default": (
-        "verifier.trainer.episodes:open_environment(name)",
-        lambda call: call.faulty(name="calculator"), MADE,
+        POOL, lambda call: call.faulty(environment="calculator"), MADE,
     ),
     "reward-of-ones-own-passed-over": (
-        "verifier.trainer.generation:RewardProcess(name, deadline_s)", lambda call: call.faulty(name="answer"), MADE,
+        POOL, lambda call: call.faulty(reward="answer"), MADE,
     ),
     "newest-checkpoint-removed": (f"{CHECKPOINTS}.finish(self, state)", keeps_the_oldest, LAST),
     "resumed-from-an-older-checkpoint": (f"{CHECKPOINTS}._steps(self)", sorted_as_text, LAST),

@@ -35,7 +35,7 @@ def refusal(run: Path, *knobs: str) -> str:
     return str(raised.value).removeprefix(f"the run folder `{run}` ")
 
 
-@pytest.mark.parametrize("knob", ["engine.replicas", "fixes", "lora.rank", "optimizer.learning_rate"])
+@pytest.mark.parametrize("knob", ["engine.replicas", "fixes", "lora.rank", "optimizer.beta_1"])
 def test_a_knob_that_the_older_run_lacks_has_its_default(knob, tmp_path):
     begin(tmp_path / "run", without=knob)
     with opened(config_of(tmp_path / "run")):

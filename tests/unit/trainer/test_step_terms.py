@@ -163,9 +163,9 @@ def test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for(tmp_p
 def test_the_reward_and_the_environment_are_those_of_the_config(tmp_path):
     config = config_of(tmp_path, ("grpo.reward=verifier.faults.reward_faults:length_reward", *TURNED))
     rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path)))
-    assert rollouts._episodes._environment.path == "verifier.faults.echo:Echo"  # type: ignore[union-attr]
     rollouts.start(Engine(rollouts._tokenizer.eos_id))
     try:
         assert rollouts._reward.function == config.grpo.reward  # type: ignore[union-attr]
+        assert rollouts._reward.made_by == "verifier.faults.echo:Echo"  # type: ignore[union-attr]
     finally:
         rollouts.close()
