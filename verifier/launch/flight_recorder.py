@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-MAX_RANKS = 128
+MAX_RANKS = 1024
+"""Ranks of a job on all of its nodes, at most."""
 MAX_GROUPS = 1024
 _MAX_DIMS = 5
 _READ_ATTEMPTS = 20
@@ -42,9 +43,8 @@ class Slot(ctypes.Structure):
 
     _fields_ = (
         ("num_entered", ctypes.c_uint64),  # of all groups, this one included; 0 before the first
-        ("code", ctypes.c_uint64),  # of the group, with its mask in two halves
-        ("low_ranks", ctypes.c_uint64),
-        ("high_ranks", ctypes.c_uint64),
+        ("code", ctypes.c_uint64),  # of the group, with its mask in bytes, the lowest first
+        ("mask", ctypes.c_uint8 * (MAX_RANKS // 8)),
         ("count", ctypes.c_uint64),  # collectives of the group that the rank had entered, this one included
         ("num_dims", ctypes.c_int64),  # of the tensor that it carries; -1: none is known
         ("dims", ctypes.c_int64 * _MAX_DIMS),
@@ -64,7 +64,7 @@ class Slot(ctypes.Structure):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the group, ascending."""
-        mask = self.high_ranks << 64 | self.low_ranks
+        mask = int.from_bytes(self.mask, "little")
         return tuple(rank for rank in range(MAX_RANKS) if mask >> rank & 1)
 
     @property
@@ -167,7 +167,8 @@ class FlightRecorder:
         self.last = record
         if record[3:] == last[3:] and record.group is last.group:
             return  # it runs around every collective: what did not change is not written again
-        slot.code, slot.low_ranks, slot.high_ranks = record.group.code, record.group.mask, record.group.mask >> 64
+        slot.code = record.group.code
+        ctypes.memmove(slot.mask, record.group.mask.to_bytes(MAX_RANKS // 8, "little"), MAX_RANKS // 8)
         slot.num_dims = -1 if shape is None else min(len(shape), _MAX_DIMS)
         if shape:
             slot.dims[: slot.num_dims] = shape[:_MAX_DIMS]

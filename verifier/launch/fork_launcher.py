@@ -32,6 +32,8 @@ from verifier.launch.stack_failure import PEER_LOST
 from verifier.launch.vigil import Vigil
 
 JSON = Any
+MOST_RANKS_OF_NODE = 128
+"""Ranks that are forked on one node, at most."""
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02
@@ -322,11 +324,14 @@ class ForkLauncher(ForkServer):
         return self.submit(JobSpec(function=function, **options), on_progress).wait()
 
 
-def require_ranks(world_size: int) -> None:
-    """Refuse a number of ranks that cannot be started.
+def require_ranks(world_size: int, nodes: int = 1) -> None:
+    """Refuse a number of ranks that cannot be started, on one node or in blocks on several.
 
     Raises:
-        UsageError: fewer than one, or more than the flight recorder has room for.
+        UsageError: fewer than one, more than a node starts, or more than the flight recorder has room for.
     """
-    if not 1 <= world_size <= flight.MAX_RANKS:
-        raise UsageError(f"{world_size} ranks asked for: this machine's launcher starts 1 to {flight.MAX_RANKS}")
+    if not 1 <= world_size <= MOST_RANKS_OF_NODE * nodes:
+        where = "this machine's launcher" if nodes == 1 else f"the launcher of each of {nodes} nodes"
+        raise UsageError(f"{world_size} ranks asked for: {where} starts 1 to {MOST_RANKS_OF_NODE}")
+    if world_size > flight.MAX_RANKS:
+        raise UsageError(f"{world_size:,} ranks asked for: a job has {flight.MAX_RANKS:,} at most")

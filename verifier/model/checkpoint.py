@@ -168,18 +168,10 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             the architecture's, or asks for a tensor that is absent or has another shape; a tensor has another dtype.
     """
     path, config, metas = checkpoint.path, checkpoint.config, checkpoint.metas
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
-    _require_plausible(path / "config.json", config, metas)
+    require_config(path, config, metas)
     family = family_of(config)
     if family is None:
         return
-    if config.get("model_type") != family.model_type:
-        raise UsageError(
-            f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
-            f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
-        )
     for spec in tensors_of(family, config):
         header = metas.get(spec.name)
         if header is None:
@@ -189,6 +181,25 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
         if header.dtype not in (dtype, "float32"):
             raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
+
+
+def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str] = ()) -> None:
+    """Refuse what `require_described` refuses of config.json; without names of tensors, all but its layers.
+
+    Raises:
+        UsageError: it is quantized, has a bad value or number of layers, or names another model type than the
+            architecture's.
+    """
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
+    _require_plausible(path / "config.json", config, names)
+    family = family_of(config)
+    if family is not None and config.get("model_type") != family.model_type:
+        raise UsageError(
+            f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
+            f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
+        )
 
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:
@@ -218,7 +229,7 @@ def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection
     layers = size_if_any(config, "num_hidden_layers") or 0
     held = 1 + max((int(found[1]) for found in map(_LAYER.match, names) if found), default=-1)
     surplus = held > layers and config.get("num_nextn_predict_layers")
-    if layers and layers != held and (held or layers > len(names)) and not surplus:
+    if names and layers and layers != held and (held or layers > len(names)) and not surplus:
         raise UsageError(f"{file} has `num_hidden_layers` = {layers:,}, and the weights have {held:,}: make them agree")
 
 

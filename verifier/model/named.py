@@ -7,7 +7,14 @@ from pathlib import Path
 
 from verifier.errors import UsageError
 from verifier.model import published, tiny, wide
-from verifier.model.checkpoint import Checkpoint, open_checkpoint, read_config, read_config_file, require_described
+from verifier.model.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+    read_config,
+    read_config_file,
+    require_config,
+    require_described,
+)
 from verifier.model.families import JSON
 from verifier.model.generated import generated_config
 
@@ -57,6 +64,20 @@ def sizes_alone(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
     if is_named(model):
         return config_of(model, dtype)
     return read_config_file(Path(model)) if Path(model).is_file() else read_config(_local(model))
+
+
+def config_alone(model: str) -> Mapping[str, JSON] | None:
+    """Return the config.json of a directory without weights, which is enough for a plan; None of any other model.
+
+    Raises:
+        UsageError: see `read_config` and `require_config`.
+    """
+    path = Path(model)
+    if not (path / "config.json").is_file() or any(path.glob("*.safetensors*")):
+        return None
+    config = read_config(path)
+    require_config(path, config)
+    return config
 
 
 def require_stored(checkpoint: Checkpoint, dtype: str) -> None:

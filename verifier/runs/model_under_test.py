@@ -102,15 +102,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verifier"
 
 
-def open_model(model: str, dtype: str, mesh: Mesh) -> ModelUnderTest:
-    """Resolve and check a model before anything is started.
+def open_model(model: str, dtype: str, mesh: Mesh, nodes: int = 1) -> ModelUnderTest:
+    """Resolve and check a model before anything is started, on one node or on several.
 
     Raises:
         UsageError: unknown model, damaged checkpoint, a mesh that does not divide it, or a dtype that is not the
             checkpoint's; an upstream package that is absent.
     """
     require_installed(*TRAINER)
-    require_ranks(mesh.world_size)
+    require_ranks(mesh.world_size, nodes)
     checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
     validate(checkpoint.config, mesh)
     require_stored(checkpoint, dtype)

@@ -208,7 +208,7 @@ class Cluster:
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
         """Start a job on all nodes; see `ForkLauncher.submit`."""
-        require_ranks(spec.world_size)
+        require_ranks(spec.world_size, len(self._nodes))
         count, rendezvous, parts = spec.world_size // len(self._nodes), None, []
         for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
             ranks = range(place * count, (place + 1) * count)

@@ -102,7 +102,7 @@ class Trainer:
         config = self._config = with_evaluation(self._config)
         load_algorithms(config)
         self._until = until = Deadline(config.timeout_s)
-        model = open_model(config.model, config.dtype, config.mesh)
+        model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
         require_fit(config, model.checkpoint.config, model.tier)
         plan, self._tier = self._plan_of(model), model.tier
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, validate
-from verifier.model.named import config_of
+from verifier.model.named import config_alone, config_of
 from verifier.model.rotary import misfit
 from verifier.platform import Tier
 from verifier.platform.provenance import gpu_bytes
@@ -239,6 +239,8 @@ def require_place(run: Path) -> None:
 def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     """Check everything that needs no torch and no tokenizer; return the resolved config and the arithmetic of a step.
 
+    A folder with config.json alone is planned for a machine with GPUs, whatever this one has.
+
     Args:
         config: of the run.
         owners: key -> who gave its value.
@@ -248,10 +250,12 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     """
     require_place(config.run)
     load_algorithms(config)
-    sizes = config_of(config.model, config.dtype)
-    require_ranks(config.mesh.world_size)
+    alone = config_alone(config.model)
+    sizes = config_of(config.model, config.dtype) if alone is None else alone
+    require_ranks(config.mesh.world_size, config.ray.nodes)
     validate(sizes, config.mesh)
-    tier: Tier = "cuda" if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else "cpu"
+    has_gpu = _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    tier: Tier = "cpu" if alone is None and not has_gpu else "cuda"
     require_fit(config, sizes, tier)
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
     if config.data.rollouts is None:
@@ -264,8 +268,10 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
             f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"
         )
     if config.samples:
-        lines.append(_rollout_line(config, sizes, tier))
+        lines.append(_rollout_line(config, sizes, tier, gpu_bytes() if has_gpu and alone is None else None))
     lines += [_batch_line(config), "\nnot checked without torch and the tokenizer: weights, lengths in tokens, GPUs\n"]
+    if alone is not None:
+        lines.append(f"`{config.model}` holds no weights, which a run needs: planned by config.json, for GPUs\n")
     return "".join(lines)
 
 
@@ -281,17 +287,17 @@ def _mesh_line(config: TrainConfig) -> str:
     )
 
 
-def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> str:
-    """Answers that run at once in an engine, by its cache."""
+def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, device_bytes: int | None) -> str:
+    """Answers that run at once in an engine, by its cache, where the memory of a GPU is known."""
     options, engine = config.grpo, config.engine
     count = -(-config.data.batch_size // engine.replicas) * options.group_size
     shown = f"rollout: {count:,} answers of up to {options.max_answer_tokens:,} tokens an engine and step"
     each = bytes_per_token(sizes, config.dtype, engine.tp)
-    device_bytes = gpu_bytes() if tier == "cuda" else 0
-    if engine.kind != "vllm" or each is None or device_bytes is None:
+    unknown = tier == "cuda" and device_bytes is None and engine.kv_cache_gib is None
+    if engine.kind != "vllm" or each is None or unknown:
         return f"{shown}; how many run at once is not known before the engine has started\n"
     most: float = MOST_KV_CACHE_BYTES
-    if tier == "cuda":
+    if device_bytes is not None:
         share = OWN_SHARE if engine.sleep_level or config.transport == "nccl" else LENT_SHARE
         most = most_on_gpu(share, device_bytes, _stored_bytes(config.model), engine.tp)
     length = options.max_turns * options.max_answer_tokens

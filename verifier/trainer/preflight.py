@@ -86,7 +86,7 @@ def preflight(
         VerifierError: a process died or hung.
     """
     until = Deadline(config.timeout_s)
-    model = open_model(config.model, config.dtype, config.mesh)
+    model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
     require_fit(config, model.checkpoint.config, model.tier)
     config.run.mkdir(parents=True)
     own, notes = _one_step(config, model)

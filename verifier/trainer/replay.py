@@ -108,7 +108,7 @@ def replay_step(
     ranks = range(config.mesh.world_size)
     recorded = [_recorded(run, rank, begun_at, step) for rank in ranks]
     steps = _require_replayable(config, run, step, begun_at, recorded)
-    model = open_model(config.model, config.dtype, config.mesh)
+    model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
     require_fit(config, model.checkpoint.config, model.tier)
     model = with_kept_layout(config, model, run)
     with work_folder("replay") as folder, contextlib.ExitStack() as stack:

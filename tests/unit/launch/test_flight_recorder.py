@@ -40,6 +40,12 @@ def test_what_is_written_is_read_back(slots):
     assert read_slot(slots[2]) is None
 
 
+def test_a_group_of_any_ranks_of_a_job_is_read_back(slots):
+    for ranks in [(0, flight.MAX_RANKS - 1), (63, 64, 127, 128, 511), tuple(range(flight.MAX_RANKS))]:
+        FlightRecorder(slots[0]).enter(group_key("dp", ranks), "all_reduce")
+        assert read_slot(slots[0]).ranks == ranks
+
+
 def test_waiting_for_an_older_collective_shows_that_one(slots):
     recorder = FlightRecorder(slots[0])
     first = recorder.enter(ALL, "all_reduce", "float32", (4,))
