@@ -65,8 +65,8 @@ NEAR = 1e-5
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
 COPIES = 24
-"""Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of the oracle,
-trainer and engine together, while it judges a step of GRPO."""
+"""Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of oracle,
+trainer and engine together, while a step of GRPO is judged."""
 
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
