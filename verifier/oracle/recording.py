@@ -203,11 +203,11 @@ class _Recording:
     def _record_places(self, checkpoint: Path, samples: Sequence[SampledTokens]) -> None:
         """Describe the distribution that each token of each record was drawn from."""
         told = [zip(item.prompts, map(self._known, item.tokens), item.temperatures, strict=True) for item in samples]
-        rows = [[list(row) for row in part if row[2]] for part in told]
+        rows: list[list[list[Any]]] = [[list(row) for row in part if row[2]] for part in told]
         asked = ([*chain.from_iterable(rows)], SHARES, EARLIER, self.device)
         found = iter(self.oracle.ask("logprob_hf:places", [checkpoint], *asked) if asked[0] else ())
         for item, part in zip(samples, rows, strict=True):
-            places = [*islice(found, sum(len(tokens) for _, tokens, _ in part))]
+            places = [*islice(found, sum(len(row[1]) for row in part))]
             columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*places, strict=True), strict=True))
             self.recorder.emit(
                 OracleOfPlaces(name=item.name, version=item.version, vocabulary=self.vocabulary),
