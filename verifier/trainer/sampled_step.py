@@ -64,7 +64,7 @@ NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
-COPIES = 32
+COPIES = 36
 """Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of oracle,
 trainer and engine together, while a step of GRPO is judged."""
 

@@ -42,7 +42,7 @@ def test_steps_that_are_sampled(knobs, steps):
         ((), {"num_weights": LARGEST}, ""),
         (("verify.every=2",), {"num_weights": 2**30}, ""),
         (("verify.every=0",), {}, "verify.every is 0"),
-        ((), {"num_weights": 2**30}, "tiny:add needs 128 GiB for that, this host has 16 GiB, and verify.every is not "
+        ((), {"num_weights": 2**30}, "tiny:add needs 144 GiB for that, this host has 16 GiB, and verify.every is not "
          "given"),
         (("verify.every=2",), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has "
          "no layout, or it is too large for the host"),
