@@ -15,7 +15,7 @@ from verifier.model.checkpoint import write_shard
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 28
 """Greatest size of a shard, in bytes; a larger tensor gets a shard of its own."""
 
 

@@ -141,7 +141,8 @@ def unshard(
     if error is not None:
         raise ContractError(error)
     whole: dict[str, torch.Tensor] = {}
-    for placement, tensor in shards:
+    while shards:  # each is freed once it is copied
+        placement, tensor = shards.pop()
         if tuple(tensor.shape) != placement.shape:
             raise ContractError(
                 f"`{placement.global_name}` ({placement.group}) has shape {list(tensor.shape)}, "

@@ -82,6 +82,11 @@ class Checkpoint:
         """Size of all tensors, in bytes."""
         return sum(meta.num_bytes for meta in self.metas.values())
 
+    @property
+    def num_weights(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(math.prod(meta.shape) for meta in self.metas.values())
+
     def names(self) -> list[str]:
         """Return all tensor names, sorted."""
         return list(self.metas)

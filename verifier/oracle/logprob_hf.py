@@ -8,7 +8,9 @@ is unused are requests of an engine server.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -28,7 +30,7 @@ def score(
     sequences: Sequence[Sequence[int]],
     dtype: str,
     device: str = "cpu",
-    temperature: float = 1.0,
+    temperature: float | Sequence[float] = 1.0,
     routes: Sequence[Sequence[Route]] = (),
 ) -> list[list[float]]:
     """Teacher-forced log-probabilities, nats.
@@ -38,7 +40,8 @@ def score(
         sequences: token ids, each of at least 2.
         dtype: "float32"; "bfloat16" to measure what that dtype alone costs, "float64" what "float32" does.
         device: "cpu", or "cuda".
-        temperature: divisor of the logits; 0 gives the undivided log-probability of the likeliest token instead.
+        temperature: divisor of the logits, of all sequences or of each; 0 gives the undivided log-probability of the
+            likeliest token instead.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
 
     Returns:
@@ -47,23 +50,19 @@ def score(
     Raises:
         ContractError: transformers finds a tensor missing or superfluous, or see `choosing`.
     """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    _full_float32()
     model = hold_model(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
-    for batch in batches(model, sequences, routes):
-        every = torch.log_softmax(logits_of(model, batch)[:, :-1].double() / (temperature or 1.0), dim=-1)
-        labels = batch.tokens[:, 1:, None].to(every.device)
-        logprobs = every.gather(2, labels)[..., 0] if temperature else every.amax(dim=-1)
-        for at, row in zip(batch.places, logprobs.float().tolist(), strict=True):
-            found[at] = row
+    for part in _parts([model], sequences, temperature, routes):
+        (every,) = part.nats
+        part.hand(found, part.told(every).float())
     return found
 
 
 @torch.inference_mode()
 def score_twice(
-    _: object, path: str, sequences: Sequence[Sequence[int]], device: str = "cpu", temperature: float = 1.0,
-    routes: Sequence[Sequence[Route]] = (),
+    _: object, path: str, sequences: Sequence[Sequence[int]], device: str = "cpu",
+    temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (),
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:  # fmt: skip
     """Score by float32 weights and by float64 ones, and measure what float32 changes at each place.
 
@@ -73,25 +72,84 @@ def score_twice(
         root mean square, over the vocabulary, of the differences of the two log-probabilities, each less their mean by
         the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are added.
     """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    _full_float32()
     models = [hold_model(path, dtype, device) for dtype in (torch.float64, torch.float32)]  # the second stays cached
     found: tuple[list[list[float]], ...] = tuple([[]] * len(sequences) for _ in range(3))
-    for batch in batches(models[1], sequences, routes):
-        high, low = (
-            torch.log_softmax(logits_of(model, batch)[:, :-1].double() / (temperature or 1.0), dim=-1)
-            for model in models
-        )
+    for part in _parts(models, sequences, temperature, routes):
+        high, low = part.nats
         off = low - high
         off -= (off * high.exp()).sum(dim=-1, keepdim=True)
         softmax = torch.log_softmax(low.float(), dim=-1).double() - low
         scale = (off.square() + softmax.square()).mean(dim=-1).sqrt()
-        labels = batch.tokens[:, 1:, None].to(high.device)
-        sides = [each.gather(2, labels)[..., 0] if temperature else each.amax(dim=-1) for each in (low, high)]
-        for rows, values in zip(found, (sides[0].float(), sides[1], scale), strict=True):
-            for at, row in zip(batch.places, values.tolist(), strict=True):
-                rows[at] = row
+        for rows, values in zip(found, (part.told(low).float(), part.told(high), scale), strict=True):
+            part.hand(rows, values)
     return found[0], found[1], found[2]
+
+
+def _full_float32() -> None:
+    """Let float32 be float32 on a GPU."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Distributions of sequences of one length at one temperature."""
+
+    members: Sequence[Sequence[tuple[int, int]]]
+    """Per row the sequences that it is, or begins with: place among all, and number of tokens."""
+    labels: torch.Tensor
+    """[B, T - 1, 1] next tokens."""
+    temperature: float
+    nats: Sequence[torch.Tensor]
+    """[B, T - 1, V] float64 log-probabilities, by each model."""
+
+    def told(self, every: torch.Tensor) -> torch.Tensor:
+        """[B, T - 1] log-probabilities of the next tokens, or at a temperature of 0 of the likeliest."""
+        return every.gather(2, self.labels)[..., 0] if self.temperature else every.amax(dim=-1)
+
+    def hand(self, found: list[list[float]], values_BT: torch.Tensor) -> None:
+        """Give every sequence its values."""
+        for members, row in zip(self.members, values_BT.tolist(), strict=True):
+            for at, length in members:
+                found[at] = row[: length - 1]
+
+
+def _parts(
+    models: Sequence[Any], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
+    routes: Sequence[Sequence[Route]] = (),
+) -> Iterator[_Part]:  # fmt: skip
+    """Distributions after each token but the last of sequences, by some models, each computed once.
+
+    A sequence with which another begins is not computed by itself, as later tokens change nothing before them.
+    """
+    divisors = [temperature] * len(sequences) if isinstance(temperature, (int, float)) else temperature
+    first = range(len(sequences)) if any(routes) else longest_of(sequences)
+    asked: dict[int, dict[float, list[tuple[int, int]]]] = {}
+    for at, place in enumerate(first):
+        asked.setdefault(place, {}).setdefault(divisors[at], []).append((at, len(sequences[at])))
+    places = [*asked]
+    given = [routes[at] for at in places] if any(routes) else ()
+    for batch in batches(models[-1], [sequences[at] for at in places], given):
+        logits = [logits_of(model, batch)[:, :-1].double() for model in models]
+        wanted = [asked[places[at]] for at in batch.places]
+        for divisor in sorted({key for item in wanted for key in item}):
+            rows = [row for row, item in enumerate(wanted) if divisor in item]
+            yield _Part(
+                members=[wanted[row][divisor] for row in rows], temperature=divisor,
+                labels=batch.tokens[rows, 1:, None].to(logits[0].device),
+                nats=[torch.log_softmax(each[rows] / (divisor or 1.0), dim=-1) for each in logits],
+            )  # fmt: skip
+
+
+def longest_of(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Per sequence, the place of the longest one that begins with it, which may be its own."""
+    found = [*range(len(sequences))]
+    order = sorted(found, key=lambda at: tuple(sequences[at]))  # those that begin with one come right after it
+    for at, after in reversed([*pairwise(order)]):
+        if [*sequences[after][: len(sequences[at])]] == [*sequences[at]]:
+            found[at] = found[after]
+    return found
 
 
 @torch.inference_mode()
@@ -146,20 +204,32 @@ def places(
     `rows` are [prompt, sampled tokens, temperature above 0]; `num_earlier` is the number of earlier tokens.
     """
     model = hold_model(path, torch.float32, device)
-    found: list[list[Any]] = []
-    for prompt, tokens, temperature in rows:
-        ids = torch.tensor([[*prompt, *tokens]], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-        for at, share in enumerate(torch.softmax(logits / temperature, dim=-1).cpu()):
-            likeliest, order = share.sort(descending=True, stable=True)
-            reached = likeliest.cumsum(0)
-            kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
-            before = [tokens[at - back] if back <= at else None for back in range(1, num_earlier + 1)]
-            earlier = [math.nan if token is None else float(share[token]) for token in before]
-            rest = [float(likeliest[end:].sum()) for end in kept]
-            rank = int((order == tokens[at]).nonzero())
-            found.append([rank, kept, rest, earlier, [token == tokens[at] for token in before]])
-    return found
+    found: list[list[list[Any]]] = [[]] * len(rows)
+    sequences = [[*prompt, *tokens] for prompt, tokens, _ in rows]
+    for part in _parts([model], sequences, [temperature for *_, temperature in rows]):
+        for members, nats in zip(part.members, part.nats[0], strict=True):
+            described: dict[tuple[int, int], list[list[Any]]] = {}  # of the same tokens, once
+            for at, length in members:
+                tokens = rows[at][1]
+                if (span := (length - 1 - len(tokens), length - 1)) not in described:
+                    described[span] = [*_described(nats[slice(*span)].exp().cpu(), tokens, shares, num_earlier)]
+                found[at] = described[span]
+    return [row for part in found for row in part]
+
+
+def _described(
+    share_TV: torch.Tensor, tokens: Sequence[int], shares: Sequence[float], num_earlier: int
+) -> Iterator[list[Any]]:
+    """Rows of `places` for the tokens of one sample, by their distributions."""
+    for at, share in enumerate(share_TV):
+        likeliest, order = share.sort(descending=True, stable=True)
+        reached = likeliest.cumsum(0)
+        kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
+        before = [tokens[at - back] if back <= at else None for back in range(1, num_earlier + 1)]
+        earlier = [math.nan if token is None else float(share[token]) for token in before]
+        rest = [float(likeliest[end:].sum()) for end in kept]
+        rank = int((order == tokens[at]).nonzero())
+        yield [rank, kept, rest, earlier, [token == tokens[at] for token in before]]
 
 
 @torch.inference_mode()

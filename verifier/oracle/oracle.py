@@ -58,7 +58,7 @@ class Oracle:
 
     def score(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str = "float32", device: str = "cpu",
-        temperature: float = 1.0, routes: Sequence[Any] = (),
+        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (),
     ) -> Scored:  # fmt: skip
         """See `verifier.oracle.logprob_hf.score`."""
         tokens = [list(sequence) for sequence in sequences]
@@ -66,7 +66,7 @@ class Oracle:
 
     def score_twice(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
-        temperature: float = 1.0, routes: Sequence[Any] = (),
+        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (),
     ) -> Sides:  # fmt: skip
         """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself."""
         if dtype == "float32":

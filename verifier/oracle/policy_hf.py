@@ -296,8 +296,8 @@ def _loss(
             share_BT = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, share)
             add(sums[-1], magnitudes(model, batch, share_BT, objective["temperature"]))
     gradients = []
-    for part in sums:
-        for parameter, gradient in zip(parameters, part, strict=True):
+    while sums:  # each is freed once it is known by name
+        for parameter, gradient in zip(parameters, sums.pop(0), strict=True):
             parameter.grad = gradient
         gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]

@@ -12,7 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,7 @@ class _Recording:
             self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
-        for sampled in samples:
-            self._record_places(checkpoint, sampled)
+        self._record_places(checkpoint, samples)
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, side in zip(samples, sides[len(passes) :], strict=True):
@@ -194,27 +193,26 @@ class _Recording:
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
     def _score(self, checkpoint: Path, groups: Sequence[Group]) -> list[Sides]:
-        """Log-probabilities of groups of sequences, each at its temperature; the checkpoint is loaded for each."""
-        rows = {}
-        for temperature in {at for group in groups for _, at in group}:
-            asked = [tokens for group in groups for tokens, at in group if at == temperature]
-            found = self.oracle.score_twice(checkpoint, asked, self.seen.manifest.dtype, self.device, temperature)
-            rows[temperature] = [iter(part) for part in found]
-        return [
-            Sides(*([next(rows[at][side]) for _, at in group] for side in range(len(Sides._fields))))
-            for group in groups
-        ]
+        """Log-probabilities of groups of sequences, each at its temperature."""
+        sequences, temperatures = zip(*chain.from_iterable(groups), strict=True)
+        told = (self.seen.manifest.dtype, self.device, list(temperatures))
+        found = self.oracle.score_twice(checkpoint, sequences, *told)
+        rows = [iter(side) for side in found]
+        return [Sides(*([*islice(side, len(group))] for side in rows)) for group in groups]
 
-    def _record_places(self, checkpoint: Path, item: SampledTokens) -> None:
-        """Describe the distribution that each token was drawn from."""
-        told = zip(item.prompts, map(self._known, item.tokens), item.temperatures, strict=True)
-        rows = [list(row) for row in told if row[2]]
-        found = self.oracle.ask("logprob_hf:places", [checkpoint], rows, SHARES, EARLIER, self.device)
-        columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*found, strict=True), strict=True))
-        self.recorder.emit(
-            OracleOfPlaces(name=item.name, version=item.version, vocabulary=self.vocabulary),
-            {name: np.array(column) for name, column in columns.items()},
-        )
+    def _record_places(self, checkpoint: Path, samples: Sequence[SampledTokens]) -> None:
+        """Describe the distribution that each token of each record was drawn from."""
+        told = [zip(item.prompts, map(self._known, item.tokens), item.temperatures, strict=True) for item in samples]
+        rows: list[list[list[Any]]] = [[list(row) for row in part if row[2]] for part in told]
+        asked = ([*chain.from_iterable(rows)], SHARES, EARLIER, self.device)
+        found = iter(self.oracle.ask("logprob_hf:places", [checkpoint], *asked) if asked[0] else ())
+        for item, part in zip(samples, rows, strict=True):
+            places = [*islice(found, sum(len(row[1]) for row in part))]
+            columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*places, strict=True), strict=True))
+            self.recorder.emit(
+                OracleOfPlaces(name=item.name, version=item.version, vocabulary=self.vocabulary),
+                {name: np.array(column) for name, column in columns.items()},
+            )
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""

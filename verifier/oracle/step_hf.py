@@ -30,6 +30,8 @@ HALF_UNIT = 2.0**-24
 OF_A_SHARE = 4
 """Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
 
+ELEMENTS = 2**18
+"""Elements of a weight whose step is computed at once: 2 MiB in float64, which a core's cache holds."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 
@@ -168,6 +170,8 @@ def _rounded(
 
 def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
     """Greatest distance of a gradient from the exact one, in units of its tensor's greatest element."""
+    if rounded is exact:
+        return 0.0
     shares = (
         float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
         for name, gradient in exact.items()
@@ -190,7 +194,7 @@ def groups_of(
         right, group = gradient.double(), sums.setdefault(group_of(name), [0.0, 0.0, 0.0])
         group[0] += float(right.square().sum())
         group[1] += float((actual[name].double() * right).sum()) if name in actual else 0.0
-        group[2] += float((rounded[name].double() - right).square().sum())
+        group[2] += 0.0 if rounded is exact else float((rounded[name].double() - right).square().sum())
     return {
         group: {"group": group, "group_length": along / square, "group_noise": math.sqrt(off / square)}
         for group, (square, along, off) in sums.items()
@@ -294,25 +298,32 @@ class Adam:
         learning_rate: float, decay: float = 0.0,
     ) -> Greatest:  # fmt: skip
         """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
-        zero = torch.zeros_like(gradient)
-        first, second = self._moments.get(name, (zero, zero))
-        beta_1, beta_2 = self._betas
-        first = beta_1 * first + (1 - beta_1) * gradient
-        second = beta_2 * second + (1 - beta_2) * gradient.square()
-        self._moments[name] = (first, second)
-        denominator = (second / (1 - beta_2**step)).sqrt() + self._epsilon
+        if name not in self._moments:
+            zero = torch.zeros(gradient.shape, dtype=torch.float64)
+            self._moments[name] = (zero, zero.clone())
         rounded = old.dtype != torch.float32
-        begin = self._masters.get(name, old.double()) if rounded else old.double()
-        kept = 1 - learning_rate * decay if begin.ndim > 1 and not name.endswith("bias") else 1.0
-        stepped = kept * begin - learning_rate * (first / (1 - beta_1**step)) / denominator
-        excess = (live.double() - stepped).abs()
-        if rounded:
-            self._masters[name] = stepped
-        magnitude = torch.maximum(live.double().abs(), stepped.abs())
-        allowed = half_step(magnitude, live.dtype) if rounded else torch.zeros_like(magnitude)
-        allowed = allowed + ROUNDINGS * half_step(magnitude, torch.float32)
-        excess = (excess - allowed).clamp(min=0)
-        return greatest(torch.where(excess == 0, 0.0, excess / learning_rate))
+        if rounded and name not in self._masters:
+            self._masters[name] = old.double()
+        kept = 1 - learning_rate * decay if old.ndim > 1 and not name.endswith("bias") else 1.0
+        whole = (self._masters[name] if rounded else old, live, gradient, *self._moments[name])
+        found = []
+        for begin, new, slope, first, second in zip(*(each.flatten().split(ELEMENTS) for each in whole), strict=True):
+            first.mul_(self._betas[0]).add_(slope, alpha=1 - self._betas[0])
+            second.mul_(self._betas[1]).addcmul_(slope, slope, value=1 - self._betas[1])
+            denominator = (second / (1 - self._betas[1] ** step)).sqrt_().add_(self._epsilon)
+            move = (first * (learning_rate / (1 - self._betas[0] ** step))).div_(denominator)
+            stepped = (kept * begin.double()).sub_(move)
+            magnitude = torch.maximum(new.double().abs(), stepped.abs())
+            allowed = ROUNDINGS * half_step(magnitude, torch.float32)
+            if rounded:
+                allowed += half_step(magnitude, live.dtype)
+                begin.copy_(stepped)
+            excess = (new.double() - stepped).abs_().sub_(allowed).clamp_(min=0)
+            found.append(greatest(torch.where(excess == 0, 0.0, excess / learning_rate)))
+        values = torch.tensor([value for value, _ in found], dtype=torch.float64)
+        part = int(values.argmax())
+        at = torch.tensor(part * ELEMENTS + found[part][1][0])
+        return found[part][0], [int(place) for place in torch.unravel_index(at, live.shape)]
 
 
 def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:

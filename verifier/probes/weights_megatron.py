@@ -160,7 +160,7 @@ class LiveWeights:
                     key = f"{chunk}/{name}"
                     if place.group not in owners and key in held:
                         owners[place.group] = (place, file.get_tensor(key))
-        whole = unshard(owners.values(), gradients=gradients)
+        whole = unshard((owners.pop(group) for group in [*owners]), gradients=gradients)
         if not whole:
             raise ContractError("no rank dumped a shard: there is nothing to join")
         return whole

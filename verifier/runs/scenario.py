@@ -24,9 +24,11 @@ Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
-PROMPT_LENGTHS = (290, 300)
-"""Tokens of a prompt, and of the longest sequence of a batch: beyond 256, which bf16 cannot tell from 257, and several
-blocks of the prefix cache (32 tokens on the CPU, 16 on a GPU)."""
+LONG_LENGTHS = (290, 300)
+"""Tokens of the longest sequence of a batch: beyond 256, which bf16 cannot tell from 257."""
+LONG_PROMPT = 289
+"""Tokens of a prompt: beyond 256 too, and one more than several blocks of the prefix cache (32 tokens on the CPU, 16 on
+a GPU), so that each of hundreds of draws after it computes one token."""
 WHOLE_PROMPT = 156
 """Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
@@ -128,7 +130,7 @@ def _prompts(draw: random.Random, vocabulary: int) -> list[list[int]]:
 
     The second has one of its blocks in common with the first, and the third is how the second begins.
     """
-    first, second = (_sequences(draw, 1, lengths, vocabulary)[0] for lengths in (PROMPT_LENGTHS, (WHOLE_PROMPT,) * 2))
+    first, second = (_sequences(draw, 1, (length,) * 2, vocabulary)[0] for length in (LONG_PROMPT, WHOLE_PROMPT))
     second[SHARED] = first[SHARED]
     return [first, second, second[:SHORT_PROMPT]]
 
@@ -140,4 +142,4 @@ def _sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabu
 
 def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[list[int]]:
     """Sequences of which one is longer than whatever repeats, or is cut, every 64, 128 or 256 positions."""
-    return _sequences(draw, 1, PROMPT_LENGTHS, vocabulary) + _sequences(draw, count - 1, LENGTHS, vocabulary)
+    return _sequences(draw, 1, LONG_LENGTHS, vocabulary) + _sequences(draw, count - 1, LENGTHS, vocabulary)

@@ -253,3 +253,4 @@ class Session:
             held_by(link.client).record(link.ranks, version)
             for rank, slices in enumerate(link.client.checkpoint_view()):
                 record_views(link.ranks[rank], slices, self._weights.sent, version)
+        self._weights.sent = {}  # nothing compares it from here on, and it is as large as the model

@@ -183,7 +183,7 @@ class FullWeights(TrainedWeights):
         """Poison everything that the engine holds, then export and transfer."""
         run, link = self._run, self._run.link
         run.say(f"version {version}: export and transfer")
-        watch = TransferProbe(link.ranks, version)
+        watch, self.sent = TransferProbe(link.ranks, version), {}
         link.transfer(self._plan, self.export(version), watch)
         if link.client is not None:
             run.probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))

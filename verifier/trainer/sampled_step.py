@@ -47,6 +47,7 @@ from verifier.oracle.recording import (
 )
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.train.memory import host_bytes
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.mismatch import sampled_noise
@@ -63,8 +64,9 @@ NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
-MAX_SAMPLED_BYTES = 2**28
-"""Bytes of the largest checkpoint whose steps are sampled by default; the oracle computes on the host."""
+COPIES = 36
+"""Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of oracle,
+trainer and engine together, while a step of GRPO is judged."""
 
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
@@ -79,8 +81,12 @@ def unsampled_because(config: TrainConfig, model: ModelUnderTest) -> str:
     """Reason for which a judged run samples no step; empty where it does."""
     if config.verify.every == 0:
         return "verify.every is 0"
-    if config.verify.every is None and model.checkpoint.num_bytes > MAX_SAMPLED_BYTES:
-        return f"{config.model} has {model.checkpoint.num_bytes / 2**20:,.0f} MiB and verify.every is not given"
+    needed, held = COPIES * 4 * model.checkpoint.num_weights, host_bytes()
+    if config.verify.every is None and needed > held:
+        return (
+            f"{config.model} needs {needed / 2**30:,.0f} GiB for that, this host has {held / 2**30:,.0f} GiB, and "
+            "verify.every is not given"
+        )
     return _unjudgeable(config, model)[0]  # where it was given, because no layout could be derived
 
 

@@ -22,8 +22,8 @@ from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
-from verifier.runs.model_under_test import ModelUnderTest, cache_folder
-from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES, unsampled_because
+from verifier.runs.model_under_test import MAX_HOST_ORACLE_BYTES, ModelUnderTest, cache_folder
+from verifier.trainer.sampled_step import unsampled_because
 from verifier.trainer.spot import has_spot, why_no_spot
 
 NO_NOISE = (
@@ -88,7 +88,7 @@ def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
         tier: "cpu" or "cuda".
         num_bytes: of the checkpoint, which the comparison copies to the host once a sync.
     """
-    small = tier == "cpu" or num_bytes <= MAX_SAMPLED_BYTES
+    small = tier == "cpu" or num_bytes <= MAX_HOST_ORACLE_BYTES
     return small and not config.lora.rank and not config.megatron.use_fsdp
 
 

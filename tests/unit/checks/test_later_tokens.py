@@ -57,10 +57,11 @@ def outcomes(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str
             tokens.append(int(rule(share, place, generator).argmax()))
         rows.append([tokens[:1], tokens[1:], TEMPERATURE])
 
-    class Toy:
+    class Toy(torch.nn.Module):
         device = "cpu"
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
 
-        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
             return SimpleNamespace(logits=TABLE[input_ids])
 
     monkeypatch.setattr(logprob_hf, "hold_model", lambda path, dtype, device: Toy())

@@ -64,9 +64,10 @@ class Asked:
         self.steps: tuple[Any, ...] = ()
         self.choices: list[tuple[Any, ...]] = []
 
-    def score_twice(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: float) -> Sides:
+    def score_twice(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float]) -> Sides:
         places = [range(1, len(tokens)) for tokens in sequences]
-        exact, scales = ([[by * at for at in row] for row in places] for by in (-temperature, 1e-3))
+        exact = [[-divisor * at for at in row] for row, divisor in zip(places, temperature, strict=True)]
+        scales = [[1e-3 * at for at in row] for row in places]
         return Sides(exact, exact, scales)
 
     def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:

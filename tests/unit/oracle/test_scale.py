@@ -11,7 +11,7 @@ import torch
 from verifier.core.records_tokens import ROUNDINGS
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
-from verifier.oracle.logprob_hf import score, score_twice
+from verifier.oracle.logprob_hf import longest_of, score, score_twice
 
 SEQUENCES = [np.random.default_rng(seed).integers(0, 300, 60).tolist() for seed in range(6)]
 
@@ -62,3 +62,15 @@ def test_a_wrong_epsilon_is_beyond_the_bound(path: Path) -> None:
         every = torch.log_softmax(model(input_ids=torch.tensor(SEQUENCES)).logits[:, :-1].double(), -1)
     wrong = every.gather(2, torch.tensor(SEQUENCES)[:, 1:, None]).flatten().numpy()
     assert np.max(np.abs(wrong - flat(exact)) / flat(scales)) > 2 * ROUNDINGS
+
+
+def test_what_another_sequence_begins_with_is_computed_once_and_scored_the_same(path: Path) -> None:
+    first, second = SEQUENCES[:2]
+    asked = [first[:20], second, first, first[:40], first]
+    assert longest_of(asked) == [4, 1, 4, 4, 4]
+    temperatures = [1.0, 1.0, 0.5, 2.0, 0.0]
+    together = score_twice(None, str(path), asked, temperature=temperatures)
+    for at, (tokens, temperature) in enumerate(zip(asked, temperatures, strict=True)):
+        alone = score_twice(None, str(path), [tokens], temperature=temperature)
+        assert together[1][at] == pytest.approx(alone[1][0], abs=1e-12)
+        assert np.abs(np.subtract(together[0][at], alone[0][0])).max() < ROUNDINGS * max(alone[2][0])

@@ -9,15 +9,20 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES, chosen_routes, is_sampled, unsampled_because
+from verifier.trainer import sampled_step
+from verifier.trainer.sampled_step import COPIES, chosen_routes, is_sampled, unsampled_because
 
 
 def config_of(*knobs):
     return load(TrainConfig, overrides=["model=tiny:add", "verify.steps=true", *knobs])[0]
 
 
-def model_of(*, num_bytes=1, judges_gradients=True):
-    return SimpleNamespace(checkpoint=SimpleNamespace(num_bytes=num_bytes), judges_gradients=judges_gradients)
+LARGEST = 2**34 // (4 * COPIES)
+"""Weights of the largest model that a host of 16 GiB judges by default."""
+
+
+def model_of(*, num_weights=1, judges_gradients=True):
+    return SimpleNamespace(checkpoint=SimpleNamespace(num_weights=num_weights), judges_gradients=judges_gradients)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +39,11 @@ def test_steps_that_are_sampled(knobs, steps):
     ("knobs", "model", "reason"),
     [
         ((), {}, ""),
-        (("verify.every=2",), {"num_bytes": MAX_SAMPLED_BYTES + 1}, ""),
+        ((), {"num_weights": LARGEST}, ""),
+        (("verify.every=2",), {"num_weights": 2**30}, ""),
         (("verify.every=0",), {}, "verify.every is 0"),
-        ((), {"num_bytes": 2**30}, "tiny:add has 1,024 MiB and verify.every is not given"),
+        ((), {"num_weights": 2**30}, "tiny:add needs 144 GiB for that, this host has 16 GiB, and verify.every is not "
+         "given"),
         (("verify.every=2",), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has "
          "no layout, or it is too large for the host"),
         ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout, or it "
@@ -46,7 +53,8 @@ def test_steps_that_are_sampled(knobs, steps):
          "oracle does not compute gradients of adapters in less than float32"),
     ],
 )  # fmt: skip
-def test_reason_for_which_a_run_samples_no_step(knobs, model, reason):
+def test_reason_for_which_a_run_samples_no_step(monkeypatch, knobs, model, reason):
+    monkeypatch.setattr(sampled_step, "host_bytes", lambda: 2**34)
     assert unsampled_because(config_of(*knobs), model_of(**model)) == reason
 
 
