@@ -20,8 +20,10 @@ from verifier.core.trace import Trace
 MISMATCH = Tolerance(absolute=1e-4, unit="nats", source="fp32: least that is allowed a token beside a measured noise")
 MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32: least that is allowed nine tenths beside a measured noise")
 UNMEASURED = 10
-"""Times these where no noise is measured: a trained model of 30 layers has a scale of 7e-6 nats, 4e-5 at its coarsest
-token, so 14 and more of these; deeper ones may have twice that."""
+"""Times these where no noise is measured, as of a checkpoint that is too large for the host, and of older traces."""
+COARSER = 4
+"""Times the coarsest of random tokens, doubled too: of SmolLM2-135M 252 of them had 2.1e-5 nats at most and tokens of
+text 3.1e-5; of 1,304 tokens of its round trips the coarsest had 1.39e-4, 6.7 times as much."""
 MOST_ROUNDINGS = 8
 """Times the scale that nine tenths of a step's tokens may differ by: 4.6 standard deviations, see `ROUNDINGS`. Chance
 exceeds them at one token in 250,000, so at a tenth of `FEW` independent ones less than once in 1e15."""
@@ -83,8 +85,9 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     (`verify.every`) measure and later steps keep.
     Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
     times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
-    nats, divided by a temperature below 1; ten times these where no noise is measured, but for tiny models. Chance of
-    a false alarm below 1e-11 a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be
+    nats, divided by a temperature below 1. A run that samples no step measures the scale before its first, on random
+    tokens of the checkpoint: twice that for nine tenths, 8 times for the coarsest. Chance of a false alarm below 1e-11
+    a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be
     off by it, so twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors
     more, a signed mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise
     of a log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
@@ -132,8 +135,9 @@ def bound_in_fp32(trace: Trace, step: int, temperature: float, *, most: bool = F
     if noise is None:
         source = f"{fixed.source}, times {UNMEASURED}, as none is"
         return replace(fixed, absolute=UNMEASURED * fixed.absolute, source=source)
-    carried = CARRIED if noise.measured != step - 1 else 1
-    scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, ROUNDINGS)
+    carried = CARRIED if noise.drawn or noise.measured != step - 1 else 1
+    coarser = COARSER if noise.drawn else 1
+    scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, coarser * ROUNDINGS)
     return wider(fixed, rounding(float(scale), carried * roundings))
 
 

@@ -277,6 +277,8 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Mean of the squares of 1 - p."""
     most_unsure: Real = 1.0
     """Greatest 1 - p."""
+    drawn: bool = False
+    """The tokens are random ones, measured before the first step of a run that samples no step."""
 
 
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
@@ -28,9 +27,9 @@ from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
-from verifier.trainer.evaluation import Examine
 from verifier.trainer.export_trace import ExportTrace
 from verifier.trainer.failure_trace import failure_traced
+from verifier.trainer.first_rounding import first_rounding, measures_rounding
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
@@ -125,6 +124,10 @@ class Trainer:
             oracle = None
             if config.verify.steps and not unsampled_because(config, model):
                 oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
+            noise = None
+            if measures_rounding(config, model):
+                self._progress("measuring what float32 rounds of log-probabilities")
+                noise = first_rounding(model, until)
             engine = self._start_engine(launcher, stack)
             if isinstance(launcher, ForkLauncher):
                 self._model = model = replace(model, notes=notes_of(model, launcher, until))
@@ -143,7 +146,7 @@ class Trainer:
                     judge=self._judge, metrics=line, tell=self._tell, suspicions=Suspicions(folder.suspicions, done),
                 ),
                 rollouts=self._rollouts, ahead=self._ahead,
-                held_out=self._held_out, oracle=oracle, data=self._data,
+                held_out=self._held_out, oracle=oracle, data=self._data, noise=noise,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
@@ -154,7 +157,7 @@ class Trainer:
                 loop.sends_first = other or self._judge is not None
             with in_stage(Stage.ROLLOUT):
                 summary = loop.run(done, metrics)
-            self._export(loop.last, loop.examine)
+            self._export(loop)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -246,18 +249,18 @@ class Trainer:
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, last: PreviousStep, examine: Examine) -> None:
+    def _export(self, loop: StepLoop) -> None:
         """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
 
         Raises:
             ViolationFound: they are not, and stay under another name.
         """
-        folder, step = self._folder.exported, last.version
+        folder, step = self._folder.exported, loop.last.version
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
         if trace is not None:
-            trace.record(last, self._continuation, examine)
+            trace.record(loop.last, self._continuation, loop.examine, loop.noise)
         self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
         model_files.copy_files(self._model.checkpoint.path, aside)
         if trace is not None and self._judge is not None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Scope
+from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import PreviousStep
 from verifier.core.store import Recorder, complete, create
 from verifier.runs.model_under_test import ModelUnderTest
@@ -50,13 +51,17 @@ class ExportTrace:
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
-    def record(self, last: PreviousStep, continuation: Continuation, examine: Examine) -> None:
+    def record(
+        self, last: PreviousStep, continuation: Continuation, examine: Examine, noise: SampledNoise | None
+    ) -> None:
         """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(last)
             found = ["stored"] if continuation.record_stored(probe) else []
             continuation.record_states(probe, ended=True)
             found += [*examine(probe, self._step)] if self._examines else []
+            if "examined" in found and noise is not None:
+                probe.emit(replace(noise, version=self._step + 1))
             found += ["reward"] if "examined" in found and self._rereads else []
             self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))
 

@@ -89,6 +89,7 @@ class StepLoop:
         data: of the run, as they were read; None for recorded rollouts.
         revival: of the engine; None where its death ends the run.
         sends_first: the engine gets the weights before the first step.
+        noise: what the last step that measures it, or a measurement before the first, found the run's dtype to round.
     """
 
     config: TrainConfig
@@ -107,9 +108,9 @@ class StepLoop:
     data: DataAsRead | None = None
     revival: Revival | None = None
     sends_first: bool = False
+    noise: SampledNoise | None = None
     _held: dict[int, Path] = field(default_factory=dict, init=False)
     _sync_facts: dict[str, float] = field(default_factory=dict, init=False)
-    _noise: SampledNoise | None = field(default=None, init=False)
     _evaluated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +183,7 @@ class StepLoop:
             if trace is not None:
                 if sampled is not None:
                     rates = [report["learning_rate"] for report in reports]
-                    self._noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self._noise) or self._noise
+                    self.noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self.noise) or self.noise
                 complete(trace, self._manifest)
                 self.verdicts.ask(step, trace)
                 if self.ahead is not None or sampled is not None:
@@ -232,10 +233,10 @@ class StepLoop:
 
         A sampled step measures it on fresh tokens; without any it repeats the last one by itself.
         """
-        if sampled is None and self._noise is not None and probe is not None:
-            probe.emit(msgspec.structs.replace(self._noise, version=step))
+        if sampled is None and self.noise is not None and probe is not None:
+            probe.emit(msgspec.structs.replace(self.noise, version=step))
         measures = sampled is not None and (fresh or self.rollouts is None or self.model.dtype == "float32")
-        return measures or self._noise is not None
+        return measures or self.noise is not None
 
     def examine(self, probe: Probe | None, version: int) -> Sequence[Scope]:
         """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""

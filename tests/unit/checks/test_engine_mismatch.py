@@ -24,7 +24,7 @@ NOISE = 0.01
 
 
 def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=None, temperature=None, more=0.0,
-           model="tiny:add", scale=0.0):  # fmt: skip
+           model="tiny:add", scale=0.0, drawn=False):  # fmt: skip
     """Outcome of LGP009 on a step whose engine says what `change` makes of the exact log-probabilities.
 
     `floor`: the noise is of tokens that are so unsure, 1 - p, and grows as that does. `temperature`: of a float32 run.
@@ -48,7 +48,7 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=No
     noise = sampled_noise(2, measured, exact + noises[2], exact, np.arange(num) % 8, 8, routed=routed)
     noise = replace(noise, greatest_of_run=max(noise.greatest_of_run, real(more), key=float))
     manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", model=model, complete=True)
-    noise = replace(noise, scale=scale, coarsest=4 * scale)
+    noise = replace(noise, scale=scale, coarsest=4 * scale, drawn=drawn)
     if temperature is not None:
         columns["old"], columns["engine"] = exact, change(exact)
     terms = LossTerms(name="loss", version=2, loss="clipped", clip_low=0.2, clip_high=0.2, temperature=temperature or 1)
@@ -140,6 +140,15 @@ def test_in_fp32_a_published_model_is_held_against_the_scale_of_its_rounding(mea
     assert bad(judged(every(times * 6e-5), **here)) == {"90% of the tokens"}
     assert bad(judged(every(times * 3e-4, at=400), **here)) == set()
     assert bad(judged(every(times * 4e-4, at=400), **here)) == {"x"}
+
+
+def test_in_fp32_random_tokens_before_the_first_step_tell_the_scale():
+    here = {"temperature": 1.0, "model": "/models/trained", "scale": 7e-6, "measured": 0, "drawn": True}
+    for measured in (0, 1):  # of the step's own version too, as these are other tokens
+        assert judged(every(1.1e-4), **here | {"measured": measured}).verdict is Verdict.HOLDS
+        assert bad(judged(every(1.2e-4), **here | {"measured": measured})) == {"90% of the tokens"}
+    assert bad(judged(every(2.6e-3, at=400), **here)) == set()
+    assert bad(judged(every(2.8e-3, at=400), **here)) == {"x"}
 
 
 def test_in_fp32_without_a_measured_noise_a_published_model_is_judged_ten_times_as_coarsely():

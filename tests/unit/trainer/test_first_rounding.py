@@ -1,0 +1,73 @@
+"""Runs that measure what float32 rounds before their first step.
+
+What this does not exercise: the measurement in a whole run of a published model (tests/dist/test_published.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from verifier.config.load import load
+from verifier.config.training import TrainConfig
+from verifier.trainer import first_rounding as module
+from verifier.trainer.first_rounding import MOST_BYTES, first_rounding, measures_rounding
+from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES
+
+TRAINED = "published:smollm2-135m"
+
+
+def measured(*knobs, model=TRAINED, num_bytes=2**29, dtype="float32"):
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", *(knobs or ("verify.steps=true",))])
+    found = SimpleNamespace(checkpoint=SimpleNamespace(num_bytes=num_bytes), judges_gradients=True, dtype=dtype)
+    return measures_rounding(SimpleNamespace(**{**vars_of(config), "model": model}), found)
+
+
+def vars_of(config):
+    return {name: getattr(config, name) for name in ("verify", "lora", "dtype", "megatron", "algorithm", "grpo")}
+
+
+@pytest.mark.parametrize(
+    ("case", "measures"),
+    [
+        ({}, True),
+        ({"num_bytes": MOST_BYTES + 1}, False),
+        ({"num_bytes": MAX_SAMPLED_BYTES}, False),  # steps 1, 2, 4 ... measure it
+        ({"dtype": "bfloat16"}, False),
+        ({"model": "tiny:add"}, False),
+    ],
+)
+def test_runs_in_float32_that_sample_no_step_measure_their_rounding(case, measures):
+    assert measured(**case) == measures
+
+
+def test_a_run_that_is_not_judged_measures_nothing():
+    assert not measured("verify.steps=false")
+    assert measured("verify.steps=true", "verify.every=0", num_bytes=1)
+    assert not measured("verify.steps=true", "verify.every=2")
+
+
+def test_the_scale_is_that_of_the_oracles_places(monkeypatch):
+    class Oracle:
+        def __init__(self, path, deadline_s):
+            self.asked = path, deadline_s
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def score_twice(self, path, tokens, dtype):
+            assert all(0 <= token < 9 for row in tokens for token in row)
+            rows = [[-1.0] * (len(row) - 1) for row in tokens]
+            scales = [[3e-6] * len(row) for row in rows]
+            scales[1][5] = 5e-5
+            return SimpleNamespace(exact=rows, other=rows, scales=scales)
+
+    monkeypatch.setattr(module, "Oracle", Oracle)
+    model = SimpleNamespace(checkpoint=SimpleNamespace(config={"vocab_size": 9}, path="folder"))
+    found = first_rounding(model, SimpleNamespace(left=lambda what: 5.0))
+    assert (found.drawn, found.tokens, found.measured, float(found.coarsest)) == (True, 252, 0, pytest.approx(5e-5))
+    assert 3e-6 < float(found.scale) < 5e-6
