@@ -25,7 +25,7 @@ from verifier.platform.pins import TRAINER, require_installed
 
 MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip."""
-MAX_HOST_ORACLE_BYTES = 256 * 2**20
+MAX_HOST_ORACLE_BYTES = 2**30
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
