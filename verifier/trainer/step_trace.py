@@ -22,7 +22,7 @@ from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
-from verifier.runs.model_under_test import MAX_HOST_ORACLE_BYTES, ModelUnderTest, cache_folder
+from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.trainer.sampled_step import unsampled_because
 from verifier.trainer.spot import has_spot, why_no_spot
 
@@ -38,6 +38,8 @@ UNREAD = (
 """Clause of the report on a step with conversations that have no second reader."""
 UNREREAD = "the tokens of prompts, and the text that a reward reads, were not read a second time (DAT013): {why}"
 """Clause of the report on a step of a checkpoint whose tokenizer has no second reader."""
+MAX_CUT_BYTES = 2**28
+"""Largest checkpoint whose exports a GPU's ranks copy to the host at every sync."""
 UNSAMPLED = "gradients were not judged against transformers (LSS001, LSS002, TRN001): {reason}"
 """Clause of the report on a run none of whose steps transformers computes too."""
 NO_LAYOUT = "what the ranks loaded was not judged (WGT001): no layout row for the model's family"
@@ -88,7 +90,7 @@ def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
         tier: "cpu" or "cuda".
         num_bytes: of the checkpoint, which the comparison copies to the host once a sync.
     """
-    small = tier == "cpu" or num_bytes <= MAX_HOST_ORACLE_BYTES
+    small = tier == "cpu" or num_bytes <= MAX_CUT_BYTES
     return small and not config.lora.rank and not config.megatron.use_fsdp
 
 
