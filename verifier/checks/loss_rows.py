@@ -163,9 +163,9 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
-    Tolerance and its source: 2e-5 of the greatest of the update; fp32. A KL term may be off by what 2e-6 nats of its
-    distance change it by. Rows within that of a clip's edge, or of
-    the limit of log-ratios, have either gradient.
+    Tolerance and its source: 2e-5 of the greatest of the update; fp32, a greatest value up to 150 nats. A KL term may
+    be off by what 2e-6 nats of its distance change it by. Rows within that of a clip's edge, or of the limit of
+    log-ratios, have either gradient.
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
     """

@@ -1,4 +1,4 @@
-"""What float32 rounds of log-probabilities, measured before the first step of a run that samples none."""
+"""Rounding of log-probabilities by float32, measured before the first step of a run that samples none."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from verifier.oracle.oracle import Oracle
 from verifier.oracle.recording import scales_of
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
+from verifier.train.memory import host_bytes
 from verifier.trainer.mismatch import sampled_noise
 from verifier.trainer.sampled_step import unsampled_because
 
 NUM_SEQUENCES, LENGTH = 4, 64
 """Sequences of random tokens, and tokens of each."""
-MOST_BYTES = 2**36
-"""Bytes of the largest checkpoint that is measured; float32 and float64 weights take three times that of the host."""
+BYTES = 12
+"""Bytes of the host that float32 and float64 weights take, for each."""
 
 
 def measures_rounding(config: TrainConfig, model: ModelUnderTest) -> bool:
     """Tell whether a judged run in float32 has no step that measures what float32 rounds of its model."""
-    small = config.model.startswith("tiny:") or model.checkpoint.num_bytes > MOST_BYTES
-    return config.verify.steps and model.dtype == "float32" and not small and bool(unsampled_because(config, model))
+    exempt = config.model.startswith("tiny:") or BYTES * model.checkpoint.num_weights > host_bytes()
+    return config.verify.steps and model.dtype == "float32" and not exempt and bool(unsampled_because(config, model))
 
 
 def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:

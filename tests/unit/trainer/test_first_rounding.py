@@ -12,15 +12,26 @@ import pytest
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.trainer import first_rounding as module
-from verifier.trainer.first_rounding import MOST_BYTES, first_rounding, measures_rounding
-from verifier.trainer.sampled_step import MAX_SAMPLED_BYTES
+from verifier.trainer import sampled_step
+from verifier.trainer.first_rounding import BYTES, first_rounding, measures_rounding
+from verifier.trainer.sampled_step import COPIES
 
 TRAINED = "published:smollm2-135m"
+HOST = 2**33
+"""Bytes of the host."""
+SAMPLED = HOST // (4 * COPIES)
+"""Weights of the largest model whose steps are sampled by default."""
 
 
-def measured(*knobs, model=TRAINED, num_bytes=2**29, dtype="float32"):
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    for room in (module, sampled_step):
+        monkeypatch.setattr(room, "host_bytes", lambda: HOST)
+
+
+def measured(*knobs, model=TRAINED, num_weights=SAMPLED + 1, dtype="float32"):
     config, _ = load(TrainConfig, overrides=["model=tiny:add", *(knobs or ("verify.steps=true",))])
-    found = SimpleNamespace(checkpoint=SimpleNamespace(num_bytes=num_bytes), judges_gradients=True, dtype=dtype)
+    found = SimpleNamespace(checkpoint=SimpleNamespace(num_weights=num_weights), judges_gradients=True, dtype=dtype)
     return measures_rounding(SimpleNamespace(**{**vars_of(config), "model": model}), found)
 
 
@@ -32,8 +43,8 @@ def vars_of(config):
     ("case", "measures"),
     [
         ({}, True),
-        ({"num_bytes": MOST_BYTES + 1}, False),
-        ({"num_bytes": MAX_SAMPLED_BYTES}, False),  # steps 1, 2, 4 ... measure it
+        ({"num_weights": HOST // BYTES + 1}, False),
+        ({"num_weights": SAMPLED}, False),  # steps 1, 2, 4 ... measure it
         ({"dtype": "bfloat16"}, False),
         ({"model": "tiny:add"}, False),
     ],
@@ -44,7 +55,7 @@ def test_runs_in_float32_that_sample_no_step_measure_their_rounding(case, measur
 
 def test_a_run_that_is_not_judged_measures_nothing():
     assert not measured("verify.steps=false")
-    assert measured("verify.steps=true", "verify.every=0", num_bytes=1)
+    assert measured("verify.steps=true", "verify.every=0", num_weights=1)
     assert not measured("verify.steps=true", "verify.every=2")
 
 
