@@ -164,12 +164,13 @@ class Running:
         self.words = [config, *knobs.values()]
         self.began = time.monotonic()
         self.log = (self.folder / "log").open("w")
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.dist.clean_margins", "--child", *self.words], cwd=ROOT, stdout=self.log,
             stderr=self.log, start_new_session=True,
             env={
-                **os.environ, "PYTHONPATH": str(ROOT), **ISAS[head["isa"]], "OMP_NUM_THREADS": str(head["threads"]),
-                "MARGINS": str(self.folder / "steps.jsonl"),
+                **os.environ, "PYTHONPATH": os.pathsep.join(paths), **ISAS[head["isa"]],
+                "OMP_NUM_THREADS": str(head["threads"]), "MARGINS": str(self.folder / "steps.jsonl"),
             },
         )  # fmt: skip
 
@@ -220,7 +221,8 @@ def campaign(heads: Sequence[Mapping[str, Any]], out: Path, jobs: int, seconds: 
             greatest = max((found[1] for found in row["shares"].values()), default=0.0)
             print(
                 f"{row['run']} seed {row['seed']} {row['threads']} threads {row['isa']}: {row['steps']} steps in "
-                f"{row['seconds']} s, whole {row['whole']}, greatest share {greatest:.3g}, alarms {len(row['alarms'])}",
+                f"{row['seconds']} s, whole {row['whole']}, greatest share {greatest:.3g}, alarms {len(row['alarms'])}"
+                + ("" if row["whole"] else f": {row['ended'].strip().splitlines()[-1:]}"),
                 flush=True,
             )
     print(f"{len(left)} runs were not begun", flush=True)
