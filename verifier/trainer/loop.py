@@ -63,7 +63,7 @@ class TrainSummary:
     suspicions: Suspicions
     """Open ones, which no later step has decided, and the number of dropped ones."""
     not_judged: Mapping[str, int] = field(default_factory=dict)
-    """What no check judged -> number of judged steps of which that is so."""
+    """Sentences on what no check judged -> number of judged steps that each is true of."""
     resumed_from: int = 0
     """Step of the checkpoint that it was continued from; 0 for a run from its beginning."""
     finished_before: bool = False

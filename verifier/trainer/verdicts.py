@@ -138,7 +138,7 @@ class Verdicts:
     num_judged: int = field(default=0, init=False)
     """Steps that were judged, none of which was violated."""
     not_judged: Counter[str] = field(default_factory=Counter, init=False)
-    """What no check judged -> number of judged steps of which that is so."""
+    """Sentences on what no check judged -> number of judged steps that each is true of."""
     _pending: deque[tuple[int, Path, Future[Judged]]] = field(default_factory=deque, init=False)
 
     def ask(self, step: int, trace: Path) -> None:
