@@ -20,6 +20,7 @@ from verifier.report.live_view import LiveView
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
+    from verifier.trainer.loop import TrainSummary
     from verifier.trainer.verdicts import Judged
 
 
@@ -35,6 +36,7 @@ def judge_step(trace: str) -> Judged:
         int(report.exit_code), render_text(report), report.suspected,
         computed=frozenset(item.code for item in report.outcomes if item.shares.count),
         mismatched=frozenset(item.code for item in report.outcomes if item.finding is not None),
+        not_judged=report.not_judged,
     )  # fmt: skip
 
 
@@ -102,8 +104,21 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         return code
     loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
-    show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
+    show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n{_unjudged(summary)}")
     return code
+
+
+def _unjudged(summary: TrainSummary) -> str:
+    """Last line of a judged run: what no check judged, and in how many of its steps."""
+    if not summary.judged:
+        return ""
+    if not summary.not_judged:
+        return "not judged: nothing that this run has\n"
+    parts = (
+        text if count == summary.judged else f"{text} ({count:,} of {summary.judged:,} steps)"
+        for text, count in summary.not_judged.items()
+    )
+    return f"not judged: {'; '.join(parts)}\n"
 
 
 def preflight(config: TrainConfig, progress: Progress) -> int:

@@ -20,9 +20,12 @@ _LEARNING = {"loss": "loss", "entropy": "nats", "kl": "nats", "grad_norm": "L2 n
 Row = Mapping[str, Any]
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics; none where it has no such file. A last line that was cut off is left out."""
-    file = run / METRICS
+def metrics_of(run: Path, name: str = METRICS) -> list[dict[str, Any]]:
+    """Lines of a run's metrics, or of another of its files of JSON lines; none where it has no such file.
+
+    A last line that was cut off is left out.
+    """
+    file = run / name
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         try:

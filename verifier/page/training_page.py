@@ -16,6 +16,8 @@ from verifier.report import Report, report_of
 
 MAX_STEPS = 12
 """Steps that are judged again for the page, the last ones; the page says how many it leaves out."""
+SAMPLES, MAX_SAMPLES = "samples.jsonl", 24
+"""File of a run's sampled texts, and how many of them the page has, the last ones."""
 _SAID = ("loss", "reward", "held_out_reward", "accuracy", "mismatch_p99", "peak_memory_gib", "time_s")
 """Numbers of the last step in the page's head."""
 
@@ -48,7 +50,7 @@ def page_of_run(run: Path) -> Page:
         stage=bad[0][1].stage if bad else "", reasons=bad[0][1].reasons if bad else (),
         roots=tuple(_root(folder, page) for folder, page in bad), charts=run_charts(rows), notes=tuple(notes),
         groups=(Group(title="recorded steps", cards=tuple(cards)),) if cards else (),
-        run=pages[-1][1].run if pages else (),
+        run=pages[-1][1].run if pages else (), samples=tuple(metrics_of(run, SAMPLES)[-MAX_SAMPLES:]),
     )  # fmt: skip
 
 

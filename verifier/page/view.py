@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from verifier.page.charts import Chart
 
@@ -97,3 +98,5 @@ class Page:
     """Parts that were left out, and failures of earlier attempts."""
     run: tuple[tuple[str, str], ...] = ()
     """Versions, host, commit, fixes, stand-ins."""
+    samples: tuple[Mapping[str, Any], ...] = ()
+    """Sampled texts of a training run: "step", "prompt", "completion", "answer", "reward"."""

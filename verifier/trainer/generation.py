@@ -40,6 +40,8 @@ from verifier.trainer.run_data import load_held_out, load_train, open_chat_templ
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 from verifier.trainer.token_versions import versions_of
 
+SHOWN = 8
+"""Rollouts of a step whose texts are shown."""
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
 
@@ -69,6 +71,7 @@ class EngineRollouts:
         data: of the run, as they were read.
         revival: of the engine; None where its death ends the run.
         sent: versions that the engine was sent, in order.
+        shown: texts of some rollouts of the last step, with their gold answers and rewards.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
@@ -94,6 +97,7 @@ class EngineRollouts:
         self._reward: RewardPool | None = None
         self._answered: Answered | None = None
         self.facts: Mapping[str, float] = {}
+        self.shown: Sequence[Mapping[str, Any]] = ()
         self.sent: list[int] = []
 
     def engine_config(
@@ -153,6 +157,13 @@ class EngineRollouts:
         """Record a step's rollouts in its trace, and return them with the name of their reward."""
         assert self._reward is not None
         self.facts, reward = batch.facts, self._config.grpo.reward
+        self.shown = [
+            {
+                "id": row.id, "prompt": self._tokenizer.decode(row.prompt),
+                "completion": self._tokenizer.decode(row.response), "answer": row.answer, "reward": row.reward,
+            }
+            for row in batch.rows[:: max(1, len(batch.rows) // SHOWN)][:SHOWN]
+        ]  # fmt: skip
         batch.record(probe, step, reward)
         if probe is not None:
             for number, item in enumerate(batch.rounds):

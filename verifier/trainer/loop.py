@@ -62,6 +62,8 @@ class TrainSummary:
     """Steps that were judged, none of which was violated."""
     suspicions: Suspicions
     """Open ones, which no later step has decided, and the number of dropped ones."""
+    not_judged: Mapping[str, int] = field(default_factory=dict)
+    """Sentences on what no check judged -> number of judged steps that each is true of."""
     resumed_from: int = 0
     """Step of the checkpoint that it was continued from; 0 for a run from its beginning."""
     finished_before: bool = False
@@ -138,6 +140,8 @@ class StepLoop:
             begun = self._evaluate(0) if step == 1 and config.evaluation.every > 1 else {}
             started = time.monotonic()
             sampled = None
+            if self.rollouts is not None and self.ahead is None:
+                self.progress(f"step {step}: sampling answers, and scoring them")
             with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
                 stored = probe is not None and self.continuation.record_stored(probe)
                 if probe is not None and step > 1:
@@ -168,12 +172,15 @@ class StepLoop:
             self.verdicts.settle(step - 1 - (JUDGED_BEHIND if self.rollouts is None else 0))  # judged meanwhile
             waited_s = time.monotonic() - started - rolled_s
             folder = None if sampled is None else str(sampled.folder)
+            if updates:
+                self.progress(f"step {step}: training")
             reports = [self._take(update, trace, folder, last=update is updates[-1]) for update in updates]
             self._updates, begins = self._updates + len(updates), begins and not updates
             trained_s = time.monotonic() - started - rolled_s - waited_s
             if self.ahead is not None:
                 self.ahead.pause()
             if self.rollouts is not None and updates:
+                self.progress(f"step {step}: sending the weights to the engine")
                 self.sync(step, trace)
                 if self.revival is not None:
                     self.revival.recorded()
@@ -182,6 +189,7 @@ class StepLoop:
             synced_s = time.monotonic() - started - rolled_s - waited_s - trained_s
             if trace is not None:
                 if sampled is not None:
+                    self.progress(f"step {step}: transformers computes it too")
                     rates = [report["learning_rate"] for report in reports]
                     self.noise = sampled.judge(trace, updates, rates, plan.scored, earlier, self.noise) or self.noise
                 complete(trace, self._manifest)
@@ -201,6 +209,8 @@ class StepLoop:
                 with self.verdicts.first(step):
                     metrics |= self._evaluate(step)
             self.metrics.add(metrics, [len(item) for update in updates for item in update.rollouts])
+            if self.rollouts is not None:
+                self.metrics.add_samples(step, self.rollouts.shown)
             self.progress(line_of(metrics))
             if self.continuation.is_due(step):
                 self._save(step)
@@ -213,6 +223,7 @@ class StepLoop:
             accuracy = self._evaluate(step).get("accuracy")
         return TrainSummary(
             steps=step, loss=loss, accuracy=accuracy, judged=self.verdicts.num_judged, resumed_from=done,
+            not_judged=self.verdicts.not_judged,
             suspicions=self.verdicts.suspicions,
         )  # fmt: skip
 

@@ -83,6 +83,12 @@ class Metrics:
         if self._view is not None:
             self._view.add(values)
 
+    def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write sampled texts of a step with their rewards: lines of samples.jsonl, and a table in TensorBoard."""
+        self._folder.add_samples([{"step": step, **item} for item in samples])
+        if self._writer is not None and samples:
+            self._add_text(step, table_of(samples))
+
     def judged(self, step: int, exit_code: int, suspected: Iterable[str] = ()) -> None:
         """Show the verdict on a step where somebody looks; what is suspected is a sign on the next line of metrics."""
         self._suspected += [f"suspected in step {step}: {sentence}" for sentence in suspected]
@@ -98,6 +104,32 @@ class Metrics:
             self._restarted = True
         found = [Summary.Value(tag=f"{_group(name)}/{name}", simple_value=value) for name, value in numbers.items()]
         self._writer.add_event(Event(step=step, summary=Summary(value=found)))
+
+    def _add_text(self, step: int, markdown: str) -> None:
+        """Add a text to TensorBoard, as its text plugin reads it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        text = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
+        value = Summary.Value(tag="rollout/samples", metadata=plugin, tensor=text)
+        self._writer.add_event(Event(step=step, summary=Summary(value=[value])))
+
+
+def table_of(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Sampled texts as a table in Markdown."""
+
+    def cell(value: Any) -> str:
+        shown = f"{value:.4g}" if isinstance(value, float) else str("" if value is None else value)
+        return shown.replace("|", "\\|").replace("\n", " ")
+
+    names = ("prompt", "completion", "answer", "reward")
+    rows = [names, ["---"] * len(names), *([cell(item.get(name)) for name in names] for item in samples)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:

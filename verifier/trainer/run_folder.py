@@ -11,6 +11,7 @@ ranks/0000.jsonl       updates as a rank reports them, see `update_log`
 profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.steps
 oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step
+samples.jsonl          some sampled texts of each step, with their rewards
 checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
 knobs.json             values that the command must share to continue it
@@ -24,7 +25,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from verifier.trainer import update_log
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
-FINISHED, KNOBS, CONFIG = "finished.json", "knobs.json", "config.yaml"
+FINISHED, KNOBS, CONFIG, SAMPLES = "finished.json", "knobs.json", "config.yaml", "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,22 @@ class RunFolder:
         Raises:
             UsageError: it cannot be written.
         """
-        file = self.path / "metrics.jsonl"
+        self._append("metrics.jsonl", [values])
+
+    def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Append sampled texts to samples.jsonl, a line each.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        if samples:
+            self._append(SAMPLES, samples)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        file = self.path / name
         try:
             with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(values) + "\n")
+                stream.write("".join(json.dumps(row) + "\n" for row in rows))
         except OSError as problem:
             raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
 
@@ -139,14 +152,20 @@ class RunFolder:
             for item in left.iterdir():
                 shutil.rmtree(item)
         update_log.rewind(self.path, step)
-        file, kept = self.path / "metrics.jsonl", []
+        self._cut(SAMPLES, step)
+        kept = self._cut("metrics.jsonl", step)
+        return json.loads(kept[-1]) if kept else {}
+
+    def _cut(self, name: str, step: int) -> list[str]:
+        """Remove the lines of later steps from a file of JSON lines; return those that stay."""
+        file, kept = self.path / name, []
         for line in file.read_text().splitlines() if file.exists() else ():
             with contextlib.suppress(ValueError):  # a line that was cut is of a step after the last checkpoint
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
         if file.exists():
             write_whole(file, "".join(f"{line}\n" for line in kept))
-        return json.loads(kept[-1]) if kept else {}
+        return kept
 
 
 def shared_knobs(config: TrainConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,6 +34,8 @@ class Judged:
     """Codes of the checks that compared something with a computed bound."""
     mismatched: frozenset[str] = frozenset()
     """Codes of the checks that found a mismatch of any size."""
+    not_judged: tuple[str, ...] = ()
+    """Sentences on what no check judged, and why."""
 
 
 class Judge(Protocol):
@@ -135,6 +137,8 @@ class Verdicts:
     suspicions: Suspicions
     num_judged: int = field(default=0, init=False)
     """Steps that were judged, none of which was violated."""
+    not_judged: Counter[str] = field(default_factory=Counter, init=False)
+    """Sentences on what no check judged -> number of judged steps that each is true of."""
     _pending: deque[tuple[int, Path, Future[Judged]]] = field(default_factory=deque, init=False)
 
     def ask(self, step: int, trace: Path) -> None:
@@ -153,6 +157,7 @@ class Verdicts:
             step, trace, verdict = self._pending.popleft()
             judged = awaited(verdict, f"step {step}")
             self.num_judged += 1
+            self.not_judged.update(judged.not_judged)
             self.metrics.judged(step, judged.exit_code, judged.suspected.values())
             known = self.suspicions.open
             both = "".join(

@@ -43,12 +43,12 @@ def calls_of(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
         finish=lambda *given, wait: None, record_stored=lambda *given: False, record_states=lambda *given: None,
     )  # fmt: skip
-    metrics = SimpleNamespace(add=lambda *given: None)
+    metrics = SimpleNamespace(add=lambda *given: None, add_samples=lambda *given: None)
     StepLoop(
         config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
         call=call, progress=lambda text: None, metrics=metrics,
         verdicts=Verdicts(judge=None, metrics=metrics, tell=print, suspicions=Suspicions(tmp_path / "kept.json", 0)),
-        rollouts=SimpleNamespace(evaluate=evaluate, sent=[]), ahead=None, held_out=None, oracle=None,
+        rollouts=SimpleNamespace(evaluate=evaluate, sent=[], shown=[]), ahead=None, held_out=None, oracle=None,
     ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
     return found
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
@@ -125,3 +126,38 @@ def test_a_resume_keeps_the_lines_up_to_its_checkpoint_and_adds_one_a_step(tmp_p
     assert RunFolder(tmp_path).rewind(2) == {"step": 2, "loss": 2.0}
     lines = written(tmp_path, [{"step": step, "loss": 10.0 * step} for step in (3, 4)])
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+SAMPLES = [
+    {"id": "1/0/0", "prompt": "3 + 4 =", "completion": "7", "answer": "7", "reward": 1.0},
+    {"id": "1/1/0", "prompt": "a|b", "completion": "two\nlines", "answer": None, "reward": 0.25},
+]
+
+
+def test_sampled_texts_are_lines_of_json_and_a_table_in_tensorboard(tmp_path):
+    with metrics_of(RunFolder(tmp_path), config_of(tmp_path), MODEL) as metrics:
+        metrics.add_samples(1, SAMPLES)
+        metrics.add_samples(2, ())
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, **item} for item in SAMPLES]
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    texts = [
+        value.tensor.string_val[0].decode()
+        for event in EventFileLoader(str(file)).Load() for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+    ]  # fmt: skip
+    assert texts == [
+        "| prompt | completion | answer | reward |\n| --- | --- | --- | --- |\n| 3 + 4 = | 7 | 7 | 1 |\n"
+        "| a\\|b | two lines |  | 0.25 |"
+    ]
+
+
+def test_a_resumed_run_has_the_texts_of_the_steps_that_it_kept(tmp_path):
+    folder = RunFolder(tmp_path)
+    for name in ("batches", "steps"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 3):
+        folder.add_samples([{"step": step, **SAMPLES[0]}])
+        folder.add_metrics({"step": step, "loss": 1.0})
+    assert folder.rewind(2) == {"step": 2, "loss": 1.0}
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [1, 2]
