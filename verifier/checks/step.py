@@ -61,8 +61,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients).
     On sampled steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written
     anew from the papers' formulas, on the tokens and columns that the controller recorded.
-    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; by the tail of 1,702 clean comparisons of
-    a tiny model chance exceeds it with 7e-9. Of a loss with
+    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; 15 times the greatest of 1,702 clean
+    comparisons of a tiny model, whose tail would reach it with 7e-9 if it went on as it begins. Of a loss with
     ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), of an entropy at a
     temperature below 1 as much as 1e-5 of every second logit do, and on sampled steps as much as float32 rounds of each
     token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, the
