@@ -241,7 +241,9 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     three times the greatest noise of one in the step; so what is left is the noise of entropies, and of tokens beyond.
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
     less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more. In
-    fp32 a loss with ratios may be off by twice what 1e-5 nats of each log-probability change it by.
+    fp32 it may be off by twice what rounding changes each log-probability by, if that is more: a half unit of log Z,
+    and of the sum of the exponentials a half unit times the root of the vocabulary. A loss with ratios may be off by
+    twice what 1e-5 nats of each log-probability change it by.
     What it does not catch: gradients of another loss than the reported one (LSS001); in less than fp32
     log-probabilities that are off by less than their noise, and a wrong loss of fewer than ten tokens.
     References: SkyRL#1420, verl#3294, slime#987.
