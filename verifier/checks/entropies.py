@@ -13,7 +13,6 @@ from verifier.checks.loss_rows import UpdateRows, updates_of, worst_rows
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.records_policy import LossRows, OracleEntropy
-from verifier.core.records_tokens import ROUNDINGS
 from verifier.core.records_trainer import LossColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -30,9 +29,9 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     the policy's, and no gradient betrays it while the weight of the entropy is 0.
     Evidence: loss/rows, logprob/entropy, advantage/columns (arrays).
     Tolerance and its source: fp32 12 times what logits that differ as transformers' in fp32 do from its own in float64
-    can change the entropy at the very token by; at least 1e-5 nats, divided by a temperature below 1. bf16 three times
-    what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those of prompts too; of
-    an update with fewer than 100 tokens in the loss any finite one.
+    can change the entropy at a token of the rollout by at most; at least 1e-5 nats, divided by a temperature below 1.
+    bf16 three times what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those
+    of prompts too; of an update with fewer than 100 tokens in the loss any finite one.
     What it does not catch: steps between the sampled ones; a weight of the
     entropy that is wrong (LSS004).
     References: OpenRLHF#1319.
@@ -63,9 +62,12 @@ def _compare(
     gaps = np.abs(actual - expected)
     gaps = np.where(np.isnan(gaps), np.inf, gaps)
     of_all = _bound(GREATEST_NOISES * noise, oracle.temperature, len(entropy), exact)
-    own = np.zeros(len(gaps)) if scale is None else scale[order]
-    for at in worst_rows(update.rollout, gaps / np.maximum(FP32.absolute, ROUNDINGS * own)):
-        name, gap, bound = columns.ids[update.rollout[at]], float(gaps[at]), wider(of_all, rounding(float(own[at])))
+    own = np.zeros(len(columns.ids))  # the greatest of each rollout, as one place's own may be near zero by chance
+    if scale is not None:
+        np.maximum.at(own, update.rollout, scale[order])
+    for at in worst_rows(update.rollout, gaps):
+        rollout, gap = update.rollout[at], float(gaps[at])
+        name, bound = columns.ids[rollout], wider(of_all, rounding(float(own[rollout])))
         yield Comparison(
             what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,
             version=columns.version, share=times(gap, bound.absolute),

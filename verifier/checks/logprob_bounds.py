@@ -41,8 +41,6 @@ class Bounds:
     """Numbers of all tokens, if those with one number count once in them."""
     most: float = math.inf
     """Nats that a token counts as in them, if it is off by more."""
-    tokens: np.ndarray | None = None
-    """Bound on each token, nats, where `greatest` has the greatest of its sequence; None if that is each one's."""
 
 
 def bounds_of(
@@ -58,9 +56,9 @@ def bounds_of(
     themselves, all by default: with fewer, as samples share prompts, a mean has the standard errors of so many, and the
     run's noisiest set for its own. `scales` are those of `OracleRecord`.
 
-    In fp32 `ROUNDINGS` times the scale of what float32 rounds at the token's own place, or over all tokens of the
-    scoring if that is more; where the place's own is not known, the greatest of the version, or of version 0. At least
-    1e-5 nats, divided by a temperature below 1, which magnifies what float32 rounds of logits.
+    In fp32 `ROUNDINGS` times the greatest scale of what float32 rounds at a place of the sequence, or that over all
+    tokens of the scoring if that is more; where scales are unknown, the greatest of the version, or of version 0. At
+    least 1e-5 nats, divided by a temperature below 1, which magnifies what float32 rounds of logits.
 
     In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
     otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
@@ -116,11 +114,8 @@ def _in_fp32(
         coarsest = max((float(item.coarsest) for item in measured), default=0.0)
         return Bounds(greatest=tuple(wider(item, rounding(coarsest)) for item in fixed))
     whole = max((float(item.scale) for item in measured if item.name == name), default=0.0)
-    least = np.repeat([item.absolute for item in fixed], lengths)
-    tokens = np.maximum(least, ROUNDINGS * np.maximum(scales, whole))
-    parts = ragged.split(np.maximum(scales, whole), lengths)
-    greatest = [wider(item, rounding(float(part.max(initial=0.0)))) for item, part in zip(fixed, parts, strict=True)]
-    return Bounds(greatest=tuple(greatest), tokens=tokens)
+    parts = zip(fixed, ragged.split(scales, lengths), strict=True)
+    return Bounds(greatest=tuple(wider(item, rounding(float(part.max(initial=whole)))) for item, part in parts))
 
 
 def rounding(scale: float, times: float = ROUNDINGS) -> Tolerance:

@@ -81,14 +81,13 @@ def compare_with_oracle(
         asked = (expected.name, expected.version, lengths, expected.whole, _temperatures(actual))
         told_apart = repeated_tokens(trace, actual, lengths), tokens_apart(actual, lengths)
         bounds = bounds_of(trace, actual.stage, *asked, *told_apart, trace.arrays(expected).get("scale"))
-        allowed = np.empty(got.size) if bounds.tokens is None else bounds.tokens
         other = next(trace.of(third, name=actual.name, version=actual.version), None) if third else None
         heard = trace.array(other) if other is not None and other.lengths == lengths else np.full_like(got, np.nan)
-        sides = [ragged.split(side, lengths) for side in (got, want, heard, allowed)]
+        sides = [ragged.split(side, lengths) for side in (got, want, heard)]
         rows = zip(*sides, bounds.greatest, strict=True)
-        for number, (left, right, voice, most, bound) in enumerate(rows):
-            what, own = f"sequence {number}", most if bounds.tokens is not None else None
-            found = _compare_one(actual, what, left, right, bound, actual_says, expected_says, hint, own)
+        for number, (left, right, voice, bound) in enumerate(rows):
+            what = f"sequence {number}"
+            found = _compare_one(actual, what, left, right, bound, actual_says, expected_says, hint)
             agreed = describe_difference(left, voice)
             if not (found.same or agreed.num_not_finite) and agreed.greatest <= bound.absolute:
                 found = _suspecting(found, agreed.greatest, expected_says)
@@ -109,26 +108,21 @@ def compare_with_oracle(
 
 def _compare_one(
     actual: Record, what: str, left: np.ndarray, right: np.ndarray, bound: Tolerance,
-    actual_says: str, expected_says: str, hint: str, allowed: np.ndarray | None = None,
+    actual_says: str, expected_says: str, hint: str,
 ) -> Comparison:  # fmt: skip
-    """Two sides' values of one sequence; where each token has its own bound, its worst one is judged."""
+    """Two sides' values of one sequence."""
     found = describe_difference(left, right)
-    greatest = found.greatest
-    if allowed is not None and len(allowed) and not found.num_not_finite:
-        gaps = np.abs(left.astype(np.float64) - right.astype(np.float64))
-        at = int(np.argmax(gaps / allowed))
-        greatest, bound = float(gaps[at]), replace(bound, absolute=float(allowed[at]))
     sentence = (
-        f"log-probabilities of {actual_says} and {expected_says} differ by up to {greatest:.3g} nats "
+        f"log-probabilities of {actual_says} and {expected_says} differ by up to {found.greatest:.3g} nats "
         f"on {what}, {bound.absolute:.3g} is allowed"
     )
     for values, says in ((right, expected_says), (left, actual_says)):
         if count := int((~np.isfinite(values)).sum()):
             sentence = f"{count:,} of {values.size:,} log-probabilities that {says} gives for {what} are not finite"
     return Comparison(
-        what=f"{actual.name} {what}", same=greatest <= bound.absolute and not found.num_not_finite,
+        what=f"{actual.name} {what}", same=found.greatest <= bound.absolute and not found.num_not_finite,
         stage=actual.stage, version=actual.version, sentence=sentence, owner=owner_of(actual),
-        share=math.inf if found.num_not_finite else times(greatest, bound.absolute),
+        share=math.inf if found.num_not_finite else times(found.greatest, bound.absolute),
         expected=f"{_head(right)} ({expected_says})", actual=f"{_head(left)} ({actual_says})",
         mismatched=found.text, allowed=str(bound), hint=hint,
     )  # fmt: skip

@@ -225,7 +225,8 @@ class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places
 ROUNDINGS = 12
 """Times the scale of float32's rounding that two right log-probabilities of a place may differ by. Seven standard
 deviations, which a normal number exceeds with a chance of 2.6e-12, of a difference whose variance is three times the
-oracle's own at most: its own one, and up to two of a kernel that adds in another order (1.0 to 1.1 were measured)."""
+oracle's own at most: its own one, and up to two of a kernel that adds in another order (1.0 to 1.1 were measured).
+That is where many directions add up; where one dominates, see ADR 0080."""
 
 
 class NoiseRecord(Record, frozen=True, kw_only=True):

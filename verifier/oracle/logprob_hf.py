@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
@@ -19,8 +19,13 @@ import torch
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
 from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import batches, logits_of
+from verifier.oracle.batches_hf import Batch, batches, logits_of
 from verifier.oracle.routes_hf import Route
+
+DRAWS = 6
+"""Passes in float32 that tell the scale of rounding. Where one direction dominates, each is one number; were
+they normal and independent, two right sides would differ by more than `ROUNDINGS` times the greatest with a chance of
+3e-5, of 9e-2 with one (ADR 0080). They share a part."""
 
 
 @torch.inference_mode()
@@ -68,19 +73,23 @@ def score_twice(
 
     Returns:
         `score` in float32; in float64; and in the same shape the scale of rounding, nats. Rounding moves the last
-        hidden state, and so the logits of all tokens: thousands of them tell its scale at that very place. It is the
-        root mean square, over the vocabulary, of the differences of the two log-probabilities, each less their mean by
-        the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are added.
+        hidden state, and so the logits of all tokens: thousands of them tell how far it moved at that very place. It is
+        the root mean square, over the vocabulary, of the differences of the two log-probabilities, each less their mean
+        by the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are
+        added. Where rounding moves along one direction, a pass may be near zero by chance: the greatest of `DRAWS`.
     """
     _full_float32()
     models = [hold_model(path, dtype, device) for dtype in (torch.float64, torch.float32)]  # the second stays cached
     found: tuple[list[list[float]], ...] = tuple([[]] * len(sequences) for _ in range(3))
-    for part in _parts(models, sequences, temperature, routes):
+    for part in _parts(models, sequences, temperature, routes, again=DRAWS - 1):
         high, low = part.nats
-        off = low - high
-        off -= (off * high.exp()).sum(dim=-1, keepdim=True)
+        share, moved = high.exp(), torch.zeros_like(high[..., 0])
+        for drawn in chain([low], part.again):
+            off = drawn - high
+            off -= (off * share).sum(dim=-1, keepdim=True)
+            moved = torch.maximum(moved, off.square().mean(dim=-1))
         softmax = torch.log_softmax(low.float(), dim=-1).double() - low
-        scale = (off.square() + softmax.square()).mean(dim=-1).sqrt()
+        scale = (moved + softmax.square().mean(dim=-1)).sqrt()
         for rows, values in zip(found, (part.told(low).float(), part.told(high), scale), strict=True):
             part.hand(rows, values)
     return found[0], found[1], found[2]
@@ -103,6 +112,8 @@ class _Part:
     temperature: float
     nats: Sequence[torch.Tensor]
     """[B, T - 1, V] float64 log-probabilities, by each model."""
+    again: Iterator[torch.Tensor]
+    """The last model's, rounded anew each time; one by one, as each may have hundreds of MB."""
 
     def told(self, every: torch.Tensor) -> torch.Tensor:
         """[B, T - 1] log-probabilities of the next tokens, or at a temperature of 0 of the likeliest."""
@@ -117,10 +128,11 @@ class _Part:
 
 def _parts(
     models: Sequence[Any], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
-    routes: Sequence[Sequence[Route]] = (),
+    routes: Sequence[Sequence[Route]] = (), again: int = 0,
 ) -> Iterator[_Part]:  # fmt: skip
     """Distributions after each token but the last of sequences, by some models, each computed once.
 
+    The last model's are computed `again` some times, from embeddings that are moved by a unit of rounding at most.
     A sequence with which another begins is not computed by itself, as later tokens change nothing before them.
     """
     divisors = [temperature] * len(sequences) if isinstance(temperature, (int, float)) else temperature
@@ -130,6 +142,7 @@ def _parts(
         asked.setdefault(place, {}).setdefault(divisors[at], []).append((at, len(sequences[at])))
     places = [*asked]
     given = [routes[at] for at in places] if any(routes) else ()
+    generator = torch.Generator(models[-1].device).manual_seed(0)
     for batch in batches(models[-1], [sequences[at] for at in places], given):
         logits = [logits_of(model, batch)[:, :-1].double() for model in models]
         wanted = [asked[places[at]] for at in batch.places]
@@ -139,7 +152,26 @@ def _parts(
                 members=[wanted[row][divisor] for row in rows], temperature=divisor,
                 labels=batch.tokens[rows, 1:, None].to(logits[0].device),
                 nats=[torch.log_softmax(each[rows] / (divisor or 1.0), dim=-1) for each in logits],
+                again=_again(models[-1], batch, rows, divisor or 1.0, generator, again),
             )  # fmt: skip
+
+
+def _again(
+    model: Any, batch: Batch, rows: Sequence[int], divisor: float, generator: torch.Generator, times: int
+) -> Iterator[torch.Tensor]:
+    """Log-probabilities of rows of a batch, from embeddings that are moved by a unit of rounding at most."""
+
+    def moved(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        share = torch.rand(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+        return output * (1 + (2 * share - 1) * torch.finfo(output.dtype).eps)
+
+    for _ in range(times):
+        hook = model.get_input_embeddings().register_forward_hook(moved)
+        try:
+            logits = logits_of(model, batch)
+        finally:
+            hook.remove()
+        yield torch.log_softmax(logits[rows, :-1].double() / divisor, dim=-1)
 
 
 def longest_of(sequences: Sequence[Sequence[int]]) -> list[int]:

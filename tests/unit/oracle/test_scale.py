@@ -35,7 +35,8 @@ def test_it_is_the_spread_of_what_tokens_are_off_by(path: Path) -> None:
 
 def test_a_temperature_divides_it(path: Path) -> None:
     (_, _, one), (_, _, half) = (score_twice(None, str(path), SEQUENCES[:1], temperature=t) for t in (1.0, 0.5))
-    assert flat(half) == pytest.approx(2 * flat(one), rel=0.2)
+    ratios = flat(half) / flat(one)  # not 2 at each place: the mean by the distribution, which is left out, differs
+    assert np.median(ratios) == pytest.approx(2, rel=0.05)
 
 
 @torch.inference_mode()
