@@ -18,7 +18,7 @@ import pytest
 
 from tests.browser import browser, require_quiet
 from tests.meta.sources import ROOT
-from tests.processes import alive, arguments, children
+from tests.processes import alive, arguments, children, said
 from verifier.faults.catalog import CATALOG
 from verifier.gate.smoke import SMOKE, fault_cells
 from verifier.gate.workers import CellWorker
@@ -105,7 +105,7 @@ def test_a_killed_gate_goes_on_and_names_a_worker_that_died_and_a_known_bug(fold
     time.sleep(2.0)
     os.kill(worker, signal.SIGKILL)
     printed, complained = gate.communicate(timeout=200)
-    assert (gate.returncode, complained) == (1, "")
+    assert (gate.returncode, said(complained)) == (1, "")
     result = json.loads((folder.parent / "out.json").read_text())
     cells = {item["cell"]["id"]: item for item in result["cells"]}
     assert len(cells) == 4
@@ -133,7 +133,7 @@ def test_with_its_waivers_the_same_folder_passes_and_runs_the_failed_cell_alone(
     number = len(rows_of(folder))
     gate = started(folder, "WAIVED.yaml")
     printed, complained = gate.communicate(timeout=200)
-    assert (gate.returncode, complained) == (0, ""), printed
+    assert (gate.returncode, said(complained)) == (0, ""), printed
     assert printed.startswith("PASS: 4 cells: ")
     assert "waiver: WGT001 of family nemotron-h, miles #975, ada: Megatron-LM rounds the decay rates" in printed
     assert "failed in an earlier attempt: " in printed
@@ -143,7 +143,7 @@ def test_with_its_waivers_the_same_folder_passes_and_runs_the_failed_cell_alone(
 def test_a_budget_that_nothing_fits_is_inconclusive(tmp_path):
     gate = started(tmp_path / "gate", "--model", "tiny:qwen3", "--kind", "golden", "--mesh", "tp=1", "--budget", "0.1")
     printed, complained = gate.communicate(timeout=60)
-    assert (gate.returncode, complained) == (2, "")
+    assert (gate.returncode, said(complained)) == (2, "")
     assert printed.startswith("INCONCLUSIVE: 2 cells: 2 not run\n")
     assert rows_of(tmp_path / "gate") == []
 
@@ -190,7 +190,7 @@ def test_the_default_gate_killed_twice_is_done_in_25_minutes(tmp_path):
     page = tmp_path / "page.html"
     gate = started(folder, "--model", "tiny:qwen3-moe", "--html", str(page))
     printed, complained = gate.communicate(timeout=1500)
-    assert (gate.returncode, complained) == (0, ""), printed
+    assert (gate.returncode, said(complained)) == (0, ""), printed
     assert time.monotonic() - began < 25 * 60
     rows = rows_of(folder)
     assert len({row["cell"]["id"] for row in rows}) == len(rows)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import alive, children
+from tests.processes import said as said_of
 from verifier.model.tiny import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ def test_one_sentence_and_nothing_is_left(tmp_path, cache, whom, signum, timeout
     (oracle,) = children(command.pid)
     os.kill(oracle if whom == "oracle" else command.pid, signum)
     out, err = command.communicate(timeout=timeout_s + 30)
-    first, _, words = err.partition("\n")
+    first, _, words = said_of(err).partition("\n")
     assert (command.returncode, out) == (code, "")
     assert first.startswith(f"verifier: {said}")
     assert not words or first.endswith("its last words:")

@@ -101,7 +101,7 @@ def test_what_the_oracle_has_not_is_said_and_the_rest_is_judged(trainer_launcher
 
 
 def test_a_bug_stops_it_and_its_report_says_where(trainer_launcher, tmp_path):
-    fault, fire = CATALOG["rollout-left-out-unsaid"], FireCounter()
+    fault, fire = CATALOG["prompt-trained-on"], FireCounter()
     with fault.inject(fire), pytest.raises(ViolationFound, match="DAT00"):
         tried(trainer_launcher, tmp_path / "run", *SFT)
     assert fire.count

@@ -15,7 +15,7 @@ from verifier.faults.mode_faults import ASYNC
 from verifier.mesh import Mesh
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
-LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide)"
+LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
 RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
 ROW: dict[str, Any] = {
     "stage": Stage.CHECKPOINT, "caught_by": ("CKP001",), "engine": TRAINING, "model": "tiny:add",

@@ -66,7 +66,8 @@ def batch_ahead_not_saved(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#1089", "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride)",
+    "NVIDIA-NeMo/RL#1089",
+    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)",
     stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT006",),
     training=(*KNOBS, "evaluation.num_problems=8", "evaluation.every=1"),
 )  # fmt: skip
