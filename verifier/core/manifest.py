@@ -11,12 +11,12 @@ from verifier.core.record import Count
 
 FORMAT: Literal[2] = 2
 Scope = Literal[
-    "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "continued", "cut", "data",
+    "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "cut",
     "draws", "dropped", "emptied", "ends", "engine", "entropy", "estimator", "evaluated", "examined",
     "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed", "held", "joined",
     "layout", "lengths", "logprob", "merged", "mismatch", "order", "passes", "penalty", "plan",
-    "planned", "policy", "products", "prompts", "read", "recorded", "reference", "replay", "replicas", "reread",
-    "resampled", "restarted", "resume", "reward", "rollout", "routers", "routes", "sampled", "saved", "scaled",
+    "planned", "policy", "products", "prompts", "reference", "replay", "replicas", "reread",
+    "restarted", "resume", "reward", "rollout", "routers", "routes", "sampled", "saved", "scaled",
     "schedule", "scored", "sent", "served", "settings", "spot", "stack", "stated", "step", "stored",
     "summed", "text", "tokens", "transport", "turns", "untouched", "update",
 ]  # fmt: skip

@@ -58,7 +58,6 @@ class ExportTrace:
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             probe.emit(last)
             found = ["stored"] if continuation.record_stored(probe) else []
-            continuation.record_states(probe, ended=True)
             found += [*examine(probe, self._step)] if self._examines else []
             if "examined" in found and noise is not None:
                 probe.emit(replace(noise, version=self._step + 1))

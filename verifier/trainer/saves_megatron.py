@@ -1,4 +1,4 @@
-"""Evidence of a rank's checkpoints: what it held at a save, how far it had trained, what it holds after a load."""
+"""Evidence of a rank's checkpoints: what it held at a save, and what it holds after a load."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from verifier.core.record import Count, Probe
-from verifier.core.records_trainer import LoadedState, SavedState, TrainedUntil
+from verifier.core.record import Probe
+from verifier.core.records_trainer import LoadedState, SavedState
 from verifier.errors import UsageError
 from verifier.trainer.state_elements_megatron import Elements, read_elements, record_elements, write_elements
 from verifier.trainer.state_megatron import Facts, read_facts, record_facts, write_facts
-
-
-class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Point of the run at which a rank began a save, by its own count."""
-
-    step: Count
-    optimizer_steps: Count
 
 
 class Saves:
@@ -30,19 +21,18 @@ class Saves:
         coordinate: of the rank in the mesh.
 
     Attributes:
-        trained: last step in which the rank took an update; 0 before the first, and where that is not known.
+        trained: last step in which the rank took an update, or that of the checkpoint that it loaded; 0 before either.
     """
 
     def __init__(self, rank: int, coordinate: str) -> None:
         self._rank, self._coordinate, self.trained = rank, coordinate, 0
         self._loaded: Callable[[Probe], None] | None = None
 
-    def write(self, folder: Path, held: Facts, elements: Elements, optimizer_steps: int) -> None:
-        """Write what the rank holds, and how far it has trained, into a checkpoint."""
-        state, reached = self._files(folder, self._rank)
+    def write(self, folder: Path, held: Facts, elements: Elements) -> None:
+        """Write what the rank holds into a checkpoint."""
+        state = self._file(folder, self._rank)
         write_facts(state, held)
         write_elements(state.with_suffix(".elements.json"), elements)
-        reached.write_bytes(msgspec.json.encode(Reached(step=self.trained, optimizer_steps=optimizer_steps)))
 
     def read(self, folder: Path, held: Facts, elements: Elements, *, same_mesh: bool) -> None:
         """Read what was written, beside what the rank holds after it has loaded the checkpoint.
@@ -50,19 +40,17 @@ class Saves:
         Of another mesh some elements are read, of all ranks, since no rank there held what this one does.
 
         Raises:
-            UsageError: the checkpoint was written before ranks noted how far they had trained, or elements.
+            UsageError: the checkpoint was written before ranks noted what they held.
         """
         others = sorted((folder / "saved").glob("*.elements.json"))
         rank = self._rank if same_mesh else self._rank % max(len(others), 1)
-        state, file = self._files(folder, rank)
-        for wanted in (file, *(() if same_mesh or others else (state.with_suffix(".elements.json"),))):
-            if not wanted.exists():
-                raise UsageError(
-                    f"the checkpoint `{folder}` is of an older version, without `saved/{wanted.name}`: "
-                    "leave --verify out"
-                )
-        reached = msgspec.json.decode(file.read_bytes(), type=Reached)
-        self.trained = reached.step
+        state = self._file(folder, rank)
+        wanted = state if same_mesh else state.with_suffix(".elements.json")
+        if not wanted.exists():
+            raise UsageError(
+                f"the checkpoint `{folder}` is of an older version, without `saved/{wanted.name}`: leave --verify out"
+            )
+        self.trained = int(folder.name)
         saved: Any = read_facts(state) if same_mesh else read_elements(others)
 
         def record(probe: Probe) -> None:
@@ -72,12 +60,6 @@ class Saves:
                 record_facts(probe, LoadedState, held, version)
             else:
                 record_elements(probe, saved, elements, version, self._coordinate)
-            probe.emit(
-                TrainedUntil(
-                    name="saved", version=version, coordinate=self._coordinate, step=reached.step,
-                    optimizer_steps=reached.optimizer_steps,
-                )
-            )  # fmt: skip
 
         self._loaded = record
 
@@ -87,6 +69,6 @@ class Saves:
             self._loaded(probe)
             self._loaded = None
 
-    def _files(self, folder: Path, rank: int) -> tuple[Path, Path]:
-        own = folder / "saved" / f"{rank:04d}.json"
-        return own, own.with_suffix(".reached.json")
+    @staticmethod
+    def _file(folder: Path, rank: int) -> Path:
+        return folder / "saved" / f"{rank:04d}.json"

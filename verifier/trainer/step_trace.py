@@ -132,7 +132,7 @@ def step_manifest(
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and not dropped
     compared = False
-    scopes: list[Scope] = ["config", "data", "read", "batch", "formula", "schedule", "tokens"]
+    scopes: list[Scope] = ["config", "batch", "formula", "schedule", "tokens"]
     if text:
         scopes.append("text")
     if config.algorithm == "grpo":
@@ -143,8 +143,7 @@ def step_manifest(
         scopes += ["estimator"] if config.grpo.advantage in ADVANTAGES else []
         scopes += ["penalty"] if config.grpo.has_reference and config.grpo.kl_in == "reward" else []
         scopes += ["formula"] if config.grpo.loss in LOSSES and not dropped else []
-        scopes += ["data", "read", "prompts"] if live else ["recorded"]
-        scopes += ["resampled"] if config.grpo.max_sampling_rounds > 1 else []
+        scopes += ["prompts"] if live else []
         scopes += ["turns"] if config.grpo.has_turns and not dropped else []
         scopes += ["reference"] if config.grpo.has_reference and not dropped else []
         scopes += [] if dropped else ["passes"]
@@ -192,7 +191,6 @@ def step_manifest(
         scopes.append("restarted")
     if resumed or (config.engine.sleep_level and not dropped):
         scopes.append("resume")
-    scopes += ["continued"] if resumed else []
     scopes += ["untouched"] if sent and synced and step == 1 and not config.lora.rank else []
     gaps = [NO_NOISE.format(dtype=model.dtype)] if compared and "mismatch" not in scopes else []
     also = f", {model.why_no_layout}" if model.why_no_layout else ""

@@ -162,7 +162,7 @@ class TrainerWorker:
         path, steps = Path(folder), optimizer_megatron.steps_of(self._optimizer)
         self._writer.begin(path / "megatron", self._audits.stepped(steps))
         with full_disk_refused(path):  # a look before the save would gather weights that the save itself does not
-            self._saves.write(path, self._state(), self._elements(), steps)
+            self._saves.write(path, self._state(), self._elements())
 
     def saved(self, folder: str, wait: bool) -> list[dict[str, Any]] | None:
         """Return what was read back of the checkpoint, once it is written; None before."""
