@@ -15,7 +15,7 @@ import msgspec
 from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
-from verifier.core.store import Recorder, complete, create
+from verifier.core.store import complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.key_map import PARTS
@@ -193,7 +193,7 @@ def _load_again(
     folder = RunFolder(config.run)
     continuation = Continuation(config, folder, progress)
     continuation.rewind()
-    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume", "continued"))
+    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume",))
     trace = create(config.run / "loaded", manifest)
     job = start_ranks(config, model, launcher, config.run / "again", until, progress)
     try:
@@ -202,8 +202,6 @@ def _load_again(
             return job.call(name, until.left(f"`{name}` was called"), **arguments)
 
         continuation.load(call)
-        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
-            continuation.record(probe, 2)
         call("record_load", trace=str(trace))
         job.finish()
     finally:
