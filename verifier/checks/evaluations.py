@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.answer_ends import spans, wrong_end
+from verifier.checks.conditions import EXAMINED, NOISE
 from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
 from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
@@ -19,6 +20,7 @@ from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import on
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.stage import Stage
@@ -29,7 +31,7 @@ SIDES = 2
 """Logits that a greedy token is chosen by: its own and the greatest one, each off by as much as a log-probability."""
 
 
-@check("LGP015", needs=(EvaluatedAnswers,), scope="examined")
+@check("LGP015", needs=(EvaluatedAnswers,), applies=on(step=EXAMINED, export=EXAMINED), wholly=EXAMINED & NOISE)
 def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     """An evaluation measures the policy of the version that it names, greedily where it says so.
 

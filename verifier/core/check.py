@@ -8,8 +8,9 @@ from types import UnionType
 from typing import get_args
 
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, Applies
 from verifier.core.finding import Finding, Outcome, Shares
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 
@@ -26,23 +27,28 @@ class Check:
     name: str
     needs: tuple[type[Record] | UnionType, ...]
     """Classes of records without which the check is inconclusive; of a union one is enough."""
-    scope: Scope
-    """Part of a run's declaration that it belongs to; a run lists in its manifest the scopes that it exercises."""
     fn: CheckFn
-    also: Scope | None = None
-    """Another scope that it belongs to, of runs that have a subject for this check and not for its neighbours."""
+    applies: Applies = ALWAYS
+    """Says of a manifest why the check does not judge that run; None where it does."""
+    wholly: Applies = ALWAYS
+    """Says why it judges only a part of what it is about."""
 
     @property
     def page(self) -> str:
         """The check's page, as `verifier explain` prints it."""
         return self.fn.__doc__ or ""
 
+    def gap(self, run: Manifest) -> str:
+        """Clause on what the check has no means to judge in a run; empty for nothing."""
+        refusal = self.applies(run) or self.wholly(run)
+        return refusal.why if refusal is not None and refusal.gap else ""
+
 
 REGISTRY: dict[str, Check] = {}
 
 
 def check(
-    code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scope, also: Scope | None = None
+    code: str, *, needs: tuple[type[Record] | UnionType, ...], applies: Applies, wholly: Applies = ALWAYS
 ) -> Callable[[CheckFn], CheckFn]:
     """Register a function as a check; its name states what is wrong and its docstring is its page."""
 
@@ -52,7 +58,7 @@ def check(
         if not fn.__doc__:
             raise ValueError(f"check {code} has no page: write the docstring first")
         name = fn.__name__.replace("_", "-")
-        REGISTRY[code] = Check(code=code, name=name, needs=needs, scope=scope, fn=fn, also=also)
+        REGISTRY[code] = Check(code=code, name=name, needs=needs, applies=applies, wholly=wholly, fn=fn)
         return fn
 
     return register

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verifier.config import RoundtripConfig
-from verifier.core.manifest import Scope
 from verifier.engine.api import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
@@ -69,13 +68,10 @@ class ModelUnderTest:
         return DERIVED if self.derived is not None else WRITTEN
 
     @property
-    def layout_scopes(self) -> list[Scope]:
-        """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
+    def has_replicas(self) -> bool:
+        """True if two ranks of the mesh hold the same shard, by the layout."""
         layout = self.layout
-        if layout is None:
-            return []
-        copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
-        return ["layout", "replicas"] if copies else ["layout"]
+        return layout is not None and (self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1))
 
     @property
     def judges_gradients(self) -> bool:
@@ -84,7 +80,7 @@ class ModelUnderTest:
         An adapter's only in fp32, where there is no noise to measure.
         """
         exact = not self.lora_rank or self.dtype == "float32"
-        return bool(self.layout_scopes) and self.oracle_device == "cpu" and exact
+        return self.layout is not None and self.oracle_device == "cpu" and exact
 
     @property
     def oracle_device(self) -> str:
