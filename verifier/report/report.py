@@ -115,18 +115,18 @@ def report_of(
         outcomes=tuple(item for item in outcomes if item.code not in unreached),
         switched_off=tuple(item.code for item in scoped if item not in chosen),
         out_of_scope={code: why.why for code, why in refusals.items() if why and why.why and code not in chosen_codes},
-        gaps=tuple(_gaps(checks, run)),
+        gaps=tuple(_gaps([item for item in checks.values() if item in scoped or item not in chosen], run)),
         ended_in=ended_in,
         unreached=tuple(unreached),
     )
 
 
-def _gaps(checks: Mapping[str, Check], run: Manifest) -> Iterator[str]:
+def _gaps(checks: Sequence[Check], run: Manifest) -> Iterator[str]:
     """Clauses on what checks have no means to judge, each with the codes of those that it is true of."""
     codes: dict[str, list[str]] = {}
-    for code, item in sorted(checks.items()):
+    for item in sorted(checks, key=lambda item: item.code):
         if clause := item.gap(run):
-            codes.setdefault(clause, []).append(code)
+            codes.setdefault(clause, []).append(item.code)
     for clause, own in codes.items():
         yield f"not judged: {', '.join(own)} ({clause})"
 

@@ -42,7 +42,8 @@ def judged(path):
     """Exit code, and what was judged: manifest, records and arrays; nothing where the trace is refused."""
     try:
         trace = store.read(path)
-        code = int(report_of(trace, "t", only_codes=[*REGISTRY]).exit_code)
+        codes = [*REGISTRY] if trace.manifest.command == MANIFEST.command else []
+        code = int(report_of(trace, "t", only_codes=codes).exit_code)
     except UsageError as problem:
         return 4 if len(str(problem).splitlines()) == 1 else -1, None
     try:
