@@ -143,10 +143,11 @@ def weights() -> list[Record]:
             seen.append(tensor(WrittenShard, name, 1, rank, **at, sources=(name,)))
             seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
         seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
-    for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
-        seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
+    for role, rank, version in (("trainer", 0, 0), ("trainer", 1, 0), ("engine", 0, 1)):
+        plan: Any = {"role": role, "rank": rank, "version": version}
+        seen.append(PlanDigest(name="plan", digest=PLAN, num_tensors=2, num_chunks=1, **plan))
     seen.append(Update(name="version 1", version=1, how="step"))
-    seen.append(ExportStream(name="the export", version=1, num_tensors=2))
+    seen += [ExportStream(name="the export", version=1, rank=rank, num_tensors=2) for rank in range(2)]
     return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
@@ -200,7 +201,9 @@ def steps() -> list[Record]:
         )
         for name in SHAPES
     ]  # fmt: skip
-    return [*seen, StepReport(name="step", version=1, loss=7.0, grad_norm=2.000001, num_tokens=5)]
+    return seen + [
+        StepReport(name="step", version=1, rank=rank, loss=7.0, grad_norm=2.000001, num_tokens=5) for rank in range(2)
+    ]
 
 
 def tokens() -> list[Record]:

@@ -25,12 +25,13 @@ LOADED = condition("the ranks loaded no checkpoint of a model", lambda run: run.
 SENT = condition("nothing was sent before", lambda run: run.facts.sent)
 RESUMED = condition("the run was not resumed", lambda run: run.facts.resumed)
 STORED = condition("no checkpoint was written", lambda run: run.facts.stored)
-EXAMINED = condition("no answers of an evaluation", lambda run: run.facts.examined)
+EXAMINED = GRPO & condition("no answers of an evaluation", lambda run: run.facts.examined)
+EVALUATED = condition("no evaluation was read again", lambda run: run.facts.examined)
 FIRST = condition("not the first step", lambda run: run.facts.step == 1)
 
 # Of the config.
-ADAPTER = condition("no adapter", lambda run: knob(run, "lora.rank") or knob(run, "engine.lora_rank"))
-NO_ADAPTER = condition("adapters are trained", lambda run: ADAPTER(run))
+ADAPTER = condition("no adapter", lambda run: run.facts.frozen_base)
+NO_ADAPTER = condition("adapters are trained", lambda run: not run.facts.frozen_base)
 ADAPTERS_SENT = condition("the engine gets no adapters", lambda run: run.facts.adapters_sent)
 WEIGHTS_SENT = condition("the engine gets adapters", lambda run: not run.facts.adapters_sent)
 REFERENCE = condition("no reference", lambda run: run.facts.has_reference)
@@ -45,7 +46,7 @@ NO_FSDP = condition(
 STEPPED = condition("no optimizer step", lambda run: knob(run, "update") == "step")
 
 # Of the model.
-EXPERTS = condition("no routed experts", lambda run: run.facts.experts)
+EXPERTS = condition("no routed experts", lambda run: run.facts.expert_stages)
 LOWER = condition("the run is in float32", lambda run: run.dtype != "float32")
 LAYOUT = condition(
     lambda run: ", ".join(filter(None, ("no layout for the model's family", run.facts.why_no_layout))),

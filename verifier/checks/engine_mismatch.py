@@ -82,7 +82,7 @@ FLOOR = condition(
 
 
 @check(
-    "LGP009", needs=(PolicyColumns,),
+    "LGP009", needs=(PolicyColumns, SampledNoise),
     applies=on(step=FRESH & NOISE, answers=ALWAYS, loop=recorded(PolicyColumns, SampledTokens) & FLOOR),
 )  # fmt: skip
 def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:

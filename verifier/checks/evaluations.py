@@ -23,6 +23,7 @@ from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.condition import on
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.knob import flat
@@ -31,7 +32,10 @@ SIDES = 2
 """Logits that a greedy token is chosen by: its own and the greatest one, each off by as much as a log-probability."""
 
 
-@check("LGP015", needs=(EvaluatedAnswers,), applies=on(step=EXAMINED, export=EXAMINED), wholly=EXAMINED & NOISE)
+@check(
+    "LGP015", needs=(EvaluatedAnswers, SampledNoise, PreviousStep),
+    applies=on(step=EXAMINED, export=EXAMINED), wholly=EXAMINED & NOISE,
+)  # fmt: skip
 def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     """An evaluation measures the policy of the version that it names, greedily where it says so.
 

@@ -14,6 +14,9 @@ from verifier.core.comparison import Comparison
 from verifier.core.condition import ALWAYS, on
 from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_weights import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    LiveAdapterMatrix,
     LiveAdapterScaling,
     MergedMatrix,
     SavedCheckpoint,
@@ -29,7 +32,14 @@ FILES = "the files of hf_model"
 """Reporter of what was written."""
 
 
-@check("WGT019", needs=(SavedCheckpoint, SourceTensor), applies=on(export=ALWAYS), wholly=LAYOUT)
+@check(
+    "WGT019",
+    needs=(
+        SavedCheckpoint, SavedTensor, SourceTensor, WrittenShard, LiveAdapterMatrix, LiveAdapterScaling,
+        ExportedAdapterMatrix, ExportedAdapterScaling,
+    ),
+    applies=on(export=ALWAYS), wholly=LAYOUT,
+)  # fmt: skip
 def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that a run leaves holds the weights that its last update left.
 

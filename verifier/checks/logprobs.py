@@ -19,6 +19,7 @@ from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.record import Record
 from verifier.core.records_tokens import (
     DrawnTokens,
+    DtypeNoise,
     EngineLogprobs,
     LogprobRecord,
     OracleLogprobs,
@@ -173,7 +174,7 @@ def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
 
 
 @check(
-    "LGP001", needs=(TrainerLogprobs, OracleLogprobs),
+    "LGP001", needs=(TrainerLogprobs, OracleLogprobs, DtypeNoise),
     applies=on(roundtrip=ALWAYS, step=GRPO & SAMPLED, loop=recorded(TrainerLogprobs) & SCORED),
 )  # fmt: skip
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:

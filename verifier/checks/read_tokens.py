@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from verifier.checks.conditions import LIVE, READ_AGAIN, SFT
+from verifier.checks.conditions import EVALUATED, LIVE, READ_AGAIN, SFT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -18,7 +18,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("DAT013", needs=(TokensRead,), applies=on(step=(SFT | LIVE) & READ_AGAIN))
+@check("DAT013", needs=(TokensRead,), applies=on(step=(SFT | LIVE) & READ_AGAIN, export=EVALUATED & READ_AGAIN))
 def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 

@@ -130,7 +130,7 @@ def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
                 )  # fmt: skip
 
 
-@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED))
+@check("CKP004", needs=(WrittenTensors, WrittenState), applies=on(step=STORED, export=STORED))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 

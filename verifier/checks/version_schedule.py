@@ -34,7 +34,7 @@ class _Schedule(NamedTuple):
     """The step before it took an update, so that its batch met new weights on its way; also where nothing says so."""
 
 
-@check("DAT015", needs=(SamplingAsked, PolicyColumns), applies=on(step=LIVE))
+@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE))
 def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens are of the weights that the run's mode samples them by, and claim those that sampled them.
 

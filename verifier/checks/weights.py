@@ -81,7 +81,7 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
 
 
 @check(
-    "WGT002", needs=(LoadedShard | UpdatedShard,),
+    "WGT002", needs=(LoadedShard, UpdatedShard),
     applies=on(golden=REPLICAS, roundtrip=REPLICAS, step=UPDATED & REPLICAS),
 )  # fmt: skip
 def replica_differs(trace: Trace) -> Iterator[Comparison]:

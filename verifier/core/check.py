@@ -73,6 +73,18 @@ def _kinds(need: type[Record] | UnionType) -> tuple[type[Record], ...]:
     return get_args(need) if isinstance(need, UnionType) else (need,)
 
 
+def is_owed(need: type[Record] | UnionType, run: Manifest) -> bool:
+    """Tell whether a run is to have records of what a check needs at all."""
+    return any(owed.applies(run) for kind in _kinds(need) for owed in kind.owed)
+
+
+def _missing(need: type[Record] | UnionType, trace: Trace) -> tuple[str, ...]:
+    """What a run owes of it and has not; of a union one kind is enough."""
+    if not any(map(trace.has, _kinds(need))):
+        return (needed(need),)
+    return min((trace.missing(kind) for kind in _kinds(need) if trace.has(kind)), key=len)
+
+
 def run_check(item: Check, trace: Trace) -> Outcome:
     """Fold a check's comparisons into an Outcome. Never raises.
 
@@ -82,8 +94,9 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     moved = tuple(
         f"{broken.name} of {broken.package}" for broken in trace.manifest.moved_contracts if item.code in broken.checks
     )
-    missing = tuple(needed(need) for need in item.needs if not any(map(trace.has, _kinds(need))))
-    if missing:
+    needs = [need for need in item.needs if is_owed(need, trace.manifest)]
+    missing = tuple(text for need in needs for text in _missing(need, trace))
+    if any(kinds[0].is_side and not any(map(trace.has, kinds)) for kinds in map(_kinds, needs)):
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing, moved=moved)
     seen, bad, error = 0, [], None
     shares: list[float] = []
@@ -107,6 +120,7 @@ def run_check(item: Check, trace: Trace) -> Outcome:
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(
         code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, moved=moved,
+        not_recorded=missing,
         left_out=left_out, widened=tuple(widened), shares=Shares.of(shares),
         recurs=trace.manifest.command != LOOP or not _refuted({item.version for item in bad}, versions),
     )  # fmt: skip

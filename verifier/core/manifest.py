@@ -61,8 +61,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     part: Literal["step", "export", "load", "answers", "failure"] = "step"
     """Part of a training run that the trace is of; "answers" ended for a lost log-probability."""
-    experts: bool = False
-    """The model has routed experts."""
+    expert_stages: tuple[Count, ...] = ()
+    """Pipeline stages that have layers with routed experts."""
     score_bias: bool = False
     """Routers add a bias to the scores by which they choose."""
     replicas: bool = False
@@ -84,6 +84,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     has_reference: bool = False
     has_turns: bool = False
     """An environment answers turns."""
+    frozen_base: bool = False
+    """Adapters are trained."""
     adapters_sent: bool = False
     """The engine gets adapters; otherwise whole weights."""
     step: Count = 0
@@ -118,8 +120,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Examples of fine-tuning whose text in the loss is not known."""
     rewarded: bool = True
     """Of some rollout a second reader can tell the reward."""
-    recorded: tuple[str, ...] = ()
-    """Kinds of records that a recorded loop has, or undertook to have."""
+    recorded: dict[str, tuple[str, ...]] = {}
+    """Kind of records that a recorded loop has, or undertook to have -> role and rank of who recorded some."""
     exported: tuple[Count, ...] = ()
     """Versions that a recorded loop exported."""
     estimators: tuple[str, ...] = ()

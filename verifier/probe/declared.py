@@ -14,6 +14,7 @@ from verifier.core.records_tokens import (
     GradientRecord,
     OracleLogprobs,
     OracleOfSampled,
+    Rollouts,
     SampledNoise,
     SampledTokens,
     TrainerLogprobs,
@@ -52,11 +53,16 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
         trace: what was recorded.
         undertaken: names of `UNDERTAKINGS`, whose records are declared whatever was recorded.
     """
-    promised = [kind_of(kind) for name, kinds in UNDERTAKINGS.items() if name in undertaken for kind in kinds]
-    # An engine rank has a plan of what it received; it is compared where the trainer's is there.
-    seen = [kind_of(type(item)) for item in trace.records if not isinstance(item, PlanDigest) or item.role == "trainer"]
+    found: dict[str, dict[str, None]] = {
+        kind_of(kind): {} for name, kinds in UNDERTAKINGS.items() if name in undertaken for kind in kinds
+    }
+    for item in trace.records:
+        # An engine rank has a plan of what it received; it is compared where the trainer's is there.
+        if not isinstance(item, PlanDigest) or item.role == "trainer":
+            found.setdefault(kind_of(type(item)), {})[f"{item.role} {item.rank}"] = None
     return Facts(
-        recorded=tuple(dict.fromkeys([*promised, *seen])), exported=tuple(trace.versions(ExportedTensor)),
+        recorded={kind: tuple(who) for kind, who in found.items()}, exported=tuple(trace.versions(ExportedTensor)),
+        updates=tuple(sorted({item.version for kind in (Rollouts, PolicyColumns) for item in trace.of(kind)})),
         estimators=tuple(dict.fromkeys(item.estimator for item in trace.of(Advantages))),
         lost_logprobs=any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens)),
     )  # fmt: skip

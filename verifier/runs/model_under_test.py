@@ -17,6 +17,7 @@ from verifier.export.names import ModelLayout, layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
+from verifier.model.families import family_of, layer_scopes, moe_layers_of, num_experts_of
 from verifier.model.mesh_fit import validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
@@ -72,6 +73,18 @@ class ModelUnderTest:
         """True if two ranks of the mesh hold the same shard, by the layout."""
         layout = self.layout
         return layout is not None and (self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1))
+
+    @property
+    def expert_stages(self) -> tuple[int, ...]:
+        """Pipeline stages with layers that have routers; of a family without a row, the last one alone."""
+        sizes = self.checkpoint.config
+        if not num_experts_of(sizes) or family_of(sizes) is None:
+            return (self.mesh.pp - 1,) if num_experts_of(sizes) else ()
+        routed, count = {*moe_layers_of(sizes)}, len(layer_scopes(sizes))
+        return tuple(
+            stage for stage in range(self.mesh.pp)
+            if any(routed & {*self.mesh.layers_of(stage, chunk, count)} for chunk in range(self.mesh.vpp))
+        )  # fmt: skip
 
     @property
     def judges_gradients(self) -> bool:

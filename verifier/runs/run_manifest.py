@@ -13,7 +13,6 @@ from verifier import __version__
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Facts, Manifest, MeshSizes
-from verifier.model.families import num_experts_of
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
@@ -57,7 +56,8 @@ def manifest_of(
         stand_ins=tuple(stand_ins_of(sizes, run)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
         facts=Facts(
-            experts=bool(num_experts_of(sizes)), replicas=model.has_replicas, saved=model.is_saved,
+            expert_stages=model.expert_stages, frozen_base=bool(model.lora_rank), replicas=model.has_replicas,
+            saved=model.is_saved,
             judges_gradients=model.judges_gradients, why_no_layout=model.why_no_layout,
         ),
     )

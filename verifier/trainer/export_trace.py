@@ -49,13 +49,14 @@ class ExportTrace:
     ) -> None:
         """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
-            probe.emit(last)
             stored = continuation.record_stored(probe)
             continuation.record_states(probe, ended=True)
             examined = self._examines and examine(probe, self._step)
+            if examined:
+                probe.emit(last)
             if examined and noise is not None:
                 probe.emit(replace(noise, version=self._step + 1))
-            facts = replace(self._manifest.facts, stored=stored, examined=examined)
+            facts = replace(self._manifest.facts, stored=stored, examined=examined, noise=noise is not None)
             self._manifest = replace(self._manifest, facts=facts)
 
     def judge(self, judge: Judge, source: Path, exported: Path) -> None:

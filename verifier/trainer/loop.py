@@ -144,7 +144,7 @@ class StepLoop:
                 self.progress(f"step {step}: sampling answers, and scoring them")
             with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
                 stored = probe is not None and self.continuation.record_stored(probe)
-                if probe is not None and step > 1:
+                if probe is not None and self.rollouts is not None and step > 1:
                     probe.emit(self.last)
                 updates = plan.updates(step, self._updates, self._score, probe)
                 self.continuation.record_states(probe)
@@ -248,7 +248,7 @@ class StepLoop:
         return measures or self.noise is not None
 
     def examine(self, probe: Probe | None, version: int) -> bool:
-        """Record the last evaluation, if no trace has it, beside scores by the weights; tell whether it has answers."""
+        """Record the last evaluation, if no trace has it, beside scores by the weights; tell whether there was one."""
         if probe is None or self.config.engine.quantization:
             return False
         batches = self.folder.path / "batches"
@@ -257,8 +257,8 @@ class StepLoop:
             return self.rollouts.record_evaluated(probe, version, self._score, file)
         if self.held_out is not None and self._evaluated:
             record_held_out(probe, version, self.held_out, batches / HELD_OUT)
-        self._evaluated = False
-        return False
+        recorded, self._evaluated = self.held_out is not None and self._evaluated, False
+        return recorded
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""

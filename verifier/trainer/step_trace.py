@@ -15,7 +15,7 @@ from verifier.config.training import TrainConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Facts, Manifest, MeshSizes
 from verifier.data.second_tokenizer import why_unread
-from verifier.model.families import has_score_bias, num_experts_of
+from verifier.model.families import has_score_bias
 from verifier.platform import Tier
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
@@ -102,10 +102,10 @@ def _with_model(config: TrainConfig, model: ModelUnderTest, happened: Facts) -> 
     trained = config.algorithm == "grpo"
     live = trained and config.data.rollouts is None
     return msgspec.structs.replace(
-        happened, experts=bool(num_experts_of(sizes)), score_bias=has_score_bias(sizes), replicas=model.has_replicas,
+        happened, expert_stages=model.expert_stages, score_bias=has_score_bias(sizes), replicas=model.has_replicas,
         cut=cuts_exports(config, model.tier, model.checkpoint.num_bytes), why_no_layout=model.why_no_layout,
         why_unread=why_unread(model.checkpoint.path), why_unsampled=unsampled_because(config, model),
-        why_no_spot=why_no_spot(config, model), spot=has_spot(happened.step),
+        why_no_spot=why_no_spot(config, model), spot=has_spot(happened.step), frozen_base=bool(config.lora.rank),
         has_reference=trained and grpo.has_reference, has_turns=trained and grpo.has_turns,
         adapters_sent=bool(config.lora.engine_rank(samples=live)), estimators=(grpo.advantage,) if trained else (),
     )  # fmt: skip

@@ -10,7 +10,6 @@ from verifier.core.trace import Trace
 from verifier.report import render_junit, render_text, report_of
 
 
-
 def stored(path, evidence) -> Trace:
     """Written by one recorder per role and rank, as a run does, then read back."""
     store.create(path, MANIFEST)
