@@ -94,6 +94,8 @@ MANIFEST = Manifest(
         "aggregation": "token_mean", "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
     },
 )  # fmt: skip
+ONE_RANK = replace(MANIFEST, world_size=1, mesh=MeshSizes(), synced_versions=())
+"""Of a run of one trainer rank."""
 LENGTHS = (3, 2)
 AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -270,9 +272,9 @@ def logprobs() -> list[Record]:
     return seen
 
 
-def make_trace(records: list[Record]) -> Trace:
+def make_trace(records: list[Record], manifest: Manifest = MANIFEST) -> Trace:
     """A trace of these facts, with the arrays in memory."""
-    return Trace(MANIFEST, records, ARRAYS.__getitem__)
+    return Trace(manifest, records, ARRAYS.__getitem__)
 
 
 Change = Callable[[Any], Record | None]

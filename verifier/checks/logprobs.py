@@ -174,7 +174,7 @@ def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
 
 
 @check(
-    "LGP001", needs=(TrainerLogprobs, OracleLogprobs, DtypeNoise),
+    "LGP001", needs=(TrainerLogprobs, ReturnedLogprobs, OracleLogprobs, DtypeNoise),
     applies=on(roundtrip=ALWAYS, step=GRPO & SAMPLED, loop=recorded(TrainerLogprobs) & SCORED),
 )  # fmt: skip
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
@@ -234,7 +234,7 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
 
 @check(
-    "LGP003", needs=(SampledTokens, OracleOfSampled),
+    "LGP003", needs=(SampledTokens, OracleOfSampled, ShapedTokens, OracleOfShaped),
     applies=on(roundtrip=EXPORTS, step=SYNCED & SAMPLED, loop=recorded(SampledTokens, OracleOfSampled)),
 )  # fmt: skip
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:

@@ -14,8 +14,8 @@ from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
-from verifier.core.records_tokens import GradientRecord
-from verifier.core.records_weights import KeptGradients, StepReport
+from verifier.core.records_tokens import GradientRecord, Objective
+from verifier.core.records_weights import KeptGradients, OptimizerRule, StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -56,7 +56,7 @@ COMPUTED = on(
 """Transformers computes the step too."""
 
 
-@check("LSS001", needs=(GradientRecord,), applies=COMPUTED)
+@check("LSS001", needs=(GradientRecord, Objective), applies=COMPUTED)
 def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Every parameter's gradient, reduced over all ranks, is that of transformers in fp32 on the same tokens.
 
@@ -193,7 +193,7 @@ def _reports(trace: Trace) -> Iterator[tuple[StepReport, GradientRecord]]:
     return ((report, item) for report, item in reports if item is not None)
 
 
-@check("TRN001", needs=(GradientRecord, StepReport), applies=COMPUTED)
+@check("TRN001", needs=(GradientRecord, StepReport, OptimizerRule), applies=COMPUTED)
 def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 

@@ -300,7 +300,7 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT016", needs=(ExportStream,),
-    applies=on(roundtrip=EXPORTS & NO_ADAPTER, step=SYNCED & WEIGHTS_SENT, answers=SENT & WEIGHTS_SENT),
+    applies=on(golden=ALWAYS, roundtrip=EXPORTS & NO_ADAPTER, step=SYNCED & WEIGHTS_SENT, answers=SENT & WEIGHTS_SENT),
 )  # fmt: skip
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     """A tensor that an export has handed out stays as it was while its reader holds it.

@@ -65,6 +65,11 @@ each_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == cp == dp == 0)
 """One rank of each pipeline stage."""
 
 
+def provider_rank(run: Manifest) -> Sequence[Who]:
+    """One rank of each stage of a training run; in a round trip each rank."""
+    return (every_rank if run.command == "roundtrip" else each_stage)(run)
+
+
 def every_engine(run: Manifest) -> Sequence[Who]:
     """Each rank of the engine."""
     return [("engine", rank) for rank in range(run.engine_ranks)] or [None]
@@ -100,6 +105,33 @@ def per_answers(run: Manifest) -> Sequence[When]:
     """In a step, and with the weights before it where an evaluation of theirs is in its trace."""
     before = run.facts.examined and run.facts.part == "step"
     return [*per_step(run), *([(run.facts.step - 1, None)] if before else [])]
+
+
+def per_held(run: Manifest) -> Sequence[When]:
+    """Of each version that an engine holds: in a round trip those that it begins with too."""
+    return per_version(run) if _cycles(run) else per_sync(run)
+
+
+def per_gradient(run: Manifest) -> Sequence[When]:
+    """In each optimizer step, and in a round trip's idle one at version 0."""
+    idle = _cycles(run) and run.config.get("update") == "step" and not run.facts.frozen_base
+    return [*([(0, None)] if idle else []), *per_update(run)]
+
+
+def if_asked(run: Manifest) -> Sequence[When]:
+    """Once in a round trip, whose steps have an objective and a rule of their own."""
+    return [ANYTIME] if _cycles(run) and run.config.get("update") == "step" else []
+
+
+def if_scored(run: Manifest) -> Sequence[When]:
+    """With the weights of each version that a round trip scores with."""
+    return per_version(run) if _cycles(run) else []
+
+
+def at_ends(run: Manifest) -> Sequence[When]:
+    """With the first and the last weights that a round trip in fp32 samples by."""
+    asked = _cycles(run) and run.synced_versions and run.dtype == "float32"
+    return [(0, None), (_cycles(run), None)] if asked else []
 
 
 def per_score(run: Manifest) -> Sequence[When]:

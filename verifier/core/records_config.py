@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier.core.owed import Owed, anyone, each_stage, every_rank, once, per_export, per_pass
+from verifier.core.owed import Owed, anyone, every_rank, once, per_export, per_pass, provider_rank
 from verifier.core.record import Count, Digest, Record
 
 LAYER_WINDOWS = "windows of layers"
@@ -33,7 +33,7 @@ class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-con
 class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provider"):
     """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
 
-    owed = (Owed(each_stage, once),)
+    owed = (Owed(provider_rank, once),)
 
 
 class FilesRecord(Record, frozen=True, kw_only=True):

@@ -10,17 +10,20 @@ from typing import Any
 from verifier.core.owed import (
     Owed,
     anyone,
+    at_ends,
     every_rank,
     expert_rank,
     first_stage,
+    if_asked,
     if_measured,
+    if_scored,
     once,
+    per_gradient,
     per_noise,
     per_pass,
     per_sample,
     per_score,
     per_step,
-    per_update,
     per_version,
 )
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
@@ -121,7 +124,7 @@ class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
 class RouterChoices(Record, frozen=True, kw_only=True, tag="loss/choices"):
     """Experts that one layer's routers chose by themselves in an update, measured by the oracle in the run's dtype."""
 
-    owed = (Owed(anyone, per_update),)
+    owed = (Owed(anyone, once),)
 
     layer: Count
     """Global index."""
@@ -144,6 +147,9 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     -reward * logprob - entropy_weight * entropy + drift_weight / 2 * (logprob - the engine's logprob)**2
     """
 
+    owed = (Owed(anyone, if_asked),)
+    is_side = False
+
     temperature: float
     """Divisor of the logits."""
     entropy_weight: float
@@ -155,7 +161,7 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
 class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """One checkpoint tensor's gradient in one step, and what Adam makes of it, measured by the oracle."""
 
-    owed = (Owed(anyone, per_update),)
+    owed = (Owed(anyone, per_gradient),)
 
     gradient_scale: Real
     """Greatest element of transformers' gradient."""
@@ -213,7 +219,8 @@ class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/tra
 class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"):
     """Digest of the log-probabilities that one trainer rank got back."""
 
-    owed = (Owed(every_rank, per_version),)
+    owed = (Owed(every_rank, if_scored),)
+    is_side = False
 
     digest: Digest
 
@@ -243,6 +250,9 @@ class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/samp
 
 class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
     """Oracle's log-probabilities of shaped requests; the nearest value where rounding decides what truncation keeps."""
+
+    owed = (Owed(anyone, at_ends),)
+    is_side = False
 
 
 class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
@@ -382,6 +392,9 @@ class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sample
 
 class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"):
     """Sampled with penalties, biases, allowed tokens or truncation."""
+
+    owed = (Owed(anyone, at_ends),)
+    is_side = False
 
     asked: tuple[dict[str, Any], ...]
     """Each request's `Sampling`."""

@@ -14,14 +14,16 @@ from verifier.core.owed import (
     every_engine,
     every_rank,
     if_adapted,
+    if_asked,
     if_cut,
     once,
     per_cold,
     per_export,
+    per_gradient,
+    per_held,
     per_live,
     per_step,
     per_sync,
-    per_update,
     per_version,
 )
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Real, Record, Shape, TensorRecord
@@ -141,7 +143,7 @@ class LiveAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="train/ad
 class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
     """Report of one rank's training step."""
 
-    owed = (Owed(every_rank, per_update),)
+    owed = (Owed(every_rank, per_gradient),)
 
     loss: Real
     """Mean over the tokens in the loss, nats."""
@@ -155,6 +157,9 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
     """Rule of each step: Adam, with rates by the number of rollouts that earlier steps have trained on."""
+
+    owed = (Owed(anyone, if_asked),)
+    is_side = False
 
     first_learning_rate: float
     """Learning rate at none."""
@@ -338,7 +343,7 @@ class HeldTensorRecord(TensorRecord, frozen=True, kw_only=True):
 class SyncedTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/state"):
     """Held by an engine that was synced."""
 
-    owed = (Owed(every_engine, per_sync),)
+    owed = (Owed(every_engine, per_held),)
 
 
 class ColdTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/cold"):
@@ -357,7 +362,7 @@ class SettingsRecord(Record, frozen=True, kw_only=True):
 class SyncedSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/settings"):
     """Plain attributes that one module of a synced engine computes with."""
 
-    owed = (Owed(every_engine, per_sync),)
+    owed = (Owed(every_engine, per_held),)
 
 
 class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-settings"):
@@ -369,7 +374,7 @@ class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-s
 class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view"):
     """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with."""
 
-    owed = (Owed(every_engine, per_sync, loop=per_sync),)
+    owed = (Owed(every_engine, per_held, loop=per_sync),)
 
     tensor: str
     """Checkpoint spelling. The record's name adds the holder where several hold the same."""
@@ -382,7 +387,7 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
     """Tensor that was drawn for a sync, cut to the part that an engine rank holds; all of it where it holds none."""
 
-    owed = (Owed(every_engine, per_sync, loop=per_sync),)
+    owed = (Owed(every_engine, per_held, loop=per_sync),)
 
     whole: Shape
     """Shape of the checkpoint tensor."""
