@@ -120,8 +120,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Examples of fine-tuning whose text in the loss is not known."""
     rewarded: bool = True
     """Of some rollout a second reader can tell the reward."""
-    recorded: dict[str, tuple[str, ...]] = {}
-    """Kind of records that a recorded loop has, or undertook to have -> role and rank of who recorded some."""
+    recorded: dict[str, dict[str, tuple[Count, ...]]] = {}
+    """Kind of records that a recorded loop has, or undertook to have -> role and rank -> versions of those records."""
     exported: tuple[Count, ...] = ()
     """Versions that a recorded loop exported."""
     estimators: tuple[str, ...] = ()

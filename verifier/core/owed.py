@@ -158,13 +158,11 @@ def if_adapted(run: Manifest) -> Sequence[When]:
 
 def if_measured(run: Manifest) -> Sequence[When]:
     """Once, where the noise of the run's dtype was measured."""
-    return [ANYTIME] if run.facts.noise or "logprob/sampled-noise" in run.facts.recorded else []
+    return [ANYTIME] if run.facts.noise else []
 
 
 def per_noise(run: Manifest) -> Sequence[When]:
-    """As `per_score`, where a run says what transformers scores; of a recorded loop where it did."""
-    if run.command == "probe":
-        return [ANYTIME] if "logprob/noise" in run.facts.recorded else []
+    """As `per_score`, where a run says what transformers scores."""
     return per_score(run) if run.facts.step or _cycles(run) else []
 
 
@@ -217,12 +215,6 @@ class Owed:
 
     recorders: Recorders = anyone
     times: Times = once
-    loop: Times = once
-    """The same of a recorded loop, whose manifest says which processes recorded what."""
-
-    def applies(self, run: Manifest) -> bool:
-        """Tell whether anything is owed in a run."""
-        return bool((self.loop if run.command == "probe" else self.times)(run))
 
     def missing(
         self, kind: str, records: Iterable[Record], run: Manifest, came_past: Callable[[int], bool]
@@ -235,13 +227,14 @@ class Owed:
             run: that was recorded.
             came_past: tells of a version whether the run reached all of it.
         """
-        who, times = self.recorders(run), self.times(run)
-        if run.command == "probe":
-            times = self.loop(run)
-            who = [_named(name) for name in run.facts.recorded.get(kind, ())] or [None]
-        if not times:
+        if run.command == "probe":  # of whom and of what its processes recorded when the loop was sealed
+            own = run.facts.recorded.get(kind, {})
+            owed = [(_named(name), version, None) for name, versions in own.items() for version in versions]
+        else:
+            owed = [(by, *when) for by in self.recorders(run) for when in self.times(run)]
+        if not owed:
             return []
-        some, timed, numbered = who[0] is not None, times[0][0] is not None, times[0][1] is not None
+        some, timed, numbered = (place is not None for place in owed[0])
         seen = {
             (
                 item.party if some else None, item.version if timed else None,
@@ -249,12 +242,8 @@ class Owed:
             )
             for item in records
         }  # fmt: skip
-        lost = [
-            (by, version, number)
-            for by in who
-            for version, number in times
-            if (by, version, number) not in seen and (came_past(version) if version is not None else run.complete)
-        ]
+        gone = [place for place in owed if place not in seen]
+        lost = [place for place in gone if (run.complete if place[1] is None else came_past(place[1]))]
         said = [kind + "".join(_where(*place)) for place in lost[:NAMED]]
         return said + ([f"{len(lost) - NAMED:,} more of {kind}"] if len(lost) > NAMED else [])
 

@@ -24,7 +24,7 @@ class GivenRewards(Record, frozen=True, kw_only=True, tag="reward/rewards"):
 class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     """Advantages of a batch; lists have an entry a rollout."""
 
-    owed = (Owed(anyone, per_step, loop=per_step),)
+    owed = (Owed(anyone, per_step),)
 
     estimator: str
     ids: tuple[str, ...]
@@ -57,7 +57,7 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     reward ``penalty_reference``, and no ``reference``; of a recorded loop that names none, no ``engine``.
     """
 
-    owed = (Owed(anyone, per_step, loop=per_step),)
+    owed = (Owed(anyone, per_step),)
 
     ids: tuple[str, ...]
     lengths: Lengths
@@ -99,7 +99,7 @@ class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
 class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
     """Reasons for which rollouts of a batch left the loss; lists have an entry a rollout."""
 
-    owed = (Owed(anyone, per_step, loop=per_step),)
+    owed = (Owed(anyone, per_step),)
 
     ids: tuple[str, ...]
     truncated: tuple[bool, ...]
@@ -115,7 +115,7 @@ class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
 class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
     """Answers of a step that the config asks of the engine."""
 
-    owed = (Owed(anyone, per_step, loop=per_step),)
+    owed = (Owed(anyone, per_step),)
 
     seed: int
     """Seed of the run."""

@@ -23,7 +23,6 @@ from verifier.core.owed import (
     per_pass,
     per_sample,
     per_score,
-    per_step,
     per_version,
 )
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
@@ -44,7 +43,7 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
     engine's, NaN where not sampled; ``versions`` int32, the weights that sampled the token, -1 where none did.
     """
 
-    owed = (Owed(anyone, per_pass, loop=per_step),)
+    owed = (Owed(anyone, per_pass),)
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
@@ -302,7 +301,7 @@ class NoiseRecord(Record, frozen=True, kw_only=True):
 class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
     """Noise of transformers in the run's dtype against float32, or of float32 against float64."""
 
-    owed = (Owed(anyone, per_noise, loop=per_noise),)
+    owed = (Owed(anyone, per_noise),)
 
 
 class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-noise"):
@@ -311,7 +310,7 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     Differences are transformers in that dtype minus transformers in float32, at the run's temperature.
     """
 
-    owed = (Owed(anyone, if_measured, loop=if_measured),)
+    owed = (Owed(anyone, if_measured),)
 
     measured: Count
     """Version of the weights that it was measured on."""

@@ -201,7 +201,7 @@ class KeptGradients(KeptTensors, frozen=True, kw_only=True, tag="loss/kept"):
 class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor"):
     """One tensor of a rank's export stream; the order of the records is the order of the stream."""
 
-    owed = (Owed(every_rank, per_export, loop=per_export),)
+    owed = (Owed(every_rank, per_export),)
 
 
 class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -289,7 +289,7 @@ class ExportedShard(TensorRecord, frozen=True, kw_only=True, tag="export/shard")
 class PlanDigest(Record, frozen=True, kw_only=True, tag="plan/plan"):
     """Digest of the chunk plan that one trainer or engine rank holds."""
 
-    owed = (Owed(every_rank, once), Owed(every_engine, per_sync, loop=per_sync))
+    owed = (Owed(every_rank, once), Owed(every_engine, per_sync))
 
     digest: Digest
     num_tensors: Count | None = None
@@ -307,7 +307,7 @@ class PlannedTensor(Record, frozen=True, kw_only=True, tag="plan/entry"):
 class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/receipt"):
     """One tensor as an engine rank received it, before its loader saw it."""
 
-    owed = (Owed(every_engine, per_sync, loop=per_sync),)
+    owed = (Owed(every_engine, per_sync),)
 
     chunk: Count
     """Index of the chunk that brought it."""
@@ -316,7 +316,7 @@ class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/rec
 class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
     """End of the transfer of one version."""
 
-    owed = (Owed(anyone, per_sync, loop=per_sync),)
+    owed = (Owed(anyone, per_sync),)
 
     refused: str
     """Why it was refused; empty if it was not."""
@@ -374,7 +374,7 @@ class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-s
 class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view"):
     """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with."""
 
-    owed = (Owed(every_engine, per_held, loop=per_sync),)
+    owed = (Owed(every_engine, per_held),)
 
     tensor: str
     """Checkpoint spelling. The record's name adds the holder where several hold the same."""
@@ -387,7 +387,7 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
     """Tensor that was drawn for a sync, cut to the part that an engine rank holds; all of it where it holds none."""
 
-    owed = (Owed(every_engine, per_held, loop=per_sync),)
+    owed = (Owed(every_engine, per_held),)
 
     whole: Shape
     """Shape of the checkpoint tensor."""

@@ -26,7 +26,7 @@ class Trace:
     def __init__(self, manifest: Manifest, records: Sequence[Record], arrays: Arrays | None = None) -> None:
         self.manifest = manifest
         self.records = tuple(records)
-        self._arrays = arrays
+        self.arrays_by_key = arrays
         self._index: dict[type[Record], dict[int, list[Record]]] = {}
         for item in self.records:
             self._index.setdefault(type(item), {}).setdefault(item.version, []).append(item)
@@ -68,6 +68,6 @@ class Trace:
 
     def arrays(self, record: ArrayRecord) -> Mapping[str, np.ndarray]:
         """All arrays of a record, by name; KeyError if it has none."""
-        if not record.array or self._arrays is None:
+        if not record.array or self.arrays_by_key is None:
             raise KeyError(f"no array was recorded with {kind_of(type(record))} `{record.name}`")
-        return self._arrays(record.array)
+        return self.arrays_by_key(record.array)

@@ -14,7 +14,6 @@ from verifier.core.records_tokens import (
     GradientRecord,
     OracleLogprobs,
     OracleOfSampled,
-    Rollouts,
     SampledNoise,
     SampledTokens,
     TrainerLogprobs,
@@ -53,16 +52,16 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
         trace: what was recorded.
         undertaken: names of `UNDERTAKINGS`, whose records are declared whatever was recorded.
     """
-    found: dict[str, dict[str, None]] = {
+    found: dict[str, dict[str, set[int]]] = {
         kind_of(kind): {} for name, kinds in UNDERTAKINGS.items() if name in undertaken for kind in kinds
     }
     for item in trace.records:
         # An engine rank has a plan of what it received; it is compared where the trainer's is there.
         if not isinstance(item, PlanDigest) or item.role == "trainer":
-            found.setdefault(kind_of(type(item)), {})[f"{item.role} {item.rank}"] = None
+            found.setdefault(kind_of(type(item)), {}).setdefault(f"{item.role} {item.rank}", set()).add(item.version)
     return Facts(
-        recorded={kind: tuple(who) for kind, who in found.items()}, exported=tuple(trace.versions(ExportedTensor)),
-        updates=tuple(sorted({item.version for kind in (Rollouts, PolicyColumns) for item in trace.of(kind)})),
+        recorded={kind: {by: tuple(sorted(own)) for by, own in who.items()} for kind, who in found.items()},
+        exported=tuple(trace.versions(ExportedTensor)),
         estimators=tuple(dict.fromkeys(item.estimator for item in trace.of(Advantages))),
         lost_logprobs=any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens)),
     )  # fmt: skip
