@@ -33,7 +33,8 @@ def test_users_words_lead_to_a_row_whose_own_run_is_recorded_first():
 
 
 def test_checks_of_a_recorded_loop_are_those_that_a_loop_can_give_evidence_of():
-    judged = {code for code, item in REGISTRY.items() if isinstance(item.applies, Parts) and "loop" in item.applies.conditions}
+    parts = {code: item.applies for code, item in REGISTRY.items() if isinstance(item.applies, Parts)}
+    judged = {code for code, applies in parts.items() if "loop" in applies.conditions}
     assert "WGT005" in judged
     assert {code for row in ROWS for code in re.findall(CODE, row[1])} <= judged
 

@@ -61,7 +61,7 @@ GRADIENTS = condition(
 SAVED = condition("the export is not saved to files too", lambda run: run.facts.saved)
 CUT = SYNCED & LAYOUT & condition("exports are not cut at this size", lambda run: run.facts.cut)
 EXPORTS = condition("nothing is exported", lambda run: run.synced_versions or run.command == "golden")
-"""Of a golden run or a round trip: not of one of the token path alone."""
+"""Fact of a golden run or a round trip; one of the token path alone exports nothing."""
 
 # Of a recorded loop.
 OF_SOURCE = condition("version 0 was not exported beside its checkpoint", lambda run: run.untouched_versions)

@@ -81,7 +81,7 @@ def is_owed(need: type[Record] | UnionType, run: Manifest) -> bool:
 
 
 def _missing(need: type[Record] | UnionType, trace: Trace) -> tuple[str, ...]:
-    """What a run owes of it and has not; of a union one kind is enough."""
+    """Sentences on records that a run owes and has not; of a union one kind is enough."""
     if not any(map(trace.has, _kinds(need))):
         return (needed(need),)
     return min((trace.missing(kind) for kind in _kinds(need) if trace.has(kind)), key=len)

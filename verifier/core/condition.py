@@ -10,7 +10,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
 
 Part = Literal["step", "export", "load", "answers", "failure", "golden", "roundtrip", "bisect", "loop"]
-"""What a trace is of: a part of a training run, a run of another command, or another trainer's loop."""
+"""Subject of a trace: a part of a training run, a run of another command, or another trainer's loop."""
 _OTHERS: dict[str, Part] = {"golden": "golden", "roundtrip": "roundtrip", "bisect": "bisect", "probe": "loop"}
 WORDS: dict[Part, str] = {
     "step": "a training step", "export": "an export", "load": "a load", "answers": "answers without log-probabilities",
@@ -68,7 +68,7 @@ ALWAYS = condition("", lambda run: True)
 
 
 def part_of(run: Manifest) -> Part:
-    """What the trace of a manifest is of."""
+    """Subject of the trace of a manifest."""
     return _OTHERS.get(run.command, run.facts.part)
 
 

@@ -113,13 +113,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fresh: bool = True
     """A token in the loss was sampled by the weights that it trains."""
     noise: bool = False
-    """What the run's dtype costs a log-probability was measured; needed for no float32."""
+    """The noise of a log-probability in the run's dtype was measured; float32 needs none."""
     text: bool = True
     """Fine-tuning has examples whose text in the loss is known."""
     unread: Count = 0
     """Examples of fine-tuning whose text in the loss is not known."""
     rewarded: bool = True
-    """Of some rollout a second reader can tell the reward."""
+    """A second reader can tell the reward of some rollout."""
     recorded: dict[str, dict[str, tuple[Count, ...]]] = {}
     """Kind of records that a recorded loop has, or undertook to have -> role and rank -> versions of those records."""
     exported: tuple[Count, ...] = ()
@@ -166,7 +166,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """"vllm", "hf", or empty where no engine took part."""
     engine_ranks: Ranks = 0
     facts: Facts = Facts()
-    """What the run was, beyond its config; each check says by them whether it judges the run."""
+    """Facts beyond the config; each check says by them whether it judges the run."""
     synced_versions: tuple[Count, ...] = ()
     """Weight versions that the engine was to receive."""
     untouched_versions: tuple[Count, ...] = (0,)

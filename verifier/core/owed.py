@@ -1,4 +1,4 @@
-"""Which records each rank, engine, version and update of a run owes: declared by their class, counted by the manifest.
+"""Records that each rank, engine, version and update owes: declared by their class, counted by the manifest.
 
 A manifest says what a run was to do, so what it has to leave is known without its evidence. Absence is never agreement.
 """
@@ -97,7 +97,7 @@ def per_step(run: Manifest) -> Sequence[When]:
 
 
 def per_live(run: Manifest) -> Sequence[When]:
-    """Of each version whose tensors are joined: all that are sent in a step of a training run."""
+    """Each version whose tensors are joined: all that are sent in a step of a training run."""
     return per_sync(run) if run.facts.step else per_step(run)
 
 
@@ -108,7 +108,7 @@ def per_answers(run: Manifest) -> Sequence[When]:
 
 
 def per_held(run: Manifest) -> Sequence[When]:
-    """Of each version that an engine holds: in a round trip those that it begins with too."""
+    """Each version that an engine holds: in a round trip those that it begins with too."""
     return per_version(run) if _cycles(run) else per_sync(run)
 
 
@@ -124,18 +124,18 @@ def if_asked(run: Manifest) -> Sequence[When]:
 
 
 def if_scored(run: Manifest) -> Sequence[When]:
-    """With the weights of each version that a round trip scores with."""
+    """Each version of the weights that a round trip scores with."""
     return per_version(run) if _cycles(run) else []
 
 
 def at_ends(run: Manifest) -> Sequence[When]:
-    """With the first and the last weights that a round trip in fp32 samples by."""
+    """First and last weights that a round trip in fp32 samples by."""
     asked = _cycles(run) and run.synced_versions and run.dtype == "float32"
     return [(0, None), (_cycles(run), None)] if asked else []
 
 
 def per_score(run: Manifest) -> Sequence[When]:
-    """With each weights by which transformers scores too: the policy's before the step, and the reference's."""
+    """Weights by which transformers scores too: the policy's before the step, and the reference's."""
     if not run.facts.step:
         return per_version(run) if _cycles(run) else once(run)
     return [(run.facts.step - 1, None), *([(0, None)] if run.facts.has_reference else [])]
@@ -152,7 +152,7 @@ def if_cut(run: Manifest) -> Sequence[When]:
 
 
 def if_adapted(run: Manifest) -> Sequence[When]:
-    """Of each export of adapters."""
+    """Each export of adapters."""
     return [] if run.facts.part == "export" and not run.facts.frozen_base else per_export(run)
 
 
@@ -162,7 +162,7 @@ def if_measured(run: Manifest) -> Sequence[When]:
 
 
 def per_noise(run: Manifest) -> Sequence[When]:
-    """As `per_score`, where a run says what transformers scores."""
+    """Same as `per_score`, where a run says what transformers scores."""
     return per_score(run) if run.facts.step or _cycles(run) else []
 
 
@@ -172,7 +172,7 @@ def per_pass(run: Manifest) -> Sequence[When]:
 
 
 def per_sample(run: Manifest) -> Sequence[When]:
-    """With the weights of each version of a round trip; elsewhere some time."""
+    """Each version of a round trip's weights; elsewhere some time."""
     return once(run) if not _cycles(run) else per_version(run)
 
 
@@ -188,19 +188,19 @@ def at_load(run: Manifest) -> Sequence[When]:
 
 
 def per_version(run: Manifest) -> Sequence[When]:
-    """With the weights of each version that a round trip scores with; in the step of a training run."""
+    """Each version of the weights that a round trip scores with; the step of a training run."""
     return per_step(run) if not _cycles(run) else [(version, None) for version in range(_cycles(run) + 1)]
 
 
 def per_export(run: Manifest) -> Sequence[When]:
-    """Of each version that is exported."""
+    """Each version that is exported."""
     if _cycles(run):
         return per_version(run)
     return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
 
 
 def per_sync(run: Manifest) -> Sequence[When]:
-    """Of each version that the engine gets."""
+    """Each version that the engine gets."""
     return [(version, None) for version in run.synced_versions] or [ANYTIME]
 
 
@@ -227,6 +227,7 @@ class Owed:
             run: that was recorded.
             came_past: tells of a version whether the run reached all of it.
         """
+        owed: list[tuple[Who, int | None, int | None]]
         if run.command == "probe":  # of whom and of what its processes recorded when the loop was sealed
             own = run.facts.recorded.get(kind, {})
             owed = [(_named(name), version, None) for name, versions in own.items() for version in versions]

@@ -49,7 +49,7 @@ class Record(
 
     stage: ClassVar[_StageOf] = _StageOf()
     owed: ClassVar[tuple[Owed, ...]] = (Owed(),)
-    """Who owes records of this class, and when."""
+    """Processes that owe records of this class, and when."""
     is_side: ClassVar[bool] = True
     """Nothing can be compared without them; others bound or place what is compared, and their lack alone is told."""
     name: str

@@ -1,4 +1,4 @@
-"""What a recorded loop undertakes to record, and the facts of what it did."""
+"""Undertakings of a recorded loop, and the facts of what it recorded."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ FAILURE = {
     "package": "megatron-bridge", "package_version": "0.6.2", "file": "megatron/bridge/x.py", "line": 9,
     "function": "f", "message": "RuntimeError: no", "at": "logprob", "during": 1,
 }  # fmt: skip
-TP2 = Manifest(command="golden", layout="x", facts=Facts(stack_failed=True), mesh=MeshSizes(tp=2), world_size=2, engine="vllm", engine_ranks=1)
+TP2 = Manifest(
+    command="golden", layout="x", facts=Facts(stack_failed=True), mesh=MeshSizes(tp=2), world_size=2, engine="vllm",
+    engine_ranks=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
