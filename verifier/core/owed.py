@@ -199,6 +199,11 @@ def per_export(run: Manifest) -> Sequence[When]:
     return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
 
 
+def per_later_export(run: Manifest) -> Sequence[When]:
+    """Each export but that of a training run's first weights, which no step of its trace has made."""
+    return per_step(run) if run.facts.step else per_export(run)
+
+
 def per_sync(run: Manifest) -> Sequence[When]:
     """Each version that the engine gets."""
     return [(version, None) for version in run.synced_versions] or [ANYTIME]

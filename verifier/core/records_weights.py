@@ -21,6 +21,7 @@ from verifier.core.owed import (
     per_export,
     per_gradient,
     per_held,
+    per_later_export,
     per_live,
     per_step,
     per_sync,
@@ -103,7 +104,7 @@ class ShardAfterScoring(ShardRecord, frozen=True, kw_only=True, tag="train/score
 class ShardAfterExport(ShardRecord, frozen=True, kw_only=True, tag="export/exported"):
     """A live shard after an export."""
 
-    owed = (Owed(every_rank, per_export),)
+    owed = (Owed(every_rank, per_later_export),)
 
 
 class Update(Record, frozen=True, kw_only=True, tag="train/update"):
