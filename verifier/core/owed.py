@@ -176,11 +176,6 @@ def per_sample(run: Manifest) -> Sequence[When]:
     return once(run) if not _cycles(run) else per_version(run)
 
 
-def per_cold(run: Manifest) -> Sequence[When]:
-    """Whenever an engine is started beside another one: at each sync of a training run."""
-    return per_sync(run) if run.facts.step else once(run)
-
-
 def at_load(run: Manifest) -> Sequence[When]:
     """Once, where the ranks loaded the model: in a step of a training run that is the first, or of adapters."""
     first = not run.facts.step or run.facts.loaded or run.facts.frozen_base
@@ -202,6 +197,11 @@ def per_export(run: Manifest) -> Sequence[When]:
 def per_later_export(run: Manifest) -> Sequence[When]:
     """Each export but that of a training run's first weights, which no step of its trace has made."""
     return per_step(run) if run.facts.step else per_export(run)
+
+
+def per_sent(run: Manifest) -> Sequence[When]:
+    """Each version that a training run sends; elsewhere some time."""
+    return per_sync(run) if run.facts.step else once(run)
 
 
 def per_sync(run: Manifest) -> Sequence[When]:

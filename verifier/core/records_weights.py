@@ -17,12 +17,12 @@ from verifier.core.owed import (
     if_asked,
     if_cut,
     once,
-    per_cold,
     per_export,
     per_gradient,
     per_held,
     per_later_export,
     per_live,
+    per_sent,
     per_step,
     per_sync,
     per_version,
@@ -241,6 +241,8 @@ class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="expo
 class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
     """An exported matrix that has an adapter, against base + alpha / rank * B A in float64 of the live shards."""
 
+    owed = (Owed(anyone, per_sent),)
+
     dtype: str
     rank_of_adapter: Count
     gap: Real
@@ -350,7 +352,7 @@ class SyncedTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/stat
 class ColdTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/cold"):
     """Held by an engine that loaded the weights at its start."""
 
-    owed = (Owed(anyone, per_cold),)
+    owed = (Owed(anyone, per_sent),)
 
 
 class SettingsRecord(Record, frozen=True, kw_only=True):
@@ -369,7 +371,7 @@ class SyncedSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/sett
 class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-settings"):
     """Plain attributes that one module computes with in an engine that loaded the weights at its start."""
 
-    owed = (Owed(anyone, per_cold),)
+    owed = (Owed(anyone, per_sent),)
 
 
 class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view"):
