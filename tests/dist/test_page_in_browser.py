@@ -10,9 +10,8 @@ from tests.snapshots.check_traces import BROKEN
 from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.pages import hostile, metrics
 from tests.unit.report.test_live_and_replayed import stored
-from verifier.report.drawn import html
-from verifier.report.gate_page import page_of_gate
-from verifier.report.paged import page_of
+from verifier.report.pages import page_of, page_of_gate
+from verifier.report.render_html import html
 
 pytestmark = pytest.mark.slow
 PHONE = 390

@@ -9,8 +9,8 @@ from tests.unit.campaign.gate_cases import CELL, violated
 from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.test_live_and_replayed import stored
 from verifier.cli.app import run
-from verifier.report.gate_data import gate_json
 from verifier.report.gate_result import CellResult, CheckVerdict
+from verifier.report.render_json import gate_json
 
 
 def checks(*verdicts, compared=40):

@@ -56,7 +56,7 @@ def page_of_training(run: Path, file: Path | None) -> Iterator[None]:
 
 def _write(file: Path, result: Path) -> None:
     import verifier.checks  # noqa: F401  (fills the registry)
-    from verifier.report.drawn import html
-    from verifier.report.paged import page_of
+    from verifier.report.pages import page_of
+    from verifier.report.render_html import html
 
     show_results(str, (file, lambda: html(page_of(result))))

@@ -173,8 +173,8 @@ def judge_trace(path: Path, results: Results, *, codes: Sequence[str] = (), name
         listener(report)
 
     def page() -> str:
-        from verifier.report.drawn import html
-        from verifier.report.report_page import page_of_report
+        from verifier.report.pages import page_of_report
+        from verifier.report.render_html import html
 
         return html(page_of_report(report, trace))
 

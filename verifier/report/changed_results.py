@@ -13,7 +13,7 @@ from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.report import report_of
 from verifier.report.gate_result import CellResult, GateResult
-from verifier.report.paged import gate_at
+from verifier.report.pages import gate_at
 from verifier.report.render_text import first_line
 from verifier.report.trace_charts import measures_of
 

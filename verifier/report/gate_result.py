@@ -149,6 +149,27 @@ class WaiverUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_expired: int
     """Violations that it would waive, had it not expired."""
 
+    @property
+    def of(self) -> str:
+        """The family or the model."""
+        return f"family {self.family}" if self.family else self.model
+
+    @property
+    def came(self) -> str:
+        """What came of it, in words."""
+        if self.expired:
+            return f"EXPIRED, it waives nothing, {self.num_expired:,} would fall under it"
+        return (
+            f"waives {self.num_waived:,}"
+            if self.num_waived
+            else "matched nothing: remove it if what it waives is mended"
+        )
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{self.check} of {self.of}, {self.issue}, {self.owner}: {self.reason}, until {self.until}; {self.came}"
+
 
 class GateResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gate as it ended."""

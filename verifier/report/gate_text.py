@@ -69,18 +69,7 @@ def _failed_before(cells: Sequence[CellResult]) -> str:
 
 
 def _waivers(uses: Sequence[WaiverUse]) -> str:
-    return "".join(f"waiver: {printable(waiver_line(item))}\n" for item in uses)
-
-
-def waiver_line(item: WaiverUse) -> str:
-    """One line on a waiver and what came of it."""
-    of = f"family {item.family}" if item.family else item.model
-    came = f"waives {item.num_waived:,}"
-    if item.expired:
-        came = f"EXPIRED, it waives nothing, {item.num_expired:,} would fall under it"
-    elif not item.num_waived:
-        came = "matched nothing: remove it if what it waives is mended"
-    return f"{item.check} of {of}, {item.issue}, {item.owner}: {item.reason}, until {item.until}; {came}"
+    return "".join(f"waiver: {printable(item.line)}\n" for item in uses)
 
 
 def left_out(items: Sequence[LeftOut]) -> str:

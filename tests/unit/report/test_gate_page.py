@@ -9,9 +9,9 @@ from tests.meta.sources import ROOT
 from tests.unit.campaign.gate_cases import finding, violated
 from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.pages import HOSTILE, hostile, parsed
-from verifier.report.drawn import html
-from verifier.report.gate_data import gate_json
-from verifier.report.gate_page import page_of_gate
+from verifier.report.pages import page_of_gate
+from verifier.report.render_html import html
+from verifier.report.render_json import gate_json
 
 
 def test_the_decision_stands_first_and_a_root_before_its_consequences():

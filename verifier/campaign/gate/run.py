@@ -23,8 +23,8 @@ from verifier.errors import UsageError
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, installed_versions, require_installed
 from verifier.platform.provenance import code_digest, gpu_names, host, this_code
-from verifier.report.gate_data import gate_json
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
+from verifier.report.render_json import gate_json
 
 Progress = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from verifier.core.finding import ExitCode
 from verifier.errors import InternalError, UsageError
 from verifier.launch.stack_failure import Place
 
-WITH_ENV = Path(__file__).parents[2] / "ci" / "with-env"
+WITH_ENV = Path(__file__).parents[3] / "ci" / "with-env"
 GATE = {"golden": (), "roundtrip": ("--cycles", "1")}
 """Command of the gate -> its options, on one rank."""
 _ASKED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-Za-z0-9.+_]*")

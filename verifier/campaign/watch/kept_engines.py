@@ -16,7 +16,7 @@ from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
 from verifier.launch.fork_server import ForkServer, Lent
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def engine_code() -> set[Path]:

@@ -19,7 +19,7 @@ from verifier.launch.fork_server import ForkServer
 _ASK_S = 60.0
 _END_S = 10.0
 """Seconds that a round has to end what it started, once it is asked to."""
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The report for machines: JSON, complete, and JUnit XML, one test case per check, so that any CI can draw it."""
+"""The report, and the result of a gate, for machines: JSON, complete."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 
-from verifier.core.finding import Outcome, Verdict
+from verifier.core.finding import Outcome
 from verifier.core.manifest import Manifest
-from verifier.core.outputs import printable
 from verifier.core.stage import Stage
+from verifier.report.gate_result import GateResult
 from verifier.report.grouping import grouped
-from verifier.report.header import located, provenance
-from verifier.report.render_text import first_line, render_outcome
-from verifier.report.report import Report, explanation, stack_lines, why_it_ended
+from verifier.report.header import located
+from verifier.report.render_text import first_line
+from verifier.report.report import Report, explanation, why_it_ended
 
 
 def render_json(report: Report) -> str:
@@ -89,37 +88,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def render_junit(report: Report) -> str:
-    """VIOLATED is a failure, INCONCLUSIVE an error, a switched-off check is skipped with that reason."""
-    verdicts = [item.verdict for item in report.outcomes]
-    suite = ElementTree.Element(
-        "testsuite",
-        name="verifier",
-        tests=str(len(report.outcomes) + len(report.switched_off) + bool(report.unreached)),
-        failures=str(verdicts.count(Verdict.VIOLATED)),
-        errors=str(verdicts.count(Verdict.INCONCLUSIVE)),
-        skipped=str(len(report.switched_off) + bool(report.unreached)),
-    )
-    wider = [("held in a wider dtype with the same values", name) for name in report.widened[:1]]
-    if lines := [*stack_lines(report.manifest), *provenance(report.manifest), *wider]:
-        properties = ElementTree.SubElement(suite, "properties")
-        for name, value in lines:
-            ElementTree.SubElement(properties, "property", name=name, value=printable(value))
-    group = printable(f"verifier.{report.manifest.command}")
-    for outcome in report.outcomes:
-        case = ElementTree.SubElement(suite, "testcase", classname=group, name=f"{outcome.code} {outcome.name}")
-        if outcome.verdict is Verdict.HOLDS:
-            continue
-        tag = "failure" if outcome.verdict is Verdict.VIOLATED else "error"
-        problem = ElementTree.SubElement(case, tag, type=outcome.verdict.name.lower(), message=first_line(outcome))
-        problem.text = render_outcome(outcome, report.trace, report.manifest)
-    for code in report.switched_off:
-        case = ElementTree.SubElement(suite, "testcase", classname=group, name=code)
-        ElementTree.SubElement(case, "skipped", message="switched off for this run")
-    if report.unreached:
-        case = ElementTree.SubElement(suite, "testcase", classname=group, name="checks that the run did not come to")
-        ElementTree.SubElement(case, "skipped", message=report.not_judged[-1])
-    if not report.manifest.complete:
-        ElementTree.SubElement(suite, "system-err").text = "the run did not finish: its trace is not complete"
-    ElementTree.indent(suite)
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+def gate_json(result: GateResult) -> str:
+    """The whole result of a gate; docs/gate-schema.json is its schema."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n"
