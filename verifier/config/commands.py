@@ -171,7 +171,7 @@ class EngineOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, "engine.")
         if self.kind == "hf" and self.tp != 1:
             raise UsageError(f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm")
         if self.lora_rank:
