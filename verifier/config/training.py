@@ -350,7 +350,7 @@ class TrainConfig(RunConfig):
         }
 
     def _of_fsdp(self) -> dict[str, object]:
-        """What a run with Megatron-FSDP does not have."""
+        """Parts that a run with Megatron-FSDP does not have."""
         reasons = {
             "mesh.pp": (self.mesh.pp > 1, "stages of a pipeline are not sharded so far"),
             "mesh.ep": ((self.mesh.ep or 1) > 1, "experts have shards of their own, which are not judged so far"),

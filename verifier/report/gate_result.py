@@ -156,7 +156,7 @@ class WaiverUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def came(self) -> str:
-        """What came of it, in words."""
+        """Result of it, in words."""
         if self.expired:
             return f"EXPIRED, it waives nothing, {self.num_expired:,} would fall under it"
         return (
