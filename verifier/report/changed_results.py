@@ -168,13 +168,20 @@ def compared(old: ResultStanding, new: ResultStanding) -> ResultChange:
 def _verdicts(name: str, before: CellStanding, after: CellStanding) -> Iterator[VerdictChange]:
     if name and before.verdict != after.verdict:
         yield VerdictChange(cell=name, check="", before=before.verdict, after=after.verdict, sentence=after.reason)
-    if not (before.checks and after.checks):
-        return  # the cell's own verdict says that nothing was judged
-    for code in sorted(before.checks.keys() | after.checks.keys()):
-        pair = [side.checks.get(code, ("not run", 0))[0] for side in (before, after)]
+    if before.checks and after.checks:  # else the cell's own verdict says that nothing was judged
+        then, now = ({code: found for code, (found, _) in side.checks.items()} for side in (before, after))
+        yield from changed_verdicts(name, then, now, {**before.sentences, **after.sentences})
+
+
+def changed_verdicts(
+    cell: str, before: Mapping[str, str], after: Mapping[str, str], sentences: Mapping[str, str]
+) -> Iterator[VerdictChange]:
+    """Checks whose verdict is another one afterwards, with their sentences; one without a verdict was not run."""
+    for code in sorted(before.keys() | after.keys()):
+        pair = before.get(code, "not run"), after.get(code, "not run")
         if pair[0] != pair[1]:
-            said = after.sentences.get(code) or before.sentences.get(code, "")
-            yield VerdictChange(cell=name, check=code, before=pair[0], after=pair[1], sentence=said)
+            said = sentences.get(code, "")
+            yield VerdictChange(cell=cell, check=code, before=pair[0], after=pair[1], sentence=said)
 
 
 def _numbers(name: str, before: CellStanding, after: CellStanding) -> Iterator[NumberChange]:

@@ -14,10 +14,8 @@ from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.launch.stack_failure import Place
 from verifier.platform.provenance import host, this_code
+from verifier.report.changed_results import VerdictChange, changed_verdicts
 from verifier.report.tables import columns
-
-_RANK = {"holds": 0, "inconclusive": 1, "violated": 2, "not run": 1}
-"""Verdict -> how bad it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +43,6 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    """A check whose verdict is another one in the second environment."""
-
-    command: str
-    code: str
-    before: str
-    after: str
-    sentence: str
-    """First line on it in the environment in which it does not hold."""
-
-    @property
-    def worse(self) -> bool:
-        """Test for a verdict that is worse than before."""
-        return _RANK[self.after] > _RANK[self.before]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A command of the gate that did not run to its end in the second environment."""
 
@@ -83,7 +64,8 @@ class Change:
     contracts: list[Moved]
     num_contracts: tuple[int, int]
     """Contracts, and those of them that hold in the second environment."""
-    checks: list[Changed]
+    checks: list[VerdictChange]
+    """A cell is a command of the gate."""
     gate: dict[str, tuple[Ran, Ran]]
     failures: list[Failed]
 
@@ -122,7 +104,12 @@ def changes_of(before: EnvironmentResult, after: EnvironmentResult, asked: Seque
         packages={name: pair for name, pair in packages.items() if pair[0] != pair[1]},
         contracts=list(_moved(before, after)),
         num_contracts=(len(after.contracts), sum(item["holds"] for item in after.contracts.values())),
-        checks=list(_changed(before, after)),
+        checks=[
+            item
+            for command, now in after.gate.items()
+            for then in [before.gate[command]]
+            for item in changed_verdicts(command, then.verdicts, now.verdicts, then.sentences | now.sentences)
+        ],
         gate={command: (before.gate[command], ran) for command, ran in after.gate.items()},
         failures=[
             Failed(
@@ -145,19 +132,10 @@ def _moved(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Move
             )  # fmt: skip
 
 
-def _changed(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Changed]:
-    for command, now in after.gate.items():
-        then = before.gate[command]
-        for code in sorted(then.verdicts.keys() | now.verdicts.keys()):
-            pair = then.verdicts.get(code, "not run"), now.verdicts.get(code, "not run")
-            if pair[0] != pair[1]:
-                sentence = now.sentences.get(code) or then.sentences.get(code, "")
-                yield Changed(command=command, code=code, before=pair[0], after=pair[1], sentence=sentence)
-
-
 def render_json(change: Change) -> str:
     """One JSON object with all of it."""
     said = {"format": 1, "commit": this_code().commit, "host": host(), "worse": change.worse, **asdict(change)}
+    said["checks"] = [{"command": item.pop("cell"), "code": item.pop("check"), **item} for item in said["checks"]]
     return json.dumps(said, indent=1) + "\n"
 
 
@@ -195,12 +173,12 @@ def _command(change: Change, command: str, before: Ran, after: Ran) -> Iterator[
     for item in change.failures:
         if item.command == command:
             yield f"  ended by: {item.place}" + (" (before too)" if item.before else "")
-    changed = [item for item in change.checks if item.command == command]
+    changed = [item for item in change.checks if item.cell == command]
     died = after.failure is not None
     unjudged = [item for item in changed if item.after == "not run" or (died and item.after == "inconclusive")]
     yield from (
-        f"  {item.before} -> {item.after}: {item.sentence or item.code}" for item in changed if item not in unjudged
+        f"  {item.before} -> {item.after}: {item.sentence or item.check}" for item in changed if item not in unjudged
     )
     if unjudged:
         why = "because of it" if died else "any more"
-        yield f"  not judged {why}: {' '.join(item.code for item in unjudged)}"
+        yield f"  not judged {why}: {' '.join(item.check for item in unjudged)}"
