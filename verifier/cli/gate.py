@@ -8,10 +8,8 @@ from pathlib import Path
 from verifier.cli.results import Results, show, show_results
 from verifier.config import GateConfig
 from verifier.errors import UsageError
+from verifier.platform.provenance import may_have_gpu
 from verifier.report.progress import Progress
-
-_GPU = Path("/dev/nvidiactl")
-"""Device file of NVIDIA's driver; without it no GPU can be used."""
 
 
 def dry_run(config: GateConfig) -> int:
@@ -21,7 +19,7 @@ def dry_run(config: GateConfig) -> int:
     from verifier.campaign.gate.run import planned
 
     num_gpus = 0
-    if _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if may_have_gpu():
         import torch
 
         num_gpus = torch.cuda.device_count()

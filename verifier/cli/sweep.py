@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from verifier.campaign.sweep import summary
 from verifier.campaign.sweep.layouts import layouts_of, longest_of
 from verifier.cli.results import show
@@ -13,18 +10,15 @@ from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
 from verifier.model.named import config_of
+from verifier.platform.provenance import may_have_gpu
 from verifier.report.progress import Progress
-
-_GPU = Path("/dev/nvidiactl")
-"""Device file of NVIDIA's driver; without it no GPU can be used."""
 
 
 def dry_run(config: SweepConfig) -> int:
     """Print the layouts that a sweep would try, and the others with their reasons; loads no torch."""
     sizes = config_of(config.model, config.dtype)
     longest_of(config, sizes)
-    on_gpu = _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    show(summary.listed(*layouts_of(config, sizes, "cuda" if on_gpu else "cpu")))
+    show(summary.listed(*layouts_of(config, sizes, "cuda" if may_have_gpu() else "cpu")))
     return ExitCode.HOLDS
 
 

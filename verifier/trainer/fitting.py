@@ -30,14 +30,12 @@ from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import config_alone, config_of
 from verifier.model.rotary import misfit
 from verifier.platform import Tier
-from verifier.platform.provenance import gpu_bytes
+from verifier.platform.provenance import gpu_bytes, may_have_gpu
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.wandb_offline import require_wandb
 
-_GPU = Path("/dev/nvidiactl")
-"""Device file of NVIDIA's driver; without it no GPU can be used."""
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
 _TEXT_OF_TEMPLATE = 256
@@ -240,7 +238,7 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     sizes = config_of(config.model, config.dtype) if alone is None else alone
     require_ranks(config.mesh.world_size, config.ray.nodes)
     validate(sizes, config.mesh)
-    has_gpu = _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    has_gpu = may_have_gpu()
     tier: Tier = "cpu" if alone is None and not has_gpu else "cuda"
     require_fit(config, sizes, tier)
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]
