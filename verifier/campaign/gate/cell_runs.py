@@ -33,13 +33,13 @@ from verifier.faults.trial import Trials
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.report import report_of
 from verifier.report.gate_result import Cell, CellResult, CheckVerdict, GateFinding, Status
+from verifier.report.progress import Progress
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report, explanation
 from verifier.runs.resources import Deadline, Resources
 from verifier.runs.runner import Runner
 from verifier.trainer.controller import Trainer
 
-Progress = Callable[[str], None]
 _HEAVY = ("checkpoints", "hf_model", "oracle", "batches")
 """Folders of a training run that no report needs."""
 

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from verifier.campaign.gate.workers import CellWorker, Progress, next_log, places_of
+from verifier.campaign.gate.workers import CellWorker, next_log, places_of
 from verifier.config.cluster import RayOptions
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import LaunchError
 from verifier.platform import select
 from verifier.platform.provenance import gpu_names
 from verifier.report.gate_result import Cell, CellResult
+from verifier.report.progress import Progress
 from verifier.trainer.node_servers import NodeServer
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, installed_versions, require_installed
 from verifier.platform.provenance import code_digest, gpu_names, host, this_code
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
+from verifier.report.progress import Progress
 from verifier.report.render_json import gate_json
-
-Progress = Callable[[str], None]
 
 
 def planned(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:

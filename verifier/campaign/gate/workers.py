@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +19,8 @@ import msgspec
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child, last_lines, spawn
 from verifier.report.gate_result import Cell, CellResult
+from verifier.report.progress import Progress
 
-Progress = Callable[[str], None]
 GRACE_S = 30.0
 """Seconds that a worker has beyond a cell's deadline, so that what hangs in it can be named first."""
 _FIRST_S = 120.0

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_installed
+from verifier.report.progress import Progress
 from verifier.runs.resources import Deadline
 from verifier.train import memory
 
@@ -81,7 +82,7 @@ def most_tokens_of(config: SweepConfig, tier: Tier) -> int:
     return max(config.least_tokens, MOST_TOKENS_UNLIMITED_CPU if unlimited else MOST_TOKENS)
 
 
-def sweep(config: SweepConfig, progress: Callable[[str], None]) -> SweepResult:
+def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
     """Run every trial that the folder does not hold yet, row by row.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from verifier.errors import UsageError
 from verifier.launch.stack_failure import Place
 from verifier.platform.provenance import host, this_code
 from verifier.report.changed_results import VerdictChange, changed_verdicts
+from verifier.report.progress import Progress
 from verifier.report.tables import columns
 
 
@@ -76,7 +77,7 @@ class Change:
         return moved or changed or not all(item.before for item in self.failures)
 
 
-def compare(asked: Sequence[str], model: str, progress: Callable[[str], None]) -> Change:
+def compare(asked: Sequence[str], model: str, progress: Progress) -> Change:
     """Look at the environment of this process and at one with these versions.
 
     Raises:

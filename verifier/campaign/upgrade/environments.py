@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from verifier.core.finding import ExitCode
 from verifier.errors import InternalError, UsageError
 from verifier.launch.stack_failure import Place
+from verifier.report.progress import Progress
 
 WITH_ENV = Path(__file__).parents[3] / "ci" / "with-env"
 GATE = {"golden": (), "roundtrip": ("--cycles", "1")}
@@ -83,7 +84,7 @@ def made(asked: Sequence[str]) -> list[str]:
     return [*begin, "python"]
 
 
-def looked_at(python: Sequence[str], model: str, folder: Path, progress: Callable[[str], None]) -> EnvironmentResult:
+def looked_at(python: Sequence[str], model: str, folder: Path, progress: Progress) -> EnvironmentResult:
     """Look at the contracts of an environment, and run the gate in it.
 
     Args:
