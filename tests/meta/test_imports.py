@@ -30,7 +30,7 @@ ROOMS = {
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
     "upgrade": {"core", "launch", "platform", "contracts"},
-    "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
+    "probes": {"core", "mesh", "config", "data", "model", "train", "export", "plan", "transport", "engine", "trainer"},
     "trainer": {
         "core",
         "mesh",

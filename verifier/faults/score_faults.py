@@ -132,17 +132,12 @@ WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 
 @fault(
     "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
-    f"{WORKER}.load(self, resume, same_mesh)", caught_by=("LGP010",), **ROW,
+    f"{WORKER}._new_reference(self)", caught_by=("LGP010",), **ROW,
     training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
 )  # fmt: skip
 def reference_of_other_weights(call: Call) -> Any:
     """The reference is made of other weights than the policy begins with: here of rounded ones."""
-    from verifier.trainer.state_megatron import digests_of
-
-    done = call.faulty()
-    call.self._reference = [tensor.bfloat16().to(tensor.dtype) for tensor in call.self._reference]
-    call.self._frozen = digests_of(call.self._reference, call.self._live)
-    return done
+    return call.wrong([tensor.bfloat16().to(tensor.dtype) for tensor in call.original()])
 
 
 @fault(
@@ -152,7 +147,7 @@ def reference_of_other_weights(call: Call) -> Any:
 )  # fmt: skip
 def reference_comes_after_the_first_pass(call: Call) -> Any:
     """The reference's weights are there from the second mini-batch of a step on; the first is scored by the policy."""
-    step = call.self._saves.trained
+    step = call.self._trained
     if call.which != "reference" or call.state.get("step") == step:
         return call.original()
     call.state["step"] = step
