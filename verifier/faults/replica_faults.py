@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from typing import Any
@@ -57,15 +56,3 @@ def restarted_engine_answers_before_its_sync(call: Call) -> Any:
     except EngineGone as problem:
         call.self.revive(problem)
     return call.wrong(call.function())
-
-
-@fault(
-    "modelscope/ms-swift#7858 (found in review)", "verifier.engine.api:Limits.requests(self, prompts, sampling)",
-    stage=Stage.ROLLOUT, side=Side.DRIVER, engine=TRAINING, model="tiny:add", caught_by=("LGP011",),
-    training=(*LIVE, "engine.replicas=2"),
-)  # fmt: skip
-def replica_counts_its_own_prompts(call: Call) -> Any:
-    """An engine derives the seed of a prompt from its place among its own, and two engines draw with the same seeds."""
-    found = call.original()
-    own = [dataclasses.replace(item, seed=(call.sampling.seed + at) * item.n) for at, item in enumerate(found)]
-    return found if own == found else call.wrong(own)

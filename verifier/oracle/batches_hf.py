@@ -32,7 +32,8 @@ class Batch:
 
 
 def batches(
-    model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), margin: float = math.inf
+    model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), margin: float = math.inf,
+    most: int = MAX_TOKENS,
 ) -> Iterator[Batch]:  # fmt: skip
     """All sequences, each in one batch, the shorter first.
 
@@ -41,9 +42,10 @@ def batches(
         sequences: token ids, each of at least one.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
         margin: of these routes; see `choosing`.
+        most: tokens of a batch, unless it is one sequence.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    most = min(MAX_TOKENS, MAX_LOGITS // vocabulary)
+    most = min(most, MAX_LOGITS // vocabulary)
     chosen = [
         chosen_experts(rows, len(tokens))
         for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True)
@@ -63,8 +65,21 @@ def batches(
             )  # fmt: skip
 
 
-def logits_of(model: Any, batch: Batch, seen: Seen | None = None) -> torch.Tensor:
-    """[B, T, V] logits of a batch, in the model's dtype and on its device; `seen` as of `choosing`."""
+def logits_of(
+    model: Any, batch: Batch, seen: Seen | None = None, *, wanted: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Logits of a batch, in the model's dtype and on its device.
+
+    Args:
+        model: from `load_model`.
+        batch: the sequences.
+        seen: as of `choosing`.
+        wanted: [P] positions whose logits are computed; all by default.
+
+    Returns:
+        [B, P, V].
+    """
     told = {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}
+    kept = {} if wanted is None else {"logits_to_keep": wanted.to(model.device)}
     with choosing(model, told, batch.margin, seen):
-        return model(input_ids=batch.tokens.to(model.device), use_cache=False).logits
+        return model(input_ids=batch.tokens.to(model.device), use_cache=False, **kept).logits

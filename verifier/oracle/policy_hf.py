@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import Batch, batches, logits_of
-from verifier.oracle.magnitudes_hf import add, magnitudes
+from verifier.oracle.batches_hf import MAX_TOKENS, Batch, batches, logits_of
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -31,8 +30,6 @@ from verifier.oracle.step_hf import (
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
-_OF_LOGITS = 3
-"""Place, among the shifts, of that of logits that an entropy is of."""
 LIMIT = 20.0
 """Greatest log-ratio that is exponentiated, nats; beyond it a ratio has no gradient.
 
@@ -69,9 +66,8 @@ class _Found:
     acting: int
     """Tokens whose loss has a gradient, in float32."""
     gradients: Gradients
-    of_shifted: tuple[Gradients, ...]
-    of_rounding: Gradients
-    """Greatest change of each gradient by rounding of probabilities to float32; magnitudes of sequences are added."""
+    doubts: Gradients
+    """In float32 what rounding of log-probabilities and of probabilities may change each gradient by, see `_loss`."""
 
 
 def judge_updates(
@@ -138,11 +134,8 @@ def judge_updates(
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
                 )
-            shifted = [part[name] - exact.gradients[name] for part in exact.of_shifted if name in part]
-            rounding = [exact.of_rounding[name]] if name in exact.of_rounding else []
-            row["gradient_doubt"] = sum(
-                max((float(tensor.abs().max()) for tensor in tensors), default=0.0) for tensors in (shifted, rounding)
-            )
+            doubt = exact.doubts.get(name)
+            row["gradient_doubt"] = 0.0 if doubt is None else float(doubt.abs().max())
             records.append({**row, **whole})
     return records
 
@@ -195,11 +188,11 @@ def _scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
     """The same loss, with the gradients of an adapter's matrices in the place of those of whole weights."""
-    every = [
+    gradients, doubts = (
         adapter_gradients(part, matrices, adapter["scaling"], adapter["names"])
-        for part in (found.gradients, found.of_rounding, *found.of_shifted)
-    ]
-    return replace(found, gradients=every[0], of_rounding=every[1], of_shifted=tuple(every[2:]))
+        for part in (found.gradients, found.doubts)
+    )
+    return replace(found, gradients=gradients, doubts=doubts)
 
 
 def _rows(file: Path) -> list[Row]:
@@ -239,15 +232,21 @@ def _logprobs(scaled: torch.Tensor, batch: Batch) -> torch.Tensor:
 def _loss(
     checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, margin: float = 0.0
 ) -> _Found:  # fmt: skip
-    """Loss and gradient by transformers, sequences of one length together; in float32 also the loss when shifted.
+    """Loss and gradient by transformers; in float32 sequence by sequence, and what two right sides may differ by.
 
-    Shifts of log-probabilities tell what two right sides may differ by, all tokens alike or by turns; at a temperature
-    below 1, which magnifies what float32 rounds of logits, also those of every second id that the entropy is of. The
-    gradient of a token's log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit -
-    log Z) changes it by a share of p however small it is: by that share of the gradient of log Z, which is p. log Z is
-    rounded too. That share is also what rounding changes the log-probability by, however near to 0 it is. Of these
-    changes magnitudes of single sequences are added, see `magnitudes`. In less than float32 a gradient is rounded once
-    a batch, as a trainer rounds it once a micro-batch.
+    Log-probabilities of two right sides differ by `SHIFT`, at a temperature below 1, which magnifies what float32
+    rounds of logits, by more; so do logits of every second id, which an entropy is of. That changes the slope of a
+    token's loss in its log-probability, and puts it on the other side of a clip's edge. The gradient of a
+    log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
+    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That share
+    is also what rounding changes the log-probability by, however near to 0 it is.
+
+    One more backward pass of each sequence has the gradient of all these changes, taken as of one sign in a sequence;
+    the magnitudes of sequences are added. A change of a slope counts against the log-probability and that of p with
+    log Z, so that the logits of all ids but the token's own are changed to one side by both, see docs/adr/0087.
+
+    In less than float32 sequences of one length are computed together, and a gradient is rounded once a batch, as a
+    trainer rounds it once a micro-batch.
 
     Where the trainer's own log-probability, `score`, is at most `margin` nats away, the loss is that of it: the noise
     of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
@@ -255,52 +254,61 @@ def _loss(
     """
     model = trainable(checkpoint, dtype)
     parameters = list(model.parameters())
-    shifts, nats_off = [lambda at: 0.0 * at], SHIFT / min(objective["temperature"], 1.0)
-    if objective["loss"] != "cross_entropy" and dtype == torch.float32:
-        shifts += [lambda at: nats_off + 0.0 * at, lambda at: nats_off * (1 - 2 * (at % 2))]
-        shifts += shifts[:1] if objective["entropy_weight"] and objective["temperature"] < 1 else []
-    rounds = dtype == torch.float32
-    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(len(shifts) + 1)]
+    rounds, off = dtype == torch.float32, SHIFT / min(objective["temperature"], 1.0)
+    shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
+    of_entropy = rounds and objective["entropy_weight"] and objective["temperature"] < 1
+    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(2)]
     kept_rows = [row for row in rows if row["mask"][1:].any()]
-    nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in shifts]
+    nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in range(len(shifts) + bool(of_entropy))]
     told = [torch.zeros(0, dtype=torch.bool)] * len(kept_rows)
     rounding, acting = 0.0, 0
-    for batch in _batches(model, kept_rows):
+    for batch in _batches(model, kept_rows, alone=rounds):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()
         counts = kept.sum(1).tolist()
         columns = {name: values[kept].double() for name, values in stacked.items()}
-        scaled = logits_of(model, batch)[:, :-1].double()[kept] / objective["temperature"]
-        every = torch.log_softmax(scaled, dim=-1)
-        labels = batch.tokens[:, 1:][kept]
-        entropy = _entropy(scaled)
-        own, near = every.detach().gather(1, labels[:, None])[:, 0], torch.zeros(len(labels), dtype=torch.bool)
+        wanted = kept.any(0).nonzero()[:, 0]
+        scaled = logits_of(model, batch, wanted=wanted).double()[kept[:, wanted]] / objective["temperature"]
+        logprob = torch.log_softmax(scaled, dim=-1).gather(1, batch.tokens[:, 1:][kept][:, None])[:, 0]
+        entropy = _entropy(scaled) if objective["entropy_weight"] else torch.zeros(())
+        own, near = logprob.detach(), torch.zeros(len(logprob), dtype=torch.bool)
         if "score" in columns:
             score = columns.pop("score")
             near = (score - own).abs() <= margin  # no NaN is near
             columns["side"] = torch.where(near, score, own)
-        at = torch.cat([torch.arange(count, dtype=torch.float64) for count in counts])
-        for place, shift in enumerate(shifts):
-            logprob = every.gather(1, labels[:, None])[:, 0] + shift(at)
-            of_logits = _entropy(scaled, nats_off) if place == _OF_LOGITS else entropy
-            loss = columns["weight"] * token_losses(logprob, of_logits, columns, objective, counts)
-            value = loss.detach()
-            if near.any():
-                value = columns["weight"] * token_losses(
-                    columns["side"], of_logits.detach(), columns, objective, counts
-                )
-            for index, part, known in zip(batch.places, value.split(counts), near.split(counts), strict=True):
-                nats[place][index], told[index] = part, known
-            more = place + 1 < len(shifts)
-            if rounds and not place:
-                (slope,) = torch.autograd.grad(loss.sum(), logprob, retain_graph=True)
-            add(sums[place], torch.autograd.grad(loss.sum(), parameters, retain_graph=more, allow_unused=True))
+
+        def nats_of(logprob: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            return columns["weight"] * token_losses(logprob, entropy, columns, objective, counts)  # noqa: B023
+
+        slopes, found = [], []
+        for shift in shifts:
+            leaf = own.clone().requires_grad_(True)
+            loss = nats_of(leaf + shift, entropy.detach())
+            slopes.append(torch.autograd.grad(loss.sum(), leaf)[0])
+            found.append(loss.detach())
+        if of_entropy:
+            further = nats_of(own, _entropy(scaled, off)) - nats_of(own, entropy)
+            found.append(found[0] + further.detach())
+        if near.any():
+            found = [nats_of(columns["side"], entropy.detach())] * len(found)
+        for values, parts in zip(found, nats, strict=True):
+            for index, part in zip(batch.places, values.split(counts), strict=True):
+                parts[index] = part
+        for index, part in zip(batch.places, near.split(counts), strict=True):
+            told[index] = part
+        change = torch.stack([slope - slopes[0] for slope in slopes]).abs().amax(0)
+        if not (slopes[0].any() or change.any() or objective["entropy_weight"]):
+            continue  # an advantage of 0, as of a group of equal rewards: the gradient is 0 and right sides agree
+        loss = nats_of(logprob, entropy).sum()
+        add(sums[0], torch.autograd.grad(loss, parameters, retain_graph=rounds, allow_unused=True))
         if rounds:
-            share = slope.abs() * rounding_of(torch.logsumexp(scaled.detach(), dim=-1))
-            rounding += float(share.sum() + slope.abs().sum() * SUMMED * scaled.shape[-1] ** 0.5)
-            acting += len(slope) if objective["entropy_weight"] else int(slope.count_nonzero())
-            share_BT = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, share)
-            add(sums[-1], magnitudes(model, batch, share_BT, objective["temperature"]))
+            log_sum = torch.logsumexp(scaled, dim=-1)
+            share = slopes[0].abs() * rounding_of(log_sum.detach())
+            rounding += float(share.sum() + slopes[0].abs().sum() * SUMMED * scaled.shape[-1] ** 0.5)
+            acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
+            doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
+            changes = torch.autograd.grad(doubt, parameters, allow_unused=True)
+            add(sums[1], [None if part is None else part.abs_() for part in changes])
     gradients = []
     while sums:  # each is freed once it is known by name
         for parameter, gradient in zip(parameters, sums.pop(0), strict=True):
@@ -309,9 +317,17 @@ def _loss(
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
-        rounding=rounding, acting=acting, gradients=gradients[0], of_shifted=tuple(gradients[1:-1]),
-        of_rounding=gradients[-1],
+        rounding=rounding, acting=acting, gradients=gradients[0], doubts=gradients[1],
     )  # fmt: skip
+
+
+def add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add to sums, in their place, what there is of gradients."""
+    for index, (before, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        if before is None:
+            sums[index] = gradient
+        elif gradient is not None:
+            before += gradient
 
 
 def _entropy(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
@@ -321,11 +337,11 @@ def _entropy(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
     return -(every.exp() * every).sum(-1)
 
 
-def _batches(model: Any, rows: Sequence[Row]) -> Iterator[Batch]:
-    """Sequences of one length."""
+def _batches(model: Any, rows: Sequence[Row], *, alone: bool = False) -> Iterator[Batch]:
+    """Sequences of one length, or each by itself."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
     margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
-    return batches(model, [row["tokens"].tolist() for row in rows], routes, margin)
+    return batches(model, [row["tokens"].tolist() for row in rows], routes, margin, most=1 if alone else MAX_TOKENS)
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:

@@ -5,6 +5,7 @@ What this does not exercise: models (tests/dist/test_train_sampled.py).
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -275,9 +276,51 @@ def test_loss_and_gradients_of_sure_tokens_differ_by_what_float32_rounds_of_thei
             exact = found.gradients[name]
             gap, greatest = float((parameter.grad - exact).abs().max()), float(exact.abs().max())
             alone.append(gap / (3e-5 * greatest))
-            both.append(gap / (3e-5 * greatest + float(found.of_rounding[name].abs().max())))
+            both.append(gap / (3e-5 * greatest + float(found.doubts[name].abs().max())))
     assert max(alone) > 2, alone
     assert max(both) < 1, both
+
+
+@pytest.mark.parametrize("loss", ["clipped", "gspo"])
+def test_magnitudes_of_doubts_of_sequences_are_added(loss):
+    """Two sequences whose gradients nearly cancel, and one without an advantage, against each of them alone."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    model = load_model(checkpoint.path, torch.float32)
+    objective = {**OPTIONS, "loss": loss, "temperature": 1.0}
+    rows = []
+    for seed, advantage in ((5, 1.0), (5, -0.99), (6, 0.0)):
+        tokens = torch.randint(4, 32, (12,), generator=torch.Generator().manual_seed(seed))
+        own = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        divisor = torch.cat([torch.zeros(1), own.gather(1, tokens[1:, None])[:, 0].detach()])
+        columns = {"advantage": torch.full((12,), advantage), "divisor": divisor, "reference": divisor}
+        mask = (torch.arange(12) >= 3).to(torch.uint8)
+        rows.append({"tokens": tokens, "mask": mask, "weight": torch.full((12,), 1 / 9), **columns})
+    every = [rows, *([row] for row in rows)]
+    together, *alone = (_loss(checkpoint.path, part, objective, torch.float32) for part in every)
+    for name, doubt in together.doubts.items():
+        parts = [found.doubts[name] for found in alone]
+        assert not parts[2].any()
+        assert (doubt - parts[0] - parts[1]).abs().max() <= 1e-5 * doubt.max()
+        assert (parts[0] * 0.99 - parts[1]).abs().max() <= 1e-4 * parts[0].max()
+        # a shift of all log-probabilities of a sequence by 1e-5 scales its gradient by as much
+        assert parts[0].max() > 0.5e-5 * alone[0].gradients[name].abs().max() > 0
+        assert together.gradients[name].abs().max() < 0.02 * alone[0].gradients[name].abs().max()
+
+
+def test_a_token_at_a_clips_edge_is_in_doubt():
+    """Its gradient is all or nothing, by which side of the edge its log-probability is rounded to."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    model = load_model(checkpoint.path, torch.float32)
+    tokens = torch.randint(4, 32, (8,), generator=torch.Generator().manual_seed(5))
+    own = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+    edge = torch.cat([torch.zeros(1), own.gather(1, tokens[1:, None])[:, 0].detach()]) - math.log(1.3)
+    row = {"tokens": tokens, "mask": (torch.arange(8) == 5).to(torch.uint8), "weight": torch.ones(8)}
+    objective = {**OPTIONS, "loss": "clipped", "temperature": 1.0}
+    for off, doubted in ((3e-6, True), (-3e-6, True), (3e-4, False), (-3e-4, False)):
+        columns = {"advantage": torch.ones(8), "divisor": edge + off, "reference": edge}
+        found = _loss(checkpoint.path, [{**row, **columns}], objective, torch.float32)
+        assert bool(found.doubts["model.norm.weight"].max() > 1e-3) is doubted, off
+        assert bool(found.gradients["model.norm.weight"].any()) is (off > 0), off
 
 
 @pytest.mark.parametrize("slips", [False, True], ids=["within-the-noise", "one-token-beyond-it"])
@@ -322,7 +365,7 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
     for name, parameter in model.named_parameters():
         exact = found.gradients[name]
         gap, scale = float((parameter.grad - exact).abs().max()), float(exact.abs().max())
-        doubt = max(float((part[name] - exact).abs().max()) for part in found.of_shifted)
+        doubt = float(found.doubts[name].abs().max())
         alone.append(gap / (3e-5 * scale))
         both.append(gap / (3e-5 * scale + doubt))
     assert max(alone) > 1, alone
