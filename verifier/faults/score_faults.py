@@ -130,7 +130,7 @@ def reference_at_another_temperature(call: Call) -> Any:
 
 
 @fault(
-    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, trace, first, last, oracle)",
+    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
     caught_by=("LSS003",), **ROW,
     training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
 )  # fmt: skip
