@@ -29,7 +29,7 @@ ROOMS = {
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
-    "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
+    "probes": {"core", "mesh", "config", "data", "model", "train", "export", "plan", "transport", "engine", "trainer"},
     "trainer": {
         "core",
         "mesh",

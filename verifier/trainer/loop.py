@@ -268,16 +268,15 @@ class StepLoop:
         found = {} if last is None else {step - 2: last}
         if self.verdicts.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):
             held = self.folder.oracle(step + 1).with_name(f"version-{step - 1}")
-            self.call("hold", version=step - 1, folder=str(held))
+            self.call("observe", stage="EXPORT", what="hold", version=step - 1, folder=str(held))
             self._held[step - 1] = held / f"weights-{step - 1}"
         return found
 
     def _take(self, update: OptimizerUpdate, trace: Path | None, oracle: str | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""
         report: dict[str, float] = self.call(
-            "train", step=update.step, number=update.number, batch=str(update.file),
-            trace=None if trace is None else str(trace), first=update.first, last=last,
-            oracle=oracle,
+            "train", step=update.step, number=update.number, batch=str(update.file), first=update.first, last=last,
+            note=None if trace is None else {"trace": str(trace), "oracle": oracle},
         )[0]  # fmt: skip
         return report
 
@@ -296,9 +295,9 @@ class StepLoop:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         if self.rollouts is not None:
             self.rollouts.sent.append(version)
-        where = None if trace is None else str(trace)
+        note = None if trace is None else {"trace": str(trace)}
         first = trace is not None and trace == self.folder.trace(version + 1)
-        asked = {"version": version, "trace": where, "first": first}
+        asked = {"version": version, "note": note, "first": first}
         refused, self._sync_facts, lost = self.call("sync", **asked, running=running)[0]
         while (problem := gone(lost)) is not None:
             if self.revival is None or (self.ahead is not None and self.ahead.runs):
@@ -314,7 +313,8 @@ class StepLoop:
         Raises:
             EngineGone: one died meanwhile, and nothing was recorded.
         """
-        if (problem := gone(self.call("look", version=version, trace=str(trace))[0])) is not None:
+        found = self.call("observe", stage="ENGINE", what="look", version=version, trace=str(trace))
+        if (problem := gone(found[0])) is not None:
             raise problem
 
     def _record_restarts(self, probe: Recorder | None, trace: Path | None, step: int) -> bool:

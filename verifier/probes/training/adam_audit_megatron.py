@@ -6,21 +6,20 @@ A few elements of some tensors are kept around the update, others in each, so th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_trainer import AdamAudit, AuditedTensor, OptimizerSettings, ParameterGroup
+from verifier.core.records_trainer import AdamAudit, AuditedTensor, ParameterGroup
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.optimizer_megatron import master_of
-from verifier.train.pack import PackedBatch
-from verifier.train.step_megatron import OnShards
+from verifier.probes.training.gradient_sums_megatron import Places, Sums, UpdateSums
+from verifier.train.masters_megatron import Owned, models_of, owned_masters
+from verifier.train.optimizer_megatron import StepSettings
 from verifier.train.written_megatron import Stepped
-from verifier.trainer.gradient_sums_megatron import Places, Sums, UpdateSums
 
 TENSORS = 32
 """Tensors that an update is audited on, at most."""
@@ -44,7 +43,7 @@ def groups_of(optimizer: Any, *, known: bool) -> list[ParameterGroup]:
     for part in optimizer.chained_optimizers if known else ():
         if getattr(part, "is_stub_optimizer", False):
             continue
-        shapes = _models_of(part)
+        shapes = models_of(part)
         for group in part.optimizer.param_groups:
             flat = [shapes[id(item)].ndim == 1 for item in group["params"] if id(item) in shapes]
             vectors = sum(flat)
@@ -63,50 +62,6 @@ def groups_of(optimizer: Any, *, known: bool) -> list[ParameterGroup]:
         )
         for item in groups
     ]  # fmt: skip
-
-
-def _models_of(part: Any) -> dict[int, torch.Tensor]:
-    """Id of each tensor in an optimizer's groups -> the model's parameter; nothing where the two are not known."""
-    if hasattr(part, "model_param_group_index_map"):
-        places = part.model_param_group_index_map.items()
-        return {id(part.optimizer.param_groups[group]["params"][at]): model for model, (group, at) in places}
-    if hasattr(part, "float16_groups"):
-        models = [*part.float16_groups, *part.fp32_from_fp32_groups]
-        masters = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
-        return {
-            id(master): model
-            for ours, theirs in zip(masters, models, strict=True)
-            for master, model in zip(ours, theirs, strict=True)
-        }
-    return {id(item): item for group in part.optimizer.param_groups for item in group["params"]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
-    """Part of a parameter that the rank's optimizer updates."""
-
-    chunk: int
-    local: str
-    """Name of the parameter in its model chunk, without wrappers."""
-    model: torch.Tensor
-    held: torch.Tensor
-    """Under which the optimizer keeps its state."""
-    master: torch.Tensor
-    """In float32; `held`, unless the optimizer keeps masters of its own."""
-    offset: int
-    """Index of its first element in the flattened parameter."""
-    adam: Any
-    group: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Name by which the rank knows it."""
-        return f"{self.local}{f' (chunk {self.chunk})' if self.chunk else ''}"
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """Adam's state, empty before the first step."""
-        found: dict[str, torch.Tensor] = self.adam.state.get(self.held, {})
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +113,7 @@ class Audits:
     """
 
     def __init__(
-        self, trainer: TrainerModel, optimizer: Any, settings: OptimizerSettings, places: Places | None = None,
+        self, trainer: TrainerModel, optimizer: Any, settings: StepSettings, places: Places | None = None,
         rank: int = 0,
     ) -> None:  # fmt: skip
         self._trainer, self._optimizer, self.settings = trainer, optimizer, settings
@@ -219,30 +174,6 @@ class Audits:
         )
 
 
-def owned_masters(trainer: TrainerModel, optimizer: Any) -> Iterator[Owned]:
-    """Masters that a rank's optimizer holds, on the device or on the host; without Megatron-FSDP."""
-    names = {
-        id(parameter): (at, name.replace("module.", ""))
-        for at, chunk in enumerate(trainer.chunks) for name, parameter in chunk.named_parameters()
-    }  # fmt: skip
-    for part in optimizer.chained_optimizers:
-        if getattr(part, "is_stub_optimizer", False):
-            continue
-        models = _models_of(part)
-        for group in part.optimizer.param_groups:
-            for held in group["params"]:
-                model = models.get(id(held))
-                if model is None or id(model) not in names or held.numel() == 0:
-                    continue
-                sharded = hasattr(part, "model_param_group_index_map")
-                offset = part._get_model_param_range_map(model)["param"].start if sharded else 0
-                chunk, local = names[id(model)]
-                yield Owned(
-                    chunk=chunk, local=local, model=model, held=held, master=master_of(part.optimizer, held),
-                    offset=offset, adam=part.optimizer, group=group,
-                )  # fmt: skip
-
-
 def greatest_moment(owned: Sequence[Owned]) -> float:
     """Greatest element of either moment of any master, 0 where Adam has made none yet."""
     moments = [state.get(name) for state in (item.moments() for item in owned) for name in ("exp_avg", "exp_avg_sq")]
@@ -251,7 +182,7 @@ def greatest_moment(owned: Sequence[Owned]) -> float:
 
 
 class Audit:
-    """Audit of one update: `seen` before its passes, `gradients` between them and the step, `record` after it."""
+    """Audit of one update: `begin` before its passes, `gradients` between them and the step, `record` after it."""
 
     def __init__(
         self, audits: Audits, slices: list[_Slice], number: int, name: str, sums: UpdateSums | None = None
@@ -266,17 +197,9 @@ class Audit:
         self._strays: list[str] = []
         self._remembered = 0
 
-    def seen(self, look: OnShards | None) -> OnShards:
-        """A viewer that looks at what the step begins with, and then does what another viewer does."""
-
-        def begin(shards: list[PackedBatch]) -> Callable[[], None] | None:
-            self._begin()
-            return None if look is None else look(shards)
-
-        return begin
-
     @torch.no_grad()
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Look at what the step begins with."""
         if self._sums is not None:
             self._sums.begin()
         if not self._slices:
@@ -382,7 +305,7 @@ def _moment(before: torch.Tensor, given: torch.Tensor, beta: float) -> _Moment:
 
 def _stepped(
     before: list[torch.Tensor], moments: list[_Moment], step: int, rate: torch.Tensor, decay: torch.Tensor,
-    settings: OptimizerSettings,
+    settings: StepSettings,
 ) -> torch.Tensor:  # fmt: skip
     """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
     first, second = (item.value for item in moments)

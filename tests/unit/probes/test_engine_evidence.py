@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.core.records_weights import ColdSettings, ColdTensor, EngineServed, SyncedSettings, SyncedTensor
 from verifier.engine.api import EngineTensor
-from verifier.trainer.engine_evidence import HeldEngine
+from verifier.probes.training.engine_evidence import HeldEngine
 
 
 class _Engine:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_policy import ScoredRows
+from verifier.core.records_policy import ReferenceShard, ScoredRows
 from verifier.data.rollout import Rollout
+from verifier.export.live_weights import LiveWeights
 from verifier.mesh import Coordinate
-from verifier.probes.weights_megatron import LiveWeights
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnRows
-from verifier.trainer.reference_megatron import Digests, live_digests, reference_shards
+from verifier.trainer.state_megatron import digests_of
 
 SIDES = ("current", "reference")
 """Passes whose log-probabilities the policy loss reads."""
+Digests = Mapping[str, dict[str, Any]]
+"""Fields of a `TensorRecord` by name; see `digests_of`."""
 
 
 class ScoringPasses:
@@ -79,3 +82,27 @@ class ScoringPasses:
             record = ScoredRows(name=f"{which} {batch}", version=version, which=which, ids=ids, coordinate=str(at))
             probe.emit(record, {"sentinel": sentinel_T[kept].numpy(), "logprob": logprob_T[kept].numpy()})
         self._weights, self._rows = [], []
+
+
+def live_digests(live: LiveWeights) -> dict[str, dict[str, Any]]:
+    """Fields of a `TensorRecord` of the live tensors, as they are, by their names."""
+    return digests_of([tensor for _, _, tensor in live.tensors()], live)
+
+
+def reference_shards(
+    passes: Sequence[Digests], frozen: Digests, begun: Digests, version: int
+) -> Iterator[ReferenceShard]:  # fmt: skip
+    """Records of the tensors that the model held while it scored as the reference.
+
+    Args:
+        passes: the live tensors during each pass.
+        frozen: of the reference when it was made.
+        begun: of the live weights that the run began with; none where it goes on from a checkpoint.
+        version: step that the passes are of.
+    """
+    for number, scored in enumerate(passes):
+        for name, fields in scored.items():
+            yield ReferenceShard(
+                name=f"{name} in pass {number}" if number else name, version=version, frozen=frozen[name]["digest"],
+                begun=begun[name]["digest"] if name in begun else None, **fields,
+            )  # fmt: skip

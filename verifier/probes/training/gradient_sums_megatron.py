@@ -21,9 +21,9 @@ from verifier.core.records_gradients import GradientProducts, GradientSums, Summ
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.training.gradient_products_megatron import Products
 from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
-from verifier.trainer.gradient_products_megatron import Products
 from verifier.trainer.step_trace import compares_products
 
 TENSORS = 16

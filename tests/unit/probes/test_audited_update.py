@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verifier.core.records_trainer import OptimizerSettings
-from verifier.trainer.adam_audit_megatron import ELEMENTS, Audits, groups_of
+from verifier.probes.training.adam_audit_megatron import ELEMENTS, Audits, groups_of
+from verifier.train.optimizer_megatron import StepSettings
 
 RATE, DECAY = 1e-2, 0.1
-SETTINGS = OptimizerSettings(
-    name="Adam", schedule="constant", learning_rate=RATE, least_learning_rate=0.0, warmup_steps=0, decay_steps=9,
+SETTINGS = StepSettings(
+    schedule="constant", learning_rate=RATE, least_learning_rate=0.0, warmup_steps=0, decay_steps=9,
     weight_decay=DECAY, clip_grad=1.0, beta_1=0.9, beta_2=0.95, epsilon=1e-8,
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ class Case:
         for parameter in self.model.parameters():
             parameter.main_grad = torch.full(parameter.shape, left)
         audit = self.audits.of(number, f"update {number}")
-        audit.seen(None)([])
+        audit.begin()
         for parameter in self.model.parameters():
             parameter.main_grad = torch.randn(parameter.shape)
         audit.gradients()
