@@ -15,6 +15,7 @@ import msgspec
 from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
+from verifier.core.manifest import Facts
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
@@ -193,7 +194,7 @@ def _load_again(
     folder = RunFolder(config.run)
     continuation = Continuation(config, folder, progress)
     continuation.rewind()
-    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume", "continued"))
+    manifest = step_manifest(config, model, Facts(part="load", step=1))
     trace = create(config.run / "loaded", manifest)
     job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=OBSERVER)
     try:
