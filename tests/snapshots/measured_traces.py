@@ -67,8 +67,12 @@ def measured() -> list[Record]:
             )
             for rank in range(2)
         ),
-        AdapterScales(
-            name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
+        *(
+            AdapterScales(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0,
+                adapters=(SCALE,),
+            )
+            for rank in range(2)
         ),
         *(
             ScoredRows(
@@ -77,9 +81,12 @@ def measured() -> list[Record]:
             )
             for which, array in (("current", "scored"), ("reference", "scored by the reference"))
         ),
-        WrittenTensors(
-            name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
-            array="bits of a checkpoint",
+        *(
+            WrittenTensors(
+                name=f"rank {rank}", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,),
+                found=(3,), array="bits of a checkpoint",
+            )
+            for rank in range(2)
         ),
     ]  # fmt: skip
 

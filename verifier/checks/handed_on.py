@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
+from verifier.checks.conditions import LIVE
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import (
     EpisodeTurns,
     PolicyColumns,
@@ -48,7 +50,7 @@ class _Turn:
     seal: int
 
 
-@check("DAT014", needs=(RequestSeeds, PolicyColumns), scope="draws")
+@check("DAT014", needs=(RequestSeeds, PolicyColumns), applies=on(step=LIVE))
 def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     """Every live answer is trained with the token ids, log-probabilities and routes that the engine gave for it.
 

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import condition, on
 from verifier.core.records_data import HeldOutRead
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+EVALUATED = condition("no problem is held out in this step", lambda run: run.facts.evaluated)
 
-@check("DAT011", needs=(HeldOutRead,), scope="evaluated")
+
+@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED))
 def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     """No problem of the evaluation is a question that is trained on.
 
@@ -30,3 +33,5 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
                 expected="no example of the training set", actual=f"example {row}", allowed="none",
                 hint="look at the split that the evaluation reads",
             )  # fmt: skip
+
+

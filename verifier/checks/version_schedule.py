@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.checks.conditions import LIVE
 from verifier.checks.named_weights import compare_answers
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import PolicyColumns, SamplingAsked
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
 
 
-@check("DAT015", needs=(SamplingAsked, PolicyColumns), scope="draws")
+@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE))
 def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens claim the version of the weights that sampled them.
 

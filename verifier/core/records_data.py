@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verifier.core.owed import Owed, anyone, per_answers, per_step
 from verifier.core.record import ArrayRecord, Lengths
 
 
@@ -10,6 +11,8 @@ class HeldOutRead(ArrayRecord, frozen=True, kw_only=True, tag="data/evaluated"):
 
     Array [N] int64: the first example to train on that has the question of each, -1 for none.
     """
+
+    owed = (Owed(anyone, per_step),)
 
     source: str
     ids: tuple[str, ...]
@@ -23,6 +26,8 @@ class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read")
     trained, and ``read``, [N] int64 each; of whole examples ``mask``, their tokens in the loss, and ``read_mask``, [N]
     bool each, which older traces do not have.
     """
+
+    owed = (Owed(anyone, per_answers),)
 
     ids: tuple[str, ...]
     whole: bool

@@ -35,7 +35,7 @@ RESUMED = (
     "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.max_answer_tokens=8", "grpo.kl_weight=0.1",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
 )  # fmt: skip
-FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, trace, running, again, first)"
+FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, note, running, again, first)"
 in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model="tiny:add", saved_on=Mesh())
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)

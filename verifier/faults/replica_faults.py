@@ -17,7 +17,7 @@ LIVE = (
 
 @fault(
     "PrimeIntellect-ai/prime-rl#1158",
-    "verifier.runs.rank_run_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
+    "verifier.engine.link_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
     stage=Stage.TRANSPORT, side=Side.TRAINER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "ENG001"),
     training=(*LIVE, "engine.replicas=2"),
 )  # fmt: skip

@@ -106,17 +106,12 @@ WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 
 @fault(
     "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
-    f"{WORKER}.load(self, resume, same_mesh)", caught_by=("LGP010",), **ROW,
+    f"{WORKER}._new_reference(self)", caught_by=("LGP010",), **ROW,
     training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
 )  # fmt: skip
 def reference_of_other_weights(call: Call) -> Any:
     """The reference is made of other weights than the policy begins with: here of rounded ones."""
-    from verifier.trainer.state_megatron import digests_of
-
-    done = call.faulty()
-    call.self._reference = [tensor.bfloat16().to(tensor.dtype) for tensor in call.self._reference]
-    call.self._frozen = digests_of(call.self._reference, call.self._live)
-    return done
+    return call.wrong([tensor.bfloat16().to(tensor.dtype) for tensor in call.original()])
 
 
 @fault(
@@ -135,7 +130,7 @@ def reference_at_another_temperature(call: Call) -> Any:
 
 
 @fault(
-    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, trace, first, last, oracle)",
+    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
     caught_by=("LSS003",), **ROW,
     training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
 )  # fmt: skip

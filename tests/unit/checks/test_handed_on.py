@@ -1,4 +1,4 @@
-"""DAT014 and RWD003 on hand-written steps: answers as the engine gave them, rewards as their process named them.
+"""DAT014 on hand-written steps: answers as the engine gave them.
 
 What this does not exercise: real runs, with several turns and rounds (tests/dist), and bugs (tests/faults).
 """
