@@ -12,17 +12,16 @@ import numpy as np
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_trainer import DataOrder, LossColumns
+from verifier.core.records_trainer import LossColumns
 from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
-from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.decoded_rollouts import changes_turns, record_tokens
+from verifier.trainer.decoded_rollouts import record_tokens
 from verifier.trainer.fitting import near_budget, require_budget
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.spot import has_spot, record_spot
@@ -148,8 +147,7 @@ class SftPlan:
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
         self.held_out = HeldOut(config, self._tokenizer, self._files, self._examples)
-        changes = changes_turns(self._tokenizer, self._files, self._chat)
-        self.data = DataAsRead(config, "sft", self._examples, self.held_out.examples, changes)
+        self.data = DataAsRead(config, self._examples, self.held_out.examples)
 
     def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
@@ -165,8 +163,6 @@ class SftPlan:
         )
         update.save()
         if probe is not None:
-            probe.emit(order_of(config, step, len(self._examples), examples), np.array(indices, np.int64))
-            self.data.record(probe, step, indices, examples)
             record_tokens(
                 probe, step, self._tokenizer, self._files, rollouts, examples.__getitem__, whole=True, chat=self._chat
             )
@@ -178,17 +174,3 @@ class SftPlan:
             if self._spots and has_spot(step):
                 record_spot(probe, config, step, rollouts, [range(len(rollouts))], score, update.file)
         return [update]
-
-
-def order_of(
-    config: TrainConfig, step: int, num_examples: int, examples: Sequence[Example], sampling_round: int = 0,
-    rendered: Sequence[str] = (),
-) -> DataOrder:  # fmt: skip
-    """Record of a step's examples, or of those of a further round of sampling, whose prompts read as rendered."""
-    return DataOrder(
-        name="examples" if not sampling_round else f"examples of round {sampling_round}", version=step,
-        num_examples=num_examples, seed=config.seed, step=step, round=sampling_round, batch_size=config.data.batch_size,
-        examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
-        answers=tuple(example.answer for example in examples) if rendered else (), rendered=tuple(rendered),
-        holds_out_by_crc=config.data.source == ARITHMETIC,
-    )  # fmt: skip

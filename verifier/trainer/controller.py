@@ -111,7 +111,7 @@ class Trainer:
             if (ended := folder.finished(config.steps)) is not None:
                 kept = Suspicions(folder.suspicions, ended["steps"])
                 return TrainSummary(**ended, finished_before=True, suspicions=kept)
-            self._continuation = Continuation(config, folder, self._progress, self._data)
+            self._continuation = Continuation(config, folder, self._progress)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
             launcher = self._open_launcher(stack)

@@ -12,7 +12,7 @@ import numpy as np
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals
+from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow, rollout_of
 from verifier.data.rollout import Rollout
@@ -40,8 +40,6 @@ class Answered:
     greedy: Sequence[RolloutRow]
     rewards: Sequence[GivenRewards]
     """Rewards of all answers, and what they were given for: a record for each number that the metrics have."""
-    seals: Sequence[RewardSeals]
-    """Seals of these rewards, as the process that gave them named them."""
     shaped: tuple[tuple[str, ...], tuple[str, ...]]
     """Knobs of the requests for all answers, sampled and greedy, as the engines' processes gave them."""
     seeds: Sequence[Sequence[int]]
@@ -156,7 +154,7 @@ def record_answers(
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
     turns = () if answered.turns is None else (answered.turns,)
-    for item in (*answered.rewards, *answered.seals, *turns):
+    for item in (*answered.rewards, *turns):
         probe.emit(item)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 from msgspec.structs import replace
 
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, RewardSeals
+from verifier.core.records_policy import EpisodeTurns, GivenRewards
+from verifier.core.records_trainer import DataOrder
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
@@ -26,7 +26,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.platform import Tier
 from verifier.rewards.scorer import RewardPool
 from verifier.trainer.asked_samples import Noted, NotedAnswers, ends_of, noted_of, sampling_asked
-from verifier.trainer.batches import Score, order_of
+from verifier.trainer.batches import Score
 from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
 from verifier.trainer.engines import Revival
@@ -80,7 +80,7 @@ class EngineRollouts:
         self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
         self._examples = load_train(config, "grpo")
         self._held_out = load_held_out(config, self._examples, "grpo")
-        self.data = DataAsRead(config, "grpo", self._examples, self._held_out)
+        self.data = DataAsRead(config, self._examples, self._held_out)
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
         self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, self._chat)
@@ -166,8 +166,6 @@ class EngineRollouts:
         ]  # fmt: skip
         batch.record(probe, step, reward)
         if probe is not None:
-            for number, item in enumerate(batch.rounds):
-                self.data.record(probe, step, item.indices, [self._examples[at] for at in item.indices], number)
             whole = self._whole_answers
             asked = sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole)
             probe.emit(replace(asked, sent=tuple(self.sent[-3:])))
@@ -198,9 +196,9 @@ class EngineRollouts:
     def restored(self, step: int, saved: Sequence[Any]) -> SampledBatch:
         """Answers of a step that were sampled before a stop; see `SampledBatch.saved`."""
         rounds = []
-        for number, (groups, turns, noted, seals) in enumerate(map(read_round, saved)):
+        for number, (groups, turns, noted) in enumerate(map(read_round, saved)):
             indices = self._indices(step, number)[: len(groups)]
-            rounds.append(self._ordered(step, number, indices, groups, turns, noted, seals))
+            rounds.append(self._ordered(step, number, indices, groups, turns, noted))
         return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
     def begin(self, step: int) -> None:
@@ -283,20 +281,22 @@ class EngineRollouts:
         rewards = dict(zip(ids, given, strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         record = self._episodes.record(step, f"round {number}", played)
-        done = self._ordered(step, number, indices, rewarded, record, noted, self._reward.take_seals())
+        done = self._ordered(step, number, indices, rewarded, record, noted)
         return dataclasses.replace(done, failures=self._reward.take_failures())
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
-        turns: EpisodeTurns | None, noted: Sequence[Noted], seals: Sequence[int],
+        turns: EpisodeTurns | None, noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
         examples = [self._examples[index] for index in indices]
         written = [rendered(example, self._tokenizer) for example in examples]
-        order = order_of(self._config, step, len(self._examples), examples, number, written)
-        return Round(
-            groups=groups, order=order, indices=np.array(indices, np.int64), turns=turns, noted=noted, seals=seals
+        order = DataOrder(
+            name=f"examples of round {number}" if number else "examples", version=step, step=step, round=number,
+            examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
+            answers=tuple(example.answer for example in examples), rendered=tuple(written),
         )  # fmt: skip
+        return Round(groups=groups, order=order, turns=turns, noted=noted)
 
     def evaluate(self, step: int, *, judged: bool = False) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
@@ -326,7 +326,7 @@ class EngineRollouts:
         assert self._client is not None
         assert self._reward is not None
         prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
-        played, seals, shaped = list[tuple[str, Sequence[Turn]]](), list[RewardSeals](), list[tuple[str, ...]]()
+        played, shaped = list[tuple[str, Sequence[Turn]]](), list[tuple[str, ...]]()
         found, drawn, weights = {"held_out_version": float(step)}, list[list[list[int]]](), set[int]()
         failures = 0
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
@@ -345,8 +345,6 @@ class EngineRollouts:
             failures += self._reward.take_failures()
             found[name] = sum(rewards) / len(rewards)
             given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
-            named = self._reward.take_seals()
-            seals.append(RewardSeals(name=given[-1].name, version=step, seals=named))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
@@ -355,7 +353,7 @@ class EngineRollouts:
             ]
         record = self._episodes.record(step, "held-out problems", played)
         self._answered = Answered(
-            version=step, sampled=kept[0], greedy=kept[1], rewards=given, seals=seals, turns=record,
+            version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=record,
             shaped=(shaped[0], shaped[1]), seeds=drawn[0], sent=self.sent[-1] if self.sent else None,
             weights=sorted(weights),
         )  # fmt: skip

@@ -33,7 +33,6 @@ from verifier.trainer.batches import (
     record_columns,
     weights_of,
 )
-from verifier.trainer.data_as_read import record_rollouts
 from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import record_given, require_routes
 from verifier.trainer.lost_logprobs import LogprobLost, require_numbers
@@ -56,7 +55,7 @@ class RolloutSource(Protocol):
         """Rollouts of a step, from 1 on, and the name of their reward; empty where it was not recorded."""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what a second reader finds of a step's rollouts: in their file, or in what their tokens say."""
+        """Record what the tokens of a step's rollouts say, beside a second reading."""
 
 
 class RecordedRollouts:
@@ -67,7 +66,7 @@ class RecordedRollouts:
     def __init__(self, config: TrainConfig, checkpoint: Checkpoint) -> None:
         folder = config.data.rollouts
         assert folder is not None
-        self._folder, self._files = folder, recorded_files(folder)
+        self._files = recorded_files(folder)
         if len(self._files) < config.steps:
             raise UsageError(
                 f"data.rollouts, `{folder}`, has {len(self._files)} files *.jsonl and steps is {config.steps}: "
@@ -85,8 +84,7 @@ class RecordedRollouts:
         return rows, names.pop() if len(names) == 1 else ""
 
     def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what the file of a step has."""
-        record_rollouts(probe, step, self._folder)
+        """Record nothing: what the tokens of a file say is known of no example."""
 
     @staticmethod
     def _require_size(config: TrainConfig, file: Path, rows: Sequence[RolloutRow]) -> None:

@@ -147,9 +147,8 @@ class StepLoop:
                 if probe is not None and self.rollouts is not None and step > 1:
                     probe.emit(self.last)
                 updates = plan.updates(step, self._updates, self._score, probe)
-                self.continuation.record_states(probe)
                 restarted = self._record_restarts(probe, trace, step) if updates else False
-                resumed = bool(updates) and self.continuation.record(probe, step)
+                resumed = bool(updates) and probe is not None and self.continuation.begins_judged()
                 examined = self.examine(probe, step - 1)
                 evaluated = self._record_held_out(probe, step, first=step == done + 1)
                 known = not (self.ahead is not None and done and step == done + 1)  # whose weights are gone

@@ -16,7 +16,7 @@ from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
 from verifier.core.manifest import Facts
-from verifier.core.store import Recorder, complete, create
+from verifier.core.store import complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.key_map import PARTS
@@ -203,8 +203,6 @@ def _load_again(
             return job.call(name, until.left(f"`{name}` was called"), **arguments)
 
         continuation.load(call)
-        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
-            continuation.record(probe, 2)
         call("observe", stage="LOAD", what="record_load", trace=str(trace))
         job.finish()
     finally:

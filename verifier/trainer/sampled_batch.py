@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from verifier.algorithms.filters import DropReason
 from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds, RewardSeals, SamplingRound
+from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds
 from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow, decoded, encoded
 from verifier.rewards.answer import is_number
@@ -25,14 +22,10 @@ class Round:
 
     groups: Sequence[Sequence[RolloutRow]]
     order: DataOrder
-    indices: np.ndarray
-    """[groups] int64, in the data set."""
     turns: EpisodeTurns | None = None
     """Turns of its episodes; None where there is no environment."""
     noted: Sequence[Noted] = ()
     """Seed and seals of each answer, request by request, a turn each."""
-    seals: Sequence[int] = ()
-    """Seals of its rewards, as the process that gave them named them."""
     failures: int = 0
     """Rewards of 0 of episodes whose reward or environment failed."""
 
@@ -79,12 +72,12 @@ class SampledBatch:
         return [
             {"groups": [[encoded(row) for row in group] for group in item.groups],
              "turns": None if item.turns is None else msgspec.to_builtins(item.turns),
-             "noted": [[[*each] for each in own] for own in item.noted], "seals": [*item.seals]}
+             "noted": [[[*each] for each in own] for own in item.noted]}
             for item in self.rounds
         ]  # fmt: skip
 
     def record(self, probe: Probe | None, step: int, reward: str) -> None:
-        """Record prompts, and which groups were replaced, in the trace of the step.
+        """Record prompts, answers and the rewards of replaced groups in the trace of the step.
 
         Args:
             probe: of the step; None records nothing.
@@ -94,7 +87,7 @@ class SampledBatch:
         if probe is None:
             return
         for number, item in enumerate(self.rounds):
-            probe.emit(item.order, item.indices)
+            probe.emit(item.order)
             if item.turns is not None:
                 probe.emit(item.turns)
             probe.emit(
@@ -108,23 +101,8 @@ class SampledBatch:
                     answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
                 )
             )  # fmt: skip
-            probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals)))
-            if self.limit == 1:
-                continue
             lost = item.without_variance() if number + 1 < self.limit else []
-            replaced = [row for at in lost for row in item.groups[at]]
-            rows, counts = [row for group in item.groups for row in group], defaultdict[str, int](int)
-            for row in replaced:
-                counts[DropReason.ZERO_VARIANCE] += sum(row.mask)
-            probe.emit(
-                SamplingRound(
-                    name=f"round {number}", version=step, round=number, limit=self.limit,
-                    ids=tuple(row.id for row in rows), groups=tuple(row.group for row in rows),
-                    rewards=tuple(row.reward for row in rows), token_counts=tuple(sum(row.mask) for row in rows),
-                    replaced=dict(counts),
-                )
-            )  # fmt: skip
-            if replaced:
+            if replaced := [row for at in lost for row in item.groups[at]]:
                 probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
 
 
@@ -135,11 +113,11 @@ def mean_turns(rounds: Sequence[EpisodeTurns]) -> float:
 
 def read_round(
     saved: Mapping[str, Any],
-) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Noted], Sequence[int]]:
-    """Groups, turns, notes and seals of a round; inverse of `SampledBatch.saved`."""
+) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Noted]]:
+    """Groups, turns and notes of a round; inverse of `SampledBatch.saved`."""
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
     noted = msgspec.convert(saved.get("noted", ()), tuple[Noted, ...])
-    return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted, saved.get("seals", ())
+    return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted
 
 
 def has_second_reader(reward: str, rows: Sequence[RolloutRow]) -> bool:

@@ -41,7 +41,7 @@ def calls_of(
     )
     continuation = SimpleNamespace(
         updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
-        finish=lambda *given, wait: None, record_stored=lambda *given: False, record_states=lambda *given: None,
+        finish=lambda *given, wait: None, record_stored=lambda *given: False,
     )  # fmt: skip
     metrics = SimpleNamespace(add=lambda *given: None, add_samples=lambda *given: None)
     StepLoop(
