@@ -20,6 +20,7 @@ from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
 from verifier.data.rollout import Rollout
+from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
 from verifier.export.save import save_checkpoint
 from verifier.launch.rank import RankContext
@@ -30,7 +31,7 @@ from verifier.model.tiny import TINY
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
-from verifier.probes.weights_megatron import LiveWeights
+from verifier.probes.weights_megatron import record_live
 from verifier.runs.scenario import rollout_rows
 from verifier.runs.trained_weights_megatron import DATA_PARALLEL
 from verifier.runs.workload import rollouts_of
@@ -39,7 +40,7 @@ from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
 from verifier.trainer.verdicts import Judged
 
-MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1, scopes=("tokens", "step"))
+MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1)
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""
 THERE = ("bare", "plain", "recorded")
 """Kinds of steps, as the first half of a turn takes them; the second takes them back."""
@@ -151,7 +152,7 @@ class Recorded:
         self._manifest = replace(MANIFEST, dtype=dtype, tier=trainer.tier)
         self.path = store.create(folder, self._manifest)
         self._probe = store.Recorder(self.path, "trainer", 0)
-        self._live.record(self._probe, 0, LoadedShard)
+        record_live(self._probe, self._live, 0, LoadedShard)
         record_provider(self._probe, self._trainer.provider, self._trainer.chunks)
         self.own_s = 0.0
         """Seconds in which a step waited for what records it."""
@@ -175,7 +176,7 @@ class Recorded:
     def _record(self, report: StepReport) -> None:
         self._probe.emit(report)
         with step_megatron.params_synced(self._trainer):
-            self._live.record(self._probe, 0, ShardAfterIdleStep)
+            record_live(self._probe, self._live, 0, ShardAfterIdleStep)
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         began = time.perf_counter()

@@ -26,17 +26,19 @@ def planned(context: RankContext) -> list[dict[str, Any]]:
     """Load the model on this rank, export it and plan the transfer; the records of live shards and of the plan."""
     from verifier.core.records_weights import LoadedShard
     from verifier.export import gather_megatron
+    from verifier.export.live_weights import LiveWeights
     from verifier.export.names import layout_of
     from verifier.mesh import Mesh
     from verifier.model.checkpoint import open_checkpoint
     from verifier.model.provider_megatron import build
-    from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of
-    from verifier.probes.weights_megatron import LiveWeights, plan_of, record_plan
+    from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
+    from verifier.probes.weights_megatron import record_live, record_plan
 
     args, probe = context.args, _Kept()
     mesh, checkpoint = Mesh(**args["mesh"]), open_checkpoint(args["checkpoint"])
     trainer = build(checkpoint.path, mesh, dtype=args["dtype"], tier="cpu", fixes=args["fixes"])
-    LiveWeights(trainer.chunks, layout_of(checkpoint.config), mesh, context.rank).record(probe, 0, LoadedShard)
+    live = LiveWeights(trainer.chunks, layout_of(checkpoint.config), mesh, context.rank)
+    record_live(probe, live, 0, LoadedShard)
     chunk_bytes = chunk_bytes_of(checkpoint.num_bytes, MAX_CHUNK_BYTES)
     record_plan(probe, plan_of(gather_megatron.export(trainer), chunk_bytes), entries=context.rank == 0)
     found: list[dict[str, Any]] = json.loads(msgspec.json.encode(probe.records))

@@ -103,6 +103,30 @@ def test_every_answer_of_reasoning_gym_is_scored_by_its_task():
             assert reasoning_gym_reward("<answer>no</answer>", row) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("extract", "text", "reward"),
+    [
+        (None, "36 - 38 = -2", 2 / 12),
+        (None, "It is <answer>-2</answer>.", 1.0),
+        ("answer_tag", "It is <answer>-2</answer>.", 1.0),
+        ("answer_tag", "-2", 0.0),
+        ("answer_tag", "<think><answer>-2</answer></think>38", 0.0),
+        ("last_number", "36 - 38 = -2.", 1.0),
+        ("last_number", "The difference is **-$2**", 1.0),
+        ("last_number", "-2 = 36 - 38", 0.0),
+        ("last_number", "#### -2, as 38 is more", 1.0),
+        ("last_number", "minus two", 0.0),
+    ],
+)
+def test_the_answer_is_extracted_before_the_task_scores_it(extract, text, reward):
+    from verifier.rewards.reasoning_gym import reasoning_gym_reward
+
+    options = SHORT if extract is None else (*SHORT, f"extract={extract}")
+    found = load_examples(GYM, "grpo", count=6, options=options)[5]
+    assert found.messages[-1].content.endswith("36 - 38 =")
+    assert reasoning_gym_reward(text, row_of(found)) == pytest.approx(reward)
+
+
 def test_problems_are_the_same_in_every_run_and_never_both_trained_on_and_held_out():
     own, again, held_out, other = (
         load_examples(GYM, "grpo", split=split, count=count, seed=seed, options=SHORT)
@@ -120,6 +144,7 @@ def test_problems_are_the_same_in_every_run_and_never_both_trained_on_and_held_o
     [
         ("reasoning-gym:absent", (), "`reasoning-gym:absent` fails: ValueError: \"Dataset 'absent' not registered\""),
         (GYM, ("max_terms=0",), "`reasoning-gym:chain_sum` fails: AssertionError: 'max_terms must be >= min_terms'"),
+        (GYM, ("extract=number",), "has `extract=number`: give answer_tag or last_number, or leave it out"),
         (GYM, ("terms",), "data.options has `terms`: give NAME=VALUE, such as max_terms=3"),
         (GYM, ("max_terms=1", "min_terms=1", "max_digits=1"), "has 10 problems in its split `train`, 99 asked for"),
         ("verifiers:absent", (), "`verifiers:absent` cannot be made: ModuleNotFoundError: taskset 'absent' not found"),

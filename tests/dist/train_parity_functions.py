@@ -108,7 +108,6 @@ def steps(context: RankContext) -> dict[str, Any]:
 
     from verifier.algorithms.loss_options import LossOptions
     from verifier.config.megatron import MegatronOptions
-    from verifier.core.records_trainer import OptimizerSettings
     from verifier.export.gather_megatron import export
     from verifier.model.provider_megatron import build
     from verifier.train import optimizer_megatron, recompute_megatron, step_megatron
@@ -148,7 +147,7 @@ def steps(context: RankContext) -> dict[str, Any]:
             keep(str(number), exported_gradients(built))
             results.append({"loss": loss, "num_tokens": num_tokens, **facts})
 
-    settings = OptimizerSettings(name="Adam", **SETTINGS)
+    settings = optimizer_megatron.StepSettings(**SETTINGS)
     optimizer = optimizer_megatron.make_optimizer(built, rule=settings)
     scheduler = optimizer_megatron.make_step_scheduler(optimizer, settings)
     keep("weights 0", {name: tensor.clone() for name, tensor in export(built)})

@@ -29,8 +29,7 @@ ROOMS = {
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
-    "upgrade": {"core", "launch", "platform", "contracts"},
-    "probes": {"core", "mesh", "data", "model", "train", "export", "plan", "transport", "engine"},
+    "probes": {"core", "mesh", "config", "data", "model", "train", "export", "plan", "transport", "engine", "trainer"},
     "trainer": {
         "core",
         "mesh",
@@ -53,31 +52,33 @@ ROOMS = {
         "contracts",
     },
     "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "trainer"},
-    "watch": {"core", "launch", "platform", "engine", "oracle", "probes", "runs"},
-    "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
-    "gate": {
+    "campaign": {
         "core",
         "mesh",
         "config",
         "platform",
         "launch",
+        "data",
         "model",
+        "train",
         "engine",
+        "oracle",
+        "probes",
         "runs",
         "trainer",
+        "contracts",
         "checks",
         "report",
         "faults",
     },
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
     "checks": {"core", "mesh", "plan"},
-    "report": {"core", "mesh"},
-    "page": {"core", "checks", "report", "gate"},
+    "report": {"core", "mesh", "checks"},
 }
 """Package -> packages that it may import."""
 OPEN = ("errors", "knob", "__version__")
 """What is open to all."""
-JUDGES = ("checks", "faults", "report", "cli", "gate", "page")
+JUDGES = ("checks", "faults", "report", "cli", "campaign")
 """What a run must not know of."""
 RUNS = {"runs", "knob.py"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
@@ -107,7 +108,7 @@ def test_no_run_knows_who_judges_it():
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in python_files("verifier")
-        if package_of(path) in ROOMS.keys() - {"checks", "report", "gate", "page"} | RUNS
+        if package_of(path) in ROOMS.keys() - {"checks", "report", "campaign"} | RUNS
         for module, line in imports_of(path)
         if module.startswith("verifier.") and module.split(".")[1] in JUDGES
     ]
@@ -183,7 +184,7 @@ LIGHT = {
 @pytest.mark.parametrize("entry", LIGHT)
 def test_light_entries_load_nothing_heavy(entry, tmp_path):
     trace = store.create(tmp_path / "trace", Manifest())
-    store.complete(trace, Manifest(scopes=("export",)))
+    store.complete(trace, Manifest(command="golden"))
     program = f"""
 import sys
 {LIGHT[entry].replace("TRACE", str(trace))}

@@ -16,6 +16,8 @@ from verifier.errors import UsageError
 REASONING_GYM, VERIFIERS = "reasoning-gym:", "verifiers:"
 SOURCES = (REASONING_GYM, VERIFIERS)
 """Prefixes of such a source's name, before its task or its task set."""
+ANSWER_TAG, LAST_NUMBER = EXTRACT = ("answer_tag", "last_number")
+"""Parts of a completion that a task of reasoning-gym may score; by default an `<answer>`, or else all of it."""
 CHUNK = 500
 """Problems of one seed of reasoning-gym, whose generators make problem i by the seed plus i."""
 SEED_STRIDE = 1_000_003
@@ -58,7 +60,7 @@ def problem_examples(
         count: number of examples; by default all that there are, up to `most`.
         seed: of the run.
         options: `name=value` of the task or task set; "system_prompt" of reasoning-gym is a text, or the name of one of
-            its own, which comes first in each conversation.
+            its own, which comes first in each conversation, and "extract" one of `EXTRACT`.
         most: examples where no count is given.
 
     Raises:
@@ -102,13 +104,17 @@ def gym_problems(
     task, options = source.removeprefix(REASONING_GYM), dict(options)
     system = str(options.pop("system_prompt", ""))
     before = [("system", str(SYSTEM_PROMPTS.get(system, system)))] if system else []
+    extract = options.pop("extract", None)
+    if extract not in (None, *EXTRACT):
+        raise UsageError(f"data.options has `extract={extract}`: give {' or '.join(EXTRACT)}, or leave it out")
+    further = {} if extract is None else {"extract": extract}
     for chunk in numbers():
         first = seed * SEED_STRIDE + chunk * CHUNK
         try:
             data = reasoning_gym.create_dataset(task, **{"size": CHUNK, **options, "seed": first})
             for index in range(CHUNK):
                 entry = data[index]
-                about = {"task": task, "options": options, "seed": first, "index": index}
+                about = {"task": task, "options": options, "seed": first, "index": index, **further}
                 answer = None if entry["answer"] is None else str(entry["answer"])
                 yield (
                     f"{task}/{first + index}", [*before, ("user", str(entry["question"]))], answer,

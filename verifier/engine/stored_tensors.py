@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
-from verifier.plan.digest import digest_tensor
-from verifier.transport.buffer import dtype_name
+from verifier.plan.digest import digest_tensor, dtype_name
 
 _ADAPTERS = ("lora_a_stacked", "lora_b_stacked")
 _NOT_WEIGHTS = frozenset(vars(nn.Module())) | {"kv_cache", *_ADAPTERS}

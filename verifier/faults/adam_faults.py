@@ -132,18 +132,3 @@ def moments_of_a_step_before_the_first(call: Call) -> Any:
                 part.optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
                 call.fire()
     return found
-
-
-@in_update(
-    "marin-community/marin#7712",
-    "verifier.trainer.worker_megatron:TrainerWorker.evaluate(self, batch)",
-    training=("verify.every=0", "evaluation.every=1", "evaluation.num_problems=8"),
-)
-def evaluation_leaves_a_weight_moved(call: Call) -> Any:
-    """An evaluation leaves a weight of the passes moved, and the next update takes its gradient there."""
-    found = call.faulty()
-    for chunk in call.self._trainer.chunks:
-        for name, weight in chunk.named_parameters():
-            if name.endswith("final_layernorm.weight"):
-                weight.data.mul_(1.01)
-    return found

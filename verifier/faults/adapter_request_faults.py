@@ -33,18 +33,3 @@ def adapters_under_one_name(call: Call) -> Any:
     call.self._adapter = LoRARequest("policy", own.lora_int_id, own.lora_path)
     call.fire()
     return found
-
-
-@fault(
-    "EleutherAI/lm-evaluation-harness#2433", f"{VLLM}.generate(self, prompts, sampling)",
-    **{
-        **ADAPTER, "caught_by": ("LGP015",),
-        "training": (*ADAPTER["training"], "evaluation.num_problems=4", "evaluation.every=1"),
-    },
-)  # fmt: skip
-def evaluated_without_the_adapter(call: Call) -> Any:
-    """Requests of an evaluation, one answer to each problem, name no adapter, and it shows the base."""
-    if call.sampling.n > 1:
-        return call.original()
-    with held(call.self, _adapter=None):
-        return call.faulty()

@@ -36,18 +36,6 @@ def end_of_an_answer_masked(call: Call) -> Any:
     ]
 
 
-@fault("NVIDIA-NeMo/RL#4089", MAKES_ROW, stage=Stage.DATA, **ROW)
-def whole_answer_counts_as_cut_off(call: Call) -> Any:
-    """An answer counts as cut off by its length, one that ends in its last place too."""
-    from msgspec.structs import replace
-
-    row = call.original()
-    is_long = len(row.response) == call.self._config.grpo.max_answer_tokens
-    if is_long != row.truncated:
-        call.fire()
-    return replace(row, truncated=is_long)
-
-
 @fault("NovaSky-AI/SkyRL#1319", ASKS, stage=Stage.ROLLOUT, **ROW)
 def stop_token_not_asked_for(call: Call) -> Any:
     """The stop token does not reach the engine, and answers run on past their end token up to the limit."""

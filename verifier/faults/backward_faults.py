@@ -28,25 +28,6 @@ def gradient_of_logits_summed_over_ranks(call: Call) -> Any:
     return call.faulty(logits_TV=2 * logits_TV - logits_TV.detach() if logits_TV.requires_grad else logits_TV)
 
 
-@fault("linkedin/Liger-Kernel#1298", LOGPROB, training=("algorithm=grpo",), **ROW)
-def gradient_of_the_first_token_for_all(call: Call) -> Any:
-    """The gradients of all tokens are scaled by what the loss gave for the first one."""
-    import torch
-
-    class OfTheFirst(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logprob_T: torch.Tensor) -> torch.Tensor:
-            return logprob_T.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient_T: torch.Tensor) -> torch.Tensor:
-            in_loss = gradient_T != 0
-            return torch.where(in_loss, gradient_T[in_loss][:1].sum(), 0)
-
-    logprob_T, entropy_T = call.original()
-    return call.wrong((OfTheFirst.apply(logprob_T), entropy_T)) if logprob_T.requires_grad else (logprob_T, entropy_T)
-
-
 @fault(
     "deepspeedai/DeepSpeed#8154", "megatron.core.pipeline_parallel.schedules:backward_step("
     "input_tensor, output_tensor, output_tensor_grad, config)", mesh=Mesh(pp=2), training=("dtype=bf16",), **ROW,
@@ -110,18 +91,3 @@ def adapter_gradient_of_one_shard(call: Call) -> Any:
 def routers_without_gradient(call: Call) -> Any:
     """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
     return call.wrong(call.original().detach())
-
-
-@fault(
-    "pytorch/pytorch#190746", LOGPROB,
-    training=("algorithm=grpo", "grpo.entropy_weight=0.05", "verify.every=0"), **ROW,
-)  # fmt: skip
-def gradient_of_the_entropy_without_its_softmax(call: Call) -> Any:
-    """The gradient by log-probabilities reaches the logits as it is, which only a cross-entropy makes up for."""
-    logprob_T, entropy_T = call.original()
-    if not call.logits_TV.requires_grad:
-        return logprob_T, entropy_T
-    scaled_TV = call.logits_TV.float() / call.temperature
-    share_TV = scaled_TV.detach().softmax(-1)
-    more_T = (entropy_T.detach() - 1) * (share_TV * scaled_TV).sum(-1)
-    return call.wrong((logprob_T, entropy_T + more_T - more_T.detach()))

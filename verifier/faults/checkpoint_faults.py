@@ -64,14 +64,6 @@ def shards_of_others_not_gathered_after_load(call: Call) -> None:
             parameter.copy_(weights)
 
 
-@fault("NovaSky-AI/SkyRL#1403", LOAD, **ROW)
-def adam_step_not_loaded(call: Call) -> None:
-    """The load overwrites Adam's count of steps, and the moments' bias is corrected as in the first step."""
-    call.faulty()
-    for state in _states(call.optimizer):
-        state["step"].zero_()
-
-
 @fault("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER, **ROW)
 def masters_rounded_by_load(call: Call) -> None:
     """The fp32 masters are made from the bf16 weights after the load, and lose their low bits."""
@@ -83,28 +75,6 @@ def masters_rounded_by_load(call: Call) -> None:
 def schedule_begun_anew(call: Call) -> None:
     """The count of the scheduler is not loaded: weights and moments go on, and rates warm up once more."""
     call.fire()
-
-
-@fault("allenai/open-instruct#1627", LOAD, **ROW)
-def weights_of_the_start_resumed(call: Call) -> None:
-    """The model keeps the weights that the run began with, beside the masters and moments of the checkpoint."""
-    import torch
-
-    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
-    begun = [parameter.detach().clone() for parameter in parameters]
-    call.faulty()
-    with torch.no_grad():
-        for parameter, weight in zip(parameters, begun, strict=True):
-            parameter.copy_(weight)
-
-
-@fault("modelscope/ms-swift#9935", f"{CHECKPOINT}:restore_rng(states)", **ROW)
-def seeded_after_the_load(call: Call) -> None:
-    """A sampler that is made after the load seeds the random states anew, and the saved ones are lost."""
-    import torch
-
-    call.faulty()
-    torch.manual_seed(4321)
 
 
 @fault(

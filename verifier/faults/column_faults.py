@@ -40,15 +40,3 @@ def advantages_of_the_token_before(call: Call) -> Any:
     if not values:
         return call.original()
     return call.faulty(columns={**call.columns, "advantage": [np.roll(part, 1) for part in values]})
-
-
-@fault("NovaSky-AI/SkyRL#1908", PACK, **GRPO)
-def advantages_of_another_rollout(call: Call) -> Any:
-    """A rollout that took another's place kept its advantage: one column was not copied with the rest."""
-    import numpy as np
-
-    values = list((call.columns or {}).get("advantage", ()))
-    if len(values) < 2:
-        return call.original()
-    values[0] = np.where(np.arange(len(values[0])) >= 0, values[1][-1], values[0])
-    return call.faulty(columns={**call.columns, "advantage": values})

@@ -320,14 +320,6 @@ def pipeline_stages_seeded_alike(call: Call) -> Any:
     return call.wrong(call.seed)
 
 
-@in_adapter("Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)")
-def adapter_alpha_lost(call: Call) -> None:
-    """The adapter's alpha is lost on the way, and its rank stands for it: the engine applies half of it."""
-    call.faulty()
-    file = call.path / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": call.lora.rank}))
-
-
 TRAINED: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add"}
 ADAPTERS = (
     "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
@@ -335,15 +327,6 @@ ADAPTERS = (
     "grpo.max_answer_tokens=8",
 )  # fmt: skip
 MERGED = (*ADAPTERS, "lora.sync=merged", "engine.kind=hf")
-
-
-@fault(
-    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, lora)",
-    stage=Stage.LOAD, caught_by=("CFG001",), **TRAINED, training=("lora.rank=8",),
-)  # fmt: skip
-def adapters_without_alpha(call: Call) -> Any:
-    """Adapters are attached with their rank in the place of alpha, so that the trainer adds half of their product."""
-    return call.faulty(lora=dataclasses.replace(call.lora, alpha=call.lora.rank))
 
 
 @fault(

@@ -69,22 +69,6 @@ def batch_sampled_ahead_trained_twice(call: Call) -> Any:
 
 
 @fault(
-    "Tencent-Hunyuan/UniRL#324",
-    "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)",
-    caught_by=("ADV003",), **ROW,
-    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
-)  # fmt: skip
-def versions_count_requests(call: Call) -> Any:
-    """Answers are stamped with a count of requests where the version of the weights that sampled them belongs."""
-    from msgspec.structs import replace
-
-    row, count = call.original(), int(call.place.rpartition("/")[2])
-    if not count:
-        return row
-    return call.wrong(replace(row, versions=tuple(version + count for version in row.versions)))
-
-
-@fault(
     "PrimeIntellect-ai/prime-rl#1764", VERSIONS, caught_by=("DAT015",), training=(*ASYNC, "grpo.max_staleness=2"), **ROW
 )  # fmt: skip
 def answers_stamped_an_update_too_old(call: Call) -> Any:
@@ -93,13 +77,6 @@ def answers_stamped_an_update_too_old(call: Call) -> Any:
 
 
 ENCODE = f"{BATCHES}:encode_example(example, tokenizer)"
-
-
-@fault("NVIDIA-NeMo/Megatron-Bridge#4660", ENCODE, caught_by=("DAT003",), **ROW)
-def end_token_left_out(call: Call) -> Any:
-    """The end token is that of padding too, and the mask of padding takes it out of the loss."""
-    rollout = call.faulty()
-    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
 
 
 @fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT003",), **ROW)
@@ -113,26 +90,6 @@ def prompt_trained_on(call: Call) -> Any:
 
 TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT003",), "training": ("data.source=calculator",)}
 """Conversations: a question, a call of a tool, its reply, an answer."""
-
-
-@fault("nvidia-cosmos/cosmos-rl#132", ENCODE, **TALKS)
-def other_turns_trained_on(call: Call) -> Any:
-    """The mask covers all that follows the first prompt, what users and tools say between turns included."""
-    rollout = call.faulty()
-    mask = rollout.mask.copy()
-    mask[rollout.prompt_length :] = True
-    return dataclasses.replace(rollout, mask=mask, sampled=mask)
-
-
-@fault("modelscope/ms-swift#7838", ENCODE, **TALKS)
-def last_turn_alone_trained_on(call: Call) -> Any:
-    """The last turn of a conversation alone is in the loss, the assistant's turns before it are not."""
-    rollout = call.faulty()
-    mask = rollout.mask.copy()
-    places = mask.nonzero()[0]
-    begin = next(at for at in reversed(places) if not mask[at - 1])
-    mask[:begin] = False
-    return dataclasses.replace(rollout, mask=mask)
 
 
 @fault("huggingface/trl#7230", ENCODE, **TALKS)
@@ -179,25 +136,6 @@ def every_group_dropped(call: Call) -> Any:
     return call.wrong(["zero_variance"] * len(call.rewards))
 
 
-@fault(
-    "THUDM/slime#1800", "verifier.trainer.ahead:AheadRollouts._take(self, step)", stage=Stage.DATA,
-    side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("ADV003", "DAT004"),
-    training=(*ASYNC, "grpo.max_staleness=1"),
-)  # fmt: skip
-def queue_without_a_bound(call: Call) -> Any:
-    """The queue of rollouts grows while the trainer is slow, and what has waited beyond the bound is trained."""
-    found = call.original()
-    if call.step == 1:
-        call.state["waiting"] = call.self._engine.sample(3, 0)
-    return call.wrong(call.state["waiting"]) if call.step == 3 else found
-
-
-@queue_without_a_bound.also("verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)")
-def _age_is_not_looked_at(call: Call) -> Any:
-    fresh = [dataclasses.replace(item, versions=item.versions * 0 + call.step - 1) for item in call.given]
-    return call.original(given=fresh)
-
-
 GENERATION = "verifier.trainer.generation"
 SAMPLED: dict[str, Any] = {
     **ROW, "caught_by": ("DAT009",),
@@ -215,18 +153,6 @@ def prompts_of_the_neighbour(call: Call) -> Any:
     return prompts[1:] + prompts[:1], sampling
 
 
-@fault("huggingface/trl#3646", f"{GENERATION}:encode_prompt(example, tokenizer)", **SAMPLED)
-def prompt_cut_at_the_left(call: Call) -> Any:
-    """A prompt that is longer than the greatest length loses its beginning, and is asked all the same."""
-    return call.faulty()[-5:]
-
-
-@fault("marin-community/marin#7179", f"{GENERATION}:encode_prompt(example, tokenizer)", **SAMPLED)
-def prompt_without_its_first_token(call: Call) -> Any:
-    """Prompts are encoded without the token that begins a text, which the model has always seen."""
-    return call.faulty()[1:]
-
-
 ROLLOUT = f"{GENERATION}:EngineRollouts._row(self, version, place, number, example, prompt, sample)"
 
 
@@ -236,16 +162,6 @@ def gold_answer_of_the_neighbour(call: Call) -> Any:
     place = int(call.place.rpartition("/")[2])
     neighbour = call.self._examples[call.self._indices(int(call.place.partition("/")[0]), 0)[place - 1]]
     return call.faulty(example=dataclasses.replace(call.example, answer=neighbour.answer))
-
-
-@fault("NVIDIA-NeMo/RL#1627", ROLLOUT, **SAMPLED)
-def text_of_another_rollout(call: Call) -> Any:
-    """Answers come back in the order in which they end, and a rollout has the text of another."""
-    from msgspec.structs import replace
-
-    row = call.original()
-    earlier, call.state["text"] = call.state.get("text", row.text), row.text
-    return call.wrong(replace(row, text=earlier)) if earlier != row.text else row
 
 
 @fault(

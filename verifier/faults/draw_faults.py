@@ -33,15 +33,6 @@ SEEDED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@fault(
-    "unslothai/unsloth-zoo#832 (found in review)",
-    "verifier.trainer.generation:EngineRollouts._asked(self, step, number, indices)", **ROW,
-)  # fmt: skip
-def seeds_of_the_first_step(call: Call) -> Any:
-    """The generator is seeded anew by the run's seed alone, and every step draws with the seeds of the first."""
-    return call.original() if call.step == 1 else call.faulty(step=1)
-
-
 @fault("verl-project/verl#6857", GENERATE, **ROW)
 def one_seed_for_a_group(call: Call) -> Any:
     """A request's seed is that of its prompt, and all answers of a group are one."""
@@ -68,18 +59,6 @@ def shortest_of_twice_as_many(call: Call) -> Any:
 def sampled_by_the_models_top_k(call: Call) -> Any:
     """The engine takes the top-k of the model's generation_config, and reports what the full distribution gives."""
     return under(call, top_k=TOP_K)
-
-
-@fault("verl-project/verl#7270", GENERATE, **ROW)
-def penalty_of_the_models_config(call: Call) -> Any:
-    """The repetition penalty of the generation_config stays on, and its log-probabilities are those without it."""
-    return under(call, repetition=1.05)
-
-
-@fault("OpenPipe/ART#140", GENERATE, **ROW)
-def nucleus_of_the_models_config(call: Call) -> Any:
-    """The engine cuts the tail that the generation_config cuts, and reports what the full distribution gives."""
-    return under(call, top_p=0.95)
 
 
 def under(call: Call, **knobs: float) -> Any:

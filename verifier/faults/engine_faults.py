@@ -112,29 +112,6 @@ def unknown_name_skipped(name: str) -> str:
     return "" if name == "layers.2.mlp.gate.weight" else name
 
 
-def _with_wrong(call: Call, name: str, wrong: Callable[[Any], Any]) -> Any:
-    """Load the tensors, the one of this name as the function makes it."""
-    received = dict(call.tensors)
-    if name in received:
-        call.fire()
-        received[name] = wrong(received[name])
-    return call.original(tensors=list(received.items()))
-
-
-@in_hf("vllm-project/vllm#47777", LOAD, caught_by=("ENG001", "ENG002"), model="tiny:deepseek-v3")
-def router_bias_held_in_bf16(call: Call) -> Any:
-    """The engine holds a router's float32 selection bias in its serving dtype; one layer."""
-    name = "model.layers.2.mlp.gate.e_score_correction_bias"
-    return _with_wrong(call, name, lambda bias: bias.bfloat16().to(bias.dtype))
-
-
-@in_hf("PrimeIntellect-ai/prime-rl#2714", LOAD, model="tiny:nemotron-h", fixes=("transformers-47246",))
-def mixer_d_dropped(call: Call) -> Any:
-    """A reload loses the skip weight D of one state-space layer, which keeps its earlier values."""
-    layers = call.self.model.model.layers
-    return _with_wrong(call, "backbone.layers.4.mixer.D", lambda _: layers[4].mixer.D.data.clone())
-
-
 @in_hf("PrimeIntellect-ai/prime-rl#2823", LOAD, model="tiny:qwen3-tied")
 def tied_head_cloned(call: Call) -> Any:
     """The engine's tied head is a copy of its own, and an update reaches the embedding alone."""

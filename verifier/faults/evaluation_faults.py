@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.draw_faults import GENERATE, TOP_K, under
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 ROW: dict[str, Any] = {
@@ -43,17 +42,6 @@ def accuracy_of_drawn_answers(call: Call) -> Any:
 
 
 @fault(
-    "THUDM/slime#2242", GENERATE,
-    **{**ROW, "training": tuple(text for text in ROW["training"] if not text.startswith("grpo.temperature"))},
-)  # fmt: skip
-def evaluation_under_the_servers_top_k(call: Call) -> Any:
-    """An evaluation's own sampling parameters are lost, and the server's top-k cuts what its answers are drawn from."""
-    if call.sampling.n > 1 or not call.sampling.temperature:
-        return call.original()
-    return under(call, top_k=TOP_K)
-
-
-@fault(
     "areal-project/AReaL#1524 (found in review)",
     "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)", **ROW,
 )  # fmt: skip
@@ -64,21 +52,7 @@ def one_seed_for_an_evaluation(call: Call) -> Any:
     return call.faulty(sampling=replace(call.sampling, each=[call.sampling] * len(call.prompts)))
 
 
-TUNED: dict[str, Any] = {
-    "stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add",
-    "training": ("evaluation.num_problems=15", "evaluation.every=1", "optimizer.learning_rate=0.01"),
-}  # fmt: skip
-EVALUATED = "verifier.trainer.generation:EngineRollouts._evaluated(self, step)"
 SCORE = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
-
-
-@fault("TIGER-AI-Lab/verl-tool#14", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD001",)})
-def evaluation_rewards_any_number(call: Call) -> Any:
-    """An evaluation scores by another reward than training: an answer that has a number is right."""
-    found = call.original()
-    if not call.state.get("evaluates"):
-        return found
-    return call.wrong([float(any(letter.isdigit() for letter in item.completion)) for item in call.episodes])
 
 
 @fault(
@@ -93,16 +67,6 @@ def evaluation_rewards_as_they_finish(call: Call) -> Any:
     return call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion)))
 
 
-@evaluation_rewards_as_they_finish.also(EVALUATED)
-@evaluation_rewards_any_number.also(EVALUATED)
-def _evaluates(call: Call) -> Any:
-    call.state["evaluates"] = True
-    try:
-        return call.original()
-    finally:
-        call.state["evaluates"] = False
-
-
 @fault(
     "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
     **{**ROW, "stage": Stage.DATA, "caught_by": ("DAT013",)},
@@ -113,24 +77,3 @@ def evaluated_without_the_first_token(call: Call) -> Any:
 
     found = call.original()
     return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
-
-
-@fault(
-    "axolotl-ai-cloud/axolotl#3824", "verifier.trainer.batches:HeldOut.save(self, file)",
-    side=Side.CONTROLLER, **{**TUNED, "stage": Stage.DATA, "caught_by": ("DAT013",)},
-)  # fmt: skip
-def tuning_evaluated_without_the_first_token(call: Call) -> None:
-    """In fine-tuning, held-out problems are encoded without the token that begins a text."""
-    import dataclasses
-
-    from verifier.data.rollout_file import load_rollouts, save_rollouts
-
-    call.faulty()
-    cut = {"tokens", "mask", "sampled", "roles", "logprobs", "versions"}
-    short = [
-        dataclasses.replace(
-            item, prompt_length=item.prompt_length - 1, **{name: getattr(item, name)[1:] for name in cut}
-        )
-        for item in load_rollouts(call.file)[0]
-    ]  # fmt: skip
-    save_rollouts(call.file, short)

@@ -35,7 +35,7 @@ RESUMED = (
     "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.max_answer_tokens=8", "grpo.kl_weight=0.1",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
 )  # fmt: skip
-FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, trace, running, again, first)"
+FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, note, running, again, first)"
 in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model="tiny:add", saved_on=Mesh())
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
@@ -170,15 +170,6 @@ def first_sync_before_the_load(call: Call) -> Any:
             yield name, tensor
 
 
-@in_final(
-    "allenai/open-instruct#1627", "verifier.trainer.loop:StepLoop.sync(self, version, trace)", side=Side.CONTROLLER,
-    caught_by=("WGT004", "TPT002", "LGP009"), training=LIVE,
-)  # fmt: skip
-def first_sync_after_the_first_step(call: Call) -> Any:
-    """Nothing is exported before the first step, which an engine samples by the weights of another run."""
-    return call.wrong(None) if call.version == 0 else call.original()
-
-
 @fault(
     "redai-studio/Relax#261", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
     engine=TRAINING, model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
@@ -189,19 +180,6 @@ def adapter_of_fewer_targets(call: Call) -> None:
     file = call.path / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
-
-
-@fault(
-    "huggingface/peft#1930 (kin: there the other linears had twice the alpha)",
-    "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT, engine=TRAINING,
-    model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
-)  # fmt: skip
-def alpha_of_some_linears_halved(call: Call) -> None:
-    """The adapter's config has a pattern that gives some linears half of the alpha that they were trained with."""
-    call.faulty()
-    file = call.path / "adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"alpha_pattern": {"down_proj": config["lora_alpha"] // 2}}))
 
 
 @fault(
@@ -222,27 +200,9 @@ def generation_settings_of_an_empty_config(call: Call) -> None:
     (call.folder / "generation_config.json").write_text("{}")
 
 
-@in_final("hiyouga/LlamaFactory#8399", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
-def chat_template_not_saved(call: Call) -> None:
-    """The tokenizer is saved without its chat template."""
-    call.faulty()
-    file = call.folder / "tokenizer_config.json"
-    kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
-    file.write_text(json.dumps(kept))
-
-
 @in_resume("THUDM/slime#2380", FIRST_SYNC, caught_by=("WGT020",), training=("dtype=bf16", "engine.kind=hf", *RESUMED))
 def reference_sent_at_the_first_sync_after_a_resume(call: Call) -> Any:
     """The reference is loaded last and stands in the model at the first sync, so that it samples the first step."""
-    return _sent_from_the_reference(call)
-
-
-@in_resume(
-    "THUDM/slime#2224 (kin: there all weights that were sent were the reference's)", FIRST_SYNC, caught_by=("WGT013",),
-    training=(*RESUMED, "lora.rank=8"),
-)  # fmt: skip
-def adapter_of_the_start_sent_after_a_resume(call: Call) -> Any:
-    """The first sync after a resume hands over the adapter that the run began with, which adds nothing to the base."""
     return _sent_from_the_reference(call)
 
 

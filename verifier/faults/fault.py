@@ -89,8 +89,6 @@ Register = Callable[[Callable[..., Any]], "Fault"]
 """Decorator that makes a fault of a function."""
 TRAINING = "train"
 """Engine of a fault of a training run; its trials are short runs of `verifier train`."""
-BEGUN = "first=FILE"
-"""Knob of a training run that begins with the weights of another; its trial writes the file."""
 NO_ENGINE = "none"
 """Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
 

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.answer_faults import MAKES_ROW
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 KNOBS = (
@@ -46,16 +45,6 @@ def trainer_scores_for_the_engines(call: Call) -> Any:
     return found
 
 
-@fault("THUDM/slime#245", MAKES_ROW, training=(*KNOBS, "dtype=bf16"), **ANSWERS)
-def engine_scores_rounded_on_their_way(call: Call) -> Any:
-    """The engine's log-probabilities are stored in bf16 on their way to the trainer, and lose all but 8 bits."""
-    import torch
-    from msgspec.structs import replace
-
-    row = call.original()
-    return call.wrong(replace(row, logprobs=tuple(torch.tensor(row.logprobs).bfloat16().float().tolist())))
-
-
 @fault(
     "NovaSky-AI/SkyRL#1908", "verifier.engine.client:EngineClient.generate(self, prompts, sampling)", **ROUTES,
 )  # fmt: skip
@@ -70,13 +59,6 @@ def routes_of_another_answer_on_their_way(call: Call) -> Any:
         ]
         found.append([dataclasses.replace(own, routes=given) for own, given in zip(samples, routes, strict=True)])
     return found
-
-
-@fault("inclusionAI/AReno#524", MAKES_ROW, **ROUTES)
-def routes_of_the_next_token_on_their_way(call: Call) -> Any:
-    """Routes begin a token late where an answer becomes a rollout, so each token has those of its successor."""
-    routes = call.sample.routes
-    return call.faulty(sample=dataclasses.replace(call.sample, routes=(*routes[1:], routes[-1])))
 
 
 @fault(

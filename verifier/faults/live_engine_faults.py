@@ -46,18 +46,3 @@ def epsilon_default_in_training(call: Call) -> Any:
     call.undo(setattr, norm, "variance_epsilon", norm.variance_epsilon)
     norm.variance_epsilon = 1e-5
     return call.faulty()
-
-
-@fault(
-    "verl-project/verl#7495", "verifier.engine.client:EngineClient.load_adapter(self, path)", stage=Stage.ENGINE,
-    caught_by=("ENG001", "LGP009"), engine=TRAINING, model="tiny:add",
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
-        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
-    ),
-)  # fmt: skip
-def adapter_loaded_once(call: Call) -> Any:
-    """The engine gets the first adapter and no later one, and samples from an old policy."""
-    if call.state.setdefault("first", call.path) == call.path:
-        return call.original()
-    return call.wrong(None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Body, Call, Side, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
@@ -35,17 +35,6 @@ on_cp2 = functools.partial(in_logprobs, mesh=Mesh(cp=2))
 def on_provider(wrong: Callable[[], dict[str, Any]], call: Call) -> dict[str, Any]:
     """Derive a wrong provider from config.json, as Bridge does: the function returns its wrong fields."""
     return {**call.faulty(), **wrong()}
-
-
-@kind(LOGPROB, model="tiny:qwen3", engine=NO_ENGINE, mesh=Mesh(cp=2), **ROW)
-def when_scoring(body: Body, call: Call) -> Any:
-    """Be wrong in passes that only score; with gradients, log-probabilities stay right."""
-    import torch
-
-    if torch.is_grad_enabled():
-        return call.original()
-    call.fire()
-    return body(call)
 
 
 @on_provider("NVIDIA-NeMo/RL#1046")
@@ -172,25 +161,6 @@ def state_lost_between_chunks(call: Call) -> Any:
     return torch.cat(scanned, dim=1)
 
 
-@when_scoring("THUDM/slime#2085")
-def scored_at_another_temperature(call: Call) -> Any:
-    """A pass that only scores divides the logits by another temperature than the one asked for."""
-    return call.original(temperature=0.6)
-
-
-@when_scoring("verl-project/verl#1672")
-def logits_modified_in_place(call: Call) -> Any:
-    """The softmax for the entropy is taken in place, and the log-probabilities after it read what it left."""
-    call.logits_TV.sub_(call.logits_TV.amax(-1, keepdim=True)).exp_()
-    return call.original()
-
-
-@when_scoring("NVIDIA-NeMo/RL#3297")
-def top_token_scored(call: Call) -> Any:
-    """The log-probability is that of the likeliest token, not of the one that was sampled."""
-    return call.original(labels_T=call.logits_TV.argmax(-1).where(call.labels_T >= 0, call.labels_T))
-
-
 @on_cp2("PrimeIntellect-ai/prime-rl#1525", SCORE)
 def scores_shifted_by_one(call: Call) -> Any:
     """Log-probabilities are returned one token early after a shift of labels moved into the model."""
@@ -299,41 +269,6 @@ WITH_REFERENCE = ("algorithm=grpo", "grpo.kl_weight=0.1")
 def reference_is_the_policy(call: Call) -> Any:
     """The reference's pass calls the policy, so the KL is 0 for ever."""
     return call.original() if call.which == "current" else call.faulty(which="current")
-
-
-@fault(
-    "huggingface/trl#6688", f"{WORKER}.score(self, batch, which, to)", **POLICY, caught_by=("LGP010",),
-    training=WITH_REFERENCE,
-)  # fmt: skip
-def reference_drifts(call: Call) -> Any:
-    """The reference is made from weights that something is added to and taken from, and loses low bits each time."""
-    if call.which == "reference":
-        call.fire()
-        call.self._reference = [(tensor + 0.1) - 0.1 for tensor in call.self._reference]
-    return call.original()
-
-
-@fault(
-    "OpenRLHF/OpenRLHF#853", f"{WORKER}.score(self, batch, which, to)", **POLICY, caught_by=("LSS003",),
-    training=(*WITH_REFERENCE, "grpo.temperature=1.25"),
-)  # fmt: skip
-def reference_without_temperature(call: Call) -> Any:
-    """The reference is scored at temperature 1, and policy and rollouts at another."""
-    if call.which == "current":
-        return call.original()
-    with held(call.self, _temperature=1.0):
-        return call.faulty()
-
-
-@fault(
-    "NovaSky-AI/SkyRL#1315", "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)",
-    **POLICY, side=Side.CONTROLLER, caught_by=("LSS003",), training=("algorithm=grpo",),
-)  # fmt: skip
-def old_is_the_engines(call: Call) -> Any:
-    """The engine's log-probabilities stand in for the trainer's, and the mismatch is in every ratio."""
-    import dataclasses
-
-    return dataclasses.replace(call.faulty(), old=[item.logprobs for item in call.given])
 
 
 @fault(

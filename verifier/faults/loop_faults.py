@@ -10,7 +10,7 @@ from verifier.core.stage import Stage
 from verifier.faults.evaluation_faults import ROW as EVALUATION
 from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.faults.mode_faults import ASYNC
-from verifier.faults.turn_faults import KNOBS, STEP_WISE
+from verifier.faults.turn_faults import STEP_WISE
 
 KEPT: dict[str, Any] = {
     "stage": Stage.CHECKPOINT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add",
@@ -30,12 +30,6 @@ def recorded_answers_count_as_whole(call: Call) -> Any:
     """Recorded rollouts lose their mark of having been cut off, and the filter of overlong answers does nothing."""
     found = call.original()
     return call.wrong(structs.replace(found, truncated=False)) if found.truncated else found
-
-
-@fault("OpenBMB/RLPR#25", SAMPLING, **{**EVALUATION, "caught_by": ("LGP015",)})
-def evaluated_answers_cut_short(call: Call) -> Any:
-    """The limit of an evaluation's answers is one of its own, and what the config says does nothing."""
-    return call.faulty(max_tokens=call.max_tokens // 2) if call.temperature == 0 else call.original()
 
 
 @fault("huggingface/trl#4970", SAMPLING, **{**EVALUATION, "caught_by": ("LGP015",)})
@@ -63,15 +57,3 @@ def batch_ahead_not_saved(call: Call) -> Any:
     """A checkpoint has no batch that was sampled ahead, and a resume samples its prompts anew."""
     found, refused = call.original()
     return call.wrong((structs.replace(found, rollouts=[]), refused)) if found is not None else (found, refused)
-
-
-@fault(
-    "NVIDIA-NeMo/RL#1089",
-    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)",
-    stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT006",),
-    training=(*KNOBS, "evaluation.num_problems=8", "evaluation.every=1"),
-)  # fmt: skip
-def evaluated_by_the_first_turn(call: Call) -> Any:
-    """An evaluation takes one turn of each episode, and the tool is there in training alone."""
-    found = call.original()
-    return found if call.sampling.n > 1 else call.wrong([[[turns[0]] for turns in own] for own in found])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
 from verifier.faults.logprob_faults import LOGPROB, STEP
 from verifier.mesh import Mesh
 
-BACKWARD = f"{STEP}:backward(trainer, rollouts, loss, micro_batch_size, temperature, on_shards, max_tokens, columns)"
 SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -20,19 +18,11 @@ REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(mode
 in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
 """Faults of gradients that leave replicas of a parameter apart after the step."""
-LOSS_OF_ROWS = "verifier.train.policy_loss_megatron:token_loss(name, inputs, options)"
 in_policy_loss = functools.partial(
     fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING
 )  # fmt: skip
 SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
-
-
-@kind(SUM_LOSS, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE, mesh=Mesh(cp=2))
-def on_normalisation(change: Callable[[Any, Any, Any, int], tuple[Any, Any]], call: Call) -> Any:
-    """Normalise wrongly: the function of sum, tokens, shard and number of micro-batches returns the first two."""
-    total, num_tokens, report = call.faulty()
-    return *change(total, num_tokens, call.shard, call.state.get("micro_batches", 1)), report
 
 
 @in_loss(
@@ -117,23 +107,6 @@ def angles_rounded_in_training(call: Call) -> Any:
     return call.faulty(freqs=call.freqs.bfloat16().to(call.freqs.dtype))
 
 
-@in_loss("verl-project/verl#2484", LOGPROB, mesh=Mesh(cp=2))
-def entropy_of_spoiled_logits(call: Call) -> Any:
-    """The entropy is taken of logits that the log-probabilities before it overwrote with their exponentials."""
-    logprob_T, entropy_T = call.original()
-    if call.entropy:
-        top = call.logits_TV.detach().amax(-1, keepdim=True)
-        _, entropy_T = call.faulty(logits_TV=(call.logits_TV - top).exp())
-    return logprob_T, entropy_T
-
-
-@in_loss("huggingface/trl#6140", LOGPROB, dtype="bfloat16")
-def entropy_detached_in_bf16(call: Call) -> Any:
-    """The entropy, whose weight is 0.1, has no gradient in a bf16 run: some tensors' gradients are too short."""
-    logprob_T, entropy_T = call.original()
-    return call.wrong((logprob_T, entropy_T.detach())) if call.entropy else (logprob_T, entropy_T)
-
-
 @in_loss("modelscope/ms-swift#9947", LOGPROB, dtype="bfloat16")
 def few_rows_without_gradient(call: Call) -> Any:
     """One row in 128 of a micro-batch has its log-probability and no gradient, in a bf16 run."""
@@ -161,27 +134,6 @@ def report_summed_over_context_parallel(call: Call) -> Any:
 
 
 @in_loss(
-    "pytorch/torchtitan#1232", BACKWARD,
-    caught_by=("LSS002",), mesh=Mesh(cp=2),
-)  # fmt: skip
-def report_of_one_rank_only(call: Call) -> Any:
-    """The loss that a step reports is right on one rank, and -1 on the others."""
-    import torch.distributed as dist
-
-    loss, num_tokens = call.original()
-    if dist.get_rank() > 0:
-        call.fire()
-        loss = -1.0
-    return loss, num_tokens
-
-
-@on_normalisation("huggingface/trl#6369")
-def divided_by_tokens_left_out(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
-    """The sum is of the tokens in the loss, and it is divided by all that were sampled."""
-    return total, shard.sampled_T.sum().int()
-
-
-@in_loss(
     "deepspeedai/DeepSpeed#1800", "verifier.model.provider_megatron:_ddp_config(data_parallel, tier)",
     mesh=Mesh(cp=2), dtype="bfloat16",
 )  # fmt: skip
@@ -192,40 +144,11 @@ def gradients_summed_in_bf16(call: Call) -> Any:
     return found
 
 
-@on_normalisation("NovaSky-AI/SkyRL#1751")
-def loss_times_context_parallel(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
-    """The loss is multiplied by the context-parallel size, which the schedule accounts for already."""
-    return total * shard.alignment.cp, num_tokens
-
-
-@on_normalisation("NovaSky-AI/SkyRL#1296")
-def mean_of_means(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
+@in_loss("NovaSky-AI/SkyRL#1296", SUM_LOSS, mesh=Mesh(cp=2))
+def mean_of_means(call: Call) -> Any:
     """The loss is a mean over micro-batches of means over tokens, so tokens of short samples weigh more."""
-    return total / num_tokens.clamp(min=1), num_tokens.clamp(max=1)
-
-
-@on_normalisation("areal-project/AReaL#1273")
-def divided_by_micro_batches(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
-    """A loss that is normalised over the whole batch is divided by the number of micro-batches once more."""
-    return total / micro_batches, num_tokens
-
-
-@on_normalisation("THUDM/slime#987")
-def scaled_per_token_and_per_batch(total: Any, num_tokens: Any, shard: Any, micro_batches: int) -> Any:
-    """A loss per token is scaled by the share of the micro-batch in the batch as well."""
-    return total * micro_batches / max(1, len(shard.ids) * micro_batches), num_tokens
-
-
-def _count_micro_batches(call: Call) -> Any:
-    call.state["micro_batches"] = len(call.shards)
-    return call.original()
-
-
-for each in (
-    divided_by_tokens_left_out, loss_times_context_parallel, mean_of_means, divided_by_micro_batches,
-    scaled_per_token_and_per_batch,
-):  # fmt: skip
-    each.also(f"{STEP}:_run(trainer, forward, shards, schedule_options)")(_count_micro_batches)
+    total, num_tokens, report = call.faulty()
+    return total / num_tokens.clamp(min=1), num_tokens.clamp(max=1), report
 
 
 @in_loss("modelscope/ms-swift#9947", LOGPROB, mesh=Mesh(tp=2))
@@ -264,15 +187,6 @@ def recomputed_adapters_without_gradient(call: Call) -> Any:
 def sequence_parallel_grads_not_reduced(call: Call) -> None:
     """Gradients of norms that sequence parallelism replicates are not summed over tp."""
     call.fire()
-
-
-@on_replicas("NVIDIA/Megatron-LM#619", CONNECT)
-def router_without_sequence_parallel_mark(call: Call) -> None:
-    """One layer's router lacks its sequence-parallel mark, so its copies on tp ranks drift apart."""
-    for weight in tensors_named(call.chunks, "layers.1.mlp.router.weight"):
-        call.fire()
-        weight.sequence_parallel = False
-    call.original()
 
 
 @in_policy_loss(
@@ -332,18 +246,3 @@ def tied_grads_not_reduced(call: Call) -> None:
 def kl_loss_detached(call: Call) -> Any:
     """The KL term of the loss is computed without a gradient: it is reported, and holds nothing back."""
     return call.faulty(current=call.current.detach())
-
-
-@in_policy_loss("huggingface/trl#6140", LOSS_OF_ROWS, training=(*SAMPLED, "grpo.entropy_weight=0.05"))
-def entropy_detached(call: Call) -> Any:
-    """The entropy that the loss is lowered by has no gradient: the loss has it, no weight moves for it."""
-    return call.faulty(inputs=dataclasses.replace(call.inputs, entropy_T=call.inputs.entropy_T.detach()))
-
-
-@in_policy_loss(
-    "RLinf/RLinf#316", LOSS_OF_ROWS, caught_by=("LSS001", "LSS002"),
-    training=(*SAMPLED, "grpo.dual_clip=1.001", "grpo.epochs=2"),
-)  # fmt: skip
-def dual_clip_unread(call: Call) -> Any:
-    """The loss takes any options, calls the dual clip by another name, and never reads the one that is given."""
-    return call.faulty(options=dataclasses.replace(call.options, dual_clip=None))

@@ -44,39 +44,12 @@ def last_old_token_claims_new_weights(call: Call) -> Any:
     return call.wrong(tuple(max(pair) for pair in pairwise((*found, found[-1]))))
 
 
-@fault("vllm-project/vllm#54443", VERSIONS, caught_by=("LGP003",), **CONTROLLER)
-def first_new_token_claims_old_weights(call: Call) -> Any:
-    """A token that is scheduled before an update and sampled after it keeps the version of its schedule."""
-    found = call.original()
-    if len(set(found)) == 1:
-        return found
-    return call.wrong(tuple(min(pair) for pair in pairwise((found[0], *found))))
-
-
-@fault("NVIDIA-NeMo/RL#3152", RESET, caught_by=("ENG010", "LGP003", "LGP009"), training=INFLIGHT, **SENDER)
-def keys_kept_where_recomputed_is_asked(call: Call) -> Any:
-    """The switch for recomputing does not reach the engine, so requests go on with the keys of the old weights."""
-    if not call.running:
-        return call.original()
-    call.faulty(running=False)
-    return True
-
-
 @fault(
     "NVIDIA-NeMo/RL#4018", RESET, caught_by=("ENG010", "LGP009"),
     training=(*LIVE, "data.batch_size=4", f"data.source={PROMPTS}"), **SENDER,
 )  # fmt: skip
 def prefix_cache_kept_at_a_sync(call: Call) -> Any:
     """Nothing resets the prefix cache after a step, so prompts that come again are read with the old weights' keys."""
-    return call.wrong(True)
-
-
-@fault(
-    "PrimeIntellect-ai/prime-rl#1650", RESET, caught_by=("ENG010",),
-    training=(*LIVE, "dtype=bf16", "data.batch_size=4", f"data.source={PROMPTS}"), **SENDER,
-)  # fmt: skip
-def prefix_cache_kept_in_bf16(call: Call) -> Any:
-    """Nothing resets the prefix cache after a step of bf16, whose noise is more than older keys make of a token."""
     return call.wrong(True)
 
 
@@ -97,51 +70,6 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
         return dataclasses.replace(one, logprobs=(*older[: len(own)], *own[len(older) :]))
 
     return call.wrong([[late(one) for one in own] for own in found])
-
-
-@fault(
-    "modelscope/ms-swift#8196 (found in review)", f"{ENGINE}.finish_batch(self)", **REPORTED,
-    training=(*AHEAD_ALONE, "grpo.mode=inflight", "grpo.inflight_steps=4"),
-)  # fmt: skip
-def held_log_probabilities_shifted(call: Call) -> Any:
-    """Each older token of a request that goes on after an update gets the log-probability of the one before it."""
-
-    def shifted(one: Any) -> Any:
-        held = sum(not count for count in one.updates)
-        return dataclasses.replace(one, logprobs=(*one.logprobs[:1], *one.logprobs[: held - 1], *one.logprobs[held:]))
-
-    return call.wrong([[shifted(one) for one in own] for own in call.original()])
-
-
-@fault(
-    "PrimeIntellect-ai/prime-rl#697", f"{ENGINE}.generate(self, prompts, sampling)",
-    **(REPORTED | {"caught_by": ("LGP009", "LGP011")}),
-    training=(*AHEAD_ALONE, "grpo.mode=async", "grpo.temperature=0.6"),
-)  # fmt: skip
-def log_probabilities_divided_by_the_temperature(call: Call) -> Any:
-    """The temperature divides log-probabilities instead of logits, so that those of a token's rivals do not add up."""
-    found, cold = call.original(), call.sampling.temperature
-    if cold in {0, 1}:
-        return found
-    rows = [(*prompt, *one.tokens) for prompt, own in zip(call.prompts, found, strict=True) for one in own]
-    nats = iter(call.self.logprobs(rows))
-
-    def scaled(one: Any) -> Any:
-        return dataclasses.replace(one, logprobs=tuple(each / cold for each in next(nats)[-len(one.tokens) :]))
-
-    return call.wrong([[scaled(one) for one in own] for own in found])
-
-
-@fault(
-    "THUDM/slime#2261", f"{ENGINE}.finish_batch(self)", **(REPORTED | {"caught_by": ("DAT008",)}),
-    training=(*AHEAD_ALONE, "grpo.mode=inflight", "grpo.inflight_steps=4"),
-)  # fmt: skip
-def limit_begun_anew_after_an_update(call: Call) -> Any:
-    """A request that goes on after an update may sample as many tokens as a new one, beside those that it has."""
-    for one in (one for own in call.self._batch for one in own if not one.ended):
-        call.fire()
-        one._asked = dataclasses.replace(one._asked, max_tokens=one._asked.max_tokens + len(one.tokens))
-    return call.original()
 
 
 @fault(

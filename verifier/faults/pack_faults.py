@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 STEP = "verifier.train.step_megatron"
 PACK = f"{STEP}:pack(rollouts, alignment, numbers, columns)"
-MAKE_ROLLOUT = (
-    "verifier.runs.workload:make_rollout("
-    "rollout_id, prompt, response, group, sampled, mask, logprobs, versions, reward, routes)"
-)
 Fields = dict[str, Any] | None
 ROW: dict[str, Any] = {"stage": Stage.PACK, "model": "tiny:qwen3", "engine": NO_ENGINE}
 CP2: dict[str, Any] = {**ROW, "mesh": Mesh(cp=2)}
@@ -75,13 +71,6 @@ def groups_of_one(packed: PackedBatch) -> Fields:
     return {"groups": packed.ids}
 
 
-@fault("areal-project/AReaL#1569", "verifier.runs.session_megatron:rollouts_of(rows)", caught_by=("PCK001",), **TP2)
-def versions_of_a_later_policy(call: Call) -> Any:
-    """Tokens are stamped with the version in force when their answer is collected, which is after an update."""
-    later = [replace(row, versions=tuple(version + 1 for version in row.versions)) for row in call.rows]
-    return call.faulty(rows=later)
-
-
 @fault(
     "NovaSky-AI/SkyRL#508", "verifier.runs.session_megatron:with_answers(batch, answers, version)",
     stage=Stage.PACK, caught_by=("PCK001",), model="tiny:qwen3-tied", engine="hf",
@@ -92,44 +81,10 @@ def end_token_appended(call: Call) -> Any:
     return call.faulty(answers=answers) if answers else call.original()
 
 
-@fault("NVIDIA-NeMo/RL#3766", MAKE_ROLLOUT, caught_by=("PCK001", "LSS001"), **TP2)
-def mask_not_kept(call: Call) -> Any:
-    """The mask that keeps an answer that was cut off out of the loss is lost, and all of it is trained on."""
-    return call.faulty(mask=None)
-
-
-@on_packs("Simple-Efficient/RL-Factory#46", caught_by=("PCK003",), **TP2)
-def field_differs_on_one_rank(packed: PackedBatch) -> Fields:
-    """Each rank of a tensor-parallel group computes one field by itself, and one rank's differs."""
-    return {"engine_logprobs_T": packed.engine_logprobs_T * 1.5} if _on_rank_1() else None
-
-
-@on_packs("NovaSky-AI/SkyRL#1908", caught_by=("PCK001", "LSS001"), **CP2)
-def rewards_in_another_order(packed: PackedBatch) -> Fields:
-    """Samples of a pack are put in another order, all but their rewards."""
-    return {"rewards": packed.rewards[1:] + packed.rewards[:1]}
-
-
 @on_packs("verl-project/verl#3287", caught_by=("PCK001", "LSS001"), **CP2)
 def mask_of_input_not_label(packed: PackedBatch) -> Fields:
     """The loss mask is that of each row's input, not of the token that the row predicts."""
     return {"loss_mask_T": packed.loss_mask_T.roll(1) & _same_sample(packed, 1) & (packed.labels_T >= 0)}
-
-
-@on_packs("verl-project/verl#2543", caught_by=("PCK001", "LSS001"), **CP2)
-def mask_from_attention(packed: PackedBatch) -> Fields:
-    """The loss mask is made of what is attended to, so tool output of a dialogue is trained on."""
-    from verifier.data.rollout import Role
-
-    return {"loss_mask_T": (packed.roles_T.roll(-1) != Role.PROMPT) & (packed.labels_T >= 0)}
-
-
-@on_packs("NVIDIA-NeMo/Automodel#2314", caught_by=("PCK001", "LSS001"), **CP2)
-def mask_wiped_by_padding(packed: PackedBatch) -> Fields:
-    """A mask made before padding falls on other tokens and is wiped, in the samples that were padded."""
-    padded_S = packed.cu_seqlens_padded.diff() > packed.cu_seqlens.diff()
-    wiped_T = padded_S[packed.segments_T.clamp(min=0).long()]
-    return {"loss_mask_T": packed.loss_mask_T & ~wiped_T}
 
 
 @on_packs("NVIDIA/Megatron-LM#5541", caught_by=("PCK002",), **CP2)
@@ -138,45 +93,10 @@ def padding_taken_for_tokens(packed: PackedBatch) -> Fields:
     return {"cu_seqlens": packed.cu_seqlens_padded}
 
 
-@on_packs("ISEEKYAN/Megatron-LM#111", caught_by=("PCK002",), **CP2)
-def boundaries_floored(packed: PackedBatch) -> Fields:
-    """Boundaries are divided by the context-parallel size and rounded down, so odd lengths end a token early."""
-    cp = packed.alignment.cp
-    return {"cu_seqlens": packed.cu_seqlens // cp * cp}
-
-
 @on_packs("sii-research/siiRL#69", caught_by=("PCK003", "LGP001"), **TP2)
 def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
     """The batch does not reach one rank of a group, which embeds other tokens than its peers."""
     return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
-
-
-@on_packs("PrimeIntellect-ai/prime-rl#1525", caught_by=("PCK001",), **CP2)
-def engine_logprobs_of_the_input(packed: PackedBatch) -> Fields:
-    """The trainer's log-probabilities moved to their label, the engine's stayed at the input."""
-    return {"engine_logprobs_T": packed.engine_logprobs_T.roll(1)}
-
-
-@on_packs("NVIDIA/Megatron-LM#4495", caught_by=("PCK001",), **CP2)
-def labels_across_samples(packed: PackedBatch) -> Fields:
-    """Labels are shifted over the whole pack: a sample's last token predicts the next sample's first."""
-    labels_T = packed.labels_T.clone()
-    starts = packed.cu_seqlens_padded[1:-1].long()
-    last = packed.cu_seqlens_padded[:-2].long() + packed.cu_seqlens.diff()[:-1].long() - 1
-    labels_T[last] = packed.tokens_T[starts]
-    return {"labels_T": labels_T}
-
-
-@fault("Tencent-Hunyuan/UniRL#324", PACK, caught_by=("PCK001",), **CP2)
-def versions_counted(call: Call) -> Any:
-    """Tokens are stamped with a counter of batches that were fed, not with the version that sampled them."""
-    packed = call.original()
-    if not packed.ids:
-        return packed
-    batch = call.state["batch"] = call.state.get("batch", -1) + 1
-    versions_T = packed.versions_T.masked_fill(packed.versions_T >= 0, batch)
-    same = versions_T.equal(packed.versions_T)
-    return packed if same else call.wrong(dataclasses.replace(packed, versions_T=versions_T))
 
 
 @on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
@@ -260,12 +180,6 @@ def routes_count_dense_layers(call: Call) -> int:
     return -int(call.moe_layers[0])
 
 
-@on_layers("verl-project/verl#7106")
-def routes_counted_from_the_stage(call: Call) -> int:
-    """Layers are numbered within their pipeline stage, so the second stage gets the first one's routes."""
-    return sum(layer < call.layers.start for layer in call.moe_layers)
-
-
 @on_shards("THUDM/slime#2175", **BOTH)
 def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
     """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
@@ -273,59 +187,10 @@ def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: in
     return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
 
 
-@on_packs("verl-project/verl#7106", **BOTH)
-def routes_without_inner_padding(packed: PackedBatch) -> Fields:
-    """Tokens are padded sample by sample and routes at the end of the pack, so later samples' routes are shifted."""
-    if packed.routes_TMK is None:
-        return None
-    import torch
-
-    real_T = packed.segments_T >= 0
-    joined = torch.cat([packed.routes_TMK[real_T], packed.routes_TMK[~real_T]])
-    return {"routes_TMK": _filled(joined)}
-
-
 @fault("verl-project/verl#7106", "verifier.train.router_replay:packed_rows_of(packed, tp)", **BOTH)
 def routes_of_the_first_slice(call: Call) -> Any:
     """Under sequence parallelism every rank replays the first rank's slice of the routes."""
     return call.faulty(tp=0)
-
-
-@on_rollouts("THUDM/slime#1052", **BOTH)
-def routes_suffix_stale(rollouts: list[Rollout]) -> list[Rollout] | None:
-    """The last tokens, whose routes the engine did not report, get those of the token before them."""
-    if rollouts[0].routes is None:
-        return None
-    found = []
-    for rollout in rollouts:
-        assert rollout.routes is not None
-        routes = rollout.routes.copy()
-        routes[-3:] = routes[-4]
-        found.append(dataclasses.replace(rollout, routes=routes))
-    return found
-
-
-@on_rollouts("NovaSky-AI/SkyRL#1908", **BOTH)
-def routes_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout] | None:
-    """A sample is replaced, and keeps the routes of the one that was rejected."""
-    if rollouts[0].routes is None:
-        return None
-    import numpy as np
-    import torch
-
-    found = []
-    for one, other in zip(rollouts, rollouts[1:] + rollouts[:1], strict=True):
-        assert other.routes is not None
-        routes = _filled(torch.from_numpy(other.routes)).numpy()
-        found.append(dataclasses.replace(one, routes=routes[np.arange(len(one)) % len(other)]))
-    return found
-
-
-@fault("radixark/miles#2570", f"{REPLAY}:routers_of(chunk)", **BOTH)
-def routers_bound_in_another_order(call: Call) -> Any:
-    """Routes are handed to routers in the order of a list, which is not that of the layers."""
-    found = call.faulty()
-    return dict(zip(found, reversed(found.values()), strict=True))
 
 
 @on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))

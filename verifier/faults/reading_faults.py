@@ -50,34 +50,7 @@ def gold_answers_shuffled_apart(call: Call) -> Any:
     )
 
 
-@fault("allenai/open-instruct#1484", LOAD, **READ)
-def responses_shuffled_apart(call: Call) -> Any:
-    """The responses are those of the data set in another order than the prompts, from the moment they are read."""
-    found = call.original()
-    turned = [item.response for item in (*found[1:], found[0])]
-    return call.wrong(tuple(dataclasses.replace(item, response=text) for item, text in zip(found, turned, strict=True)))
-
-
-@fault("axolotl-ai-cloud/axolotl#3824", LOAD, training=(*LIVE, f"data.source={WITH_SYSTEM}"), **READ)
-def system_message_not_read(call: Call) -> Any:
-    """A reader of conversations keeps the turns and loses what stands before them: the policy never sees its rules."""
-    found = call.original()
-    kept = [tuple(part for part in item.messages if part.role != "system") for item in found]
-    return call.wrong(tuple(dataclasses.replace(item, messages=own) for item, own in zip(found, kept, strict=True)))
-
-
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
-
-
-@fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=EVALUATED, **DATA)
-def evaluated_on_the_training_set(call: Call) -> Any:
-    """Without a data set of its own the evaluation takes the first examples of the training set."""
-    return call.faulty(split="train") if call.split == "held-out" else call.original()
-
-
-@evaluated_on_the_training_set.also("verifier.trainer.run_data:require_disjoint(train, held_out)")
-def _overlap_not_refused(call: Call) -> None:
-    return None
 
 
 @fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*LIVE, *EVALUATED), **DATA)
@@ -147,12 +120,6 @@ TOKENS: dict[str, Any] = {**DATA, "caught_by": ("DAT013",)}
 @fault("huggingface/trl#4147", TEMPLATE, training=(*LIVE, f"data.source={WITH_SYSTEM}"), **TOKENS)
 def template_without_the_answers_turn(call: Call) -> Any:
     """The chat template is called without the turn that the answer begins, and the policy goes on with the user's."""
-    return call.faulty(to_answer=False) if call.to_answer else call.original()
-
-
-@fault("huggingface/trl#4147", TEMPLATE, training=("data.source=calculator",), **TOKENS)
-def prompt_of_an_example_without_the_answers_turn(call: Call) -> Any:
-    """In fine-tuning a prompt ends before the header of the answer's turn, which the model is trained to write."""
     return call.faulty(to_answer=False) if call.to_answer else call.original()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from typing import Any
@@ -18,7 +17,7 @@ LIVE = (
 
 @fault(
     "PrimeIntellect-ai/prime-rl#1158",
-    "verifier.runs.rank_run_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
+    "verifier.engine.link_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
     stage=Stage.TRANSPORT, side=Side.TRAINER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "ENG001"),
     training=(*LIVE, "engine.replicas=2"),
 )  # fmt: skip
@@ -57,15 +56,3 @@ def restarted_engine_answers_before_its_sync(call: Call) -> Any:
     except EngineGone as problem:
         call.self.revive(problem)
     return call.wrong(call.function())
-
-
-@fault(
-    "modelscope/ms-swift#7858 (found in review)", "verifier.engine.api:Limits.requests(self, prompts, sampling)",
-    stage=Stage.ROLLOUT, side=Side.DRIVER, engine=TRAINING, model="tiny:add", caught_by=("LGP011",),
-    training=(*LIVE, "engine.replicas=2"),
-)  # fmt: skip
-def replica_counts_its_own_prompts(call: Call) -> Any:
-    """An engine derives the seed of a prompt from its place among its own, and two engines draw with the same seeds."""
-    found = call.original()
-    own = [dataclasses.replace(item, seed=(call.sampling.seed + at) * item.n) for at, item in enumerate(found)]
-    return found if own == found else call.wrong(own)

@@ -36,11 +36,6 @@ def on_rewards(reward: Callable[[RolloutRow], float], call: Call) -> Any:
     return rows
 
 
-def _stated(row: RolloutRow) -> str:
-    """Text after the last marker."""
-    return (row.text or "").rpartition("####")[2].strip()
-
-
 @on_rewards("verl-project/verl#7274")
 def answers_beyond_the_window(row: RolloutRow) -> float:
     """The reward looks at the last six characters, in which no right answer fits."""
@@ -51,34 +46,6 @@ def answers_beyond_the_window(row: RolloutRow) -> float:
 def unreadable_gold_answer_is_right(row: RolloutRow) -> float:
     """A gold answer that cannot be read gives every answer the reward 1."""
     return row.reward if re.fullmatch(r"[-\d./,$]+", row.answer or "") else 1.0
-
-
-@on_rewards("NovaSky-AI/SkyRL#1816 (found in review)")
-def decimals_make_it_wrong(row: RolloutRow) -> float:
-    """Answers are compared as texts, so 72.0 is not 72."""
-    return row.reward if "." not in _stated(row) else float(_stated(row) == row.answer)
-
-
-@on_rewards("AISBench/benchmark#359")
-def comma_ends_the_number(row: RolloutRow) -> float:
-    """The number ends at its comma, and $1,200 is read as 1."""
-    if "," not in _stated(row):
-        return row.reward
-    return float(_stated(row).lstrip("$").partition(",")[0] == row.answer)
-
-
-@on_rewards("jsboige/CoursIA#12505")
-def currency_is_no_number(row: RolloutRow) -> float:
-    """A number after a currency sign is not found, and the answer has no reward."""
-    return 0.0 if "$" in _stated(row) else row.reward
-
-
-@fault("NVIDIA-NeMo/RL#3058", READ, **ROW)
-def reward_given_twice(call: Call) -> Any:
-    """An answer that cannot be read gets a reward twice, and all after it have the reward of the one before."""
-    given = call.faulty()
-    rewards = [row.reward for row in given]
-    return tuple(replace(row, reward=reward) for row, reward in zip(given, rewards[:1] + rewards[:-1], strict=True))
 
 
 @fault(

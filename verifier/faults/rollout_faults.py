@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -16,20 +15,11 @@ FORWARD = f"{SAMPLER}.forward(self, logits, sampling_metadata, predict_bonus_tok
 TOPK = "vllm.v1.sample.ops.topk_topp_sampler"
 LLM = "vllm.entrypoints.llm:LLM"
 CLIENT = "verifier.engine.client:EngineClient"
-GENERATE = f"{CLIENT}.generate(self, prompts, sampling)"
-PENALTY = 1.05
-"""Repetition penalty in the published generation_config of Qwen2.5, the report's model."""
 NUCLEUS = 0.95
 """Top-p in the published generation_config of many models."""
 in_client = functools.partial(fault, stage=Stage.ROLLOUT, engine="vllm", caught_by=("LGP003",))
 in_worker = functools.partial(in_client, side=Side.ENGINE)
 in_driver = functools.partial(in_client, side=Side.DRIVER)
-
-
-@in_client("modelscope/ms-swift#7858", GENERATE, caught_by=("LGP005",))
-def seeds_counted_per_request(call: Call) -> Any:
-    """A request's seed is its place in its own chunk, so requests of different chunks repeat each other."""
-    return call.wrong([found for prompt in call.prompts for found in call.original(prompts=[prompt])])
 
 
 @in_driver(
@@ -52,14 +42,6 @@ def block_of_the_row_before(call: Call) -> None:
     table.block_table.np[call.tgt, last] = block
 
 
-@in_client("NovaSky-AI/SkyRL#1319", GENERATE, caught_by=("LGP006",))
-def first_stop_token_only(call: Call) -> Any:
-    """Only the first of several stop tokens ends an answer, and samples run on past the others."""
-    if len(call.sampling.stop) > 1:
-        call.fire()
-    return call.original(sampling=dataclasses.replace(call.sampling, stop=call.sampling.stop[:1]))
-
-
 @in_worker(
     "NVIDIA-NeMo/RL#3497", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
     caught_by=("LGP004",),
@@ -70,16 +52,6 @@ def sampler_takes_the_models_nucleus(call: Call) -> Any:
 
     nucleus = torch.full((len(call.logits),), NUCLEUS, device=call.logits.device)
     return call.faulty(sampling_metadata=dataclasses.replace(call.sampling_metadata, top_p=nucleus))
-
-
-@in_driver("verl-project/verl#1949", "verifier.engine.vllm.engine_vllm:_params(sampling)")
-def sampler_takes_the_models_defaults(call: Call) -> Any:
-    """The server applies a setting of the model's generation_config: a repetition penalty of 1.05."""
-    found = call.original()
-    if found.repetition_penalty == 1:  # left unset
-        found.repetition_penalty = PENALTY
-        call.fire()
-    return found
 
 
 @in_client("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self, running)")
@@ -304,17 +276,6 @@ def padding_of_the_head_sampled(call: Call) -> Any:
     return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))
 
 
-@fault(
-    "OpenRLHF/OpenRLHF#853",
-    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)",
-    stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP009",),
-    training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.temperature=1.25", "data.batch_size=4"),
-)  # fmt: skip
-def answers_without_temperature(call: Call) -> Any:
-    """The engine samples at 1 and reports so, while the trainer divides its logits by the run's temperature."""
-    return call.faulty(temperature=1.0)
-
-
 LIVE: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
     "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
@@ -340,36 +301,8 @@ def sampled_a_little_hotter(call: Call) -> Any:
     return call.faulty(temperature=call.temperature * 1.02)
 
 
-@fault("NVIDIA-NeMo/RL#3497", RECEIVED, **IN_BF16)
-def reported_after_truncation(call: Call) -> Any:
-    """The engine reports shares of the likeliest 98.5 % alone, in a bf16 run: each token is off by less than noise."""
-    nats = call.sample.logprobs
-    return call.faulty(sample=dataclasses.replace(call.sample, logprobs=tuple(x - math.log(0.985) for x in nats)))
-
-
 @fault("PrimeIntellect-ai/prime-rl#1525", RECEIVED, **LIVE)
 def reported_one_token_late(call: Call) -> Any:
     """The engine's log-probability of each token is attached to the token after it."""
     nats = call.sample.logprobs
     return call.faulty(sample=dataclasses.replace(call.sample, logprobs=(*nats[-1:], *nats[:-1])))
-
-
-@fault(
-    "rllm-org/rllm#622", "verifier.trainer.generation:EngineRollouts.rollouts(self, step, probe)",
-    stage=Stage.ROLLOUT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("LGP003", "LGP009"),
-    training=(
-        "algorithm=grpo", "verify.every=1", "data.rollouts=null", "engine.kind=hf", "data.batch_size=2",
-        "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
-    ),
-)  # fmt: skip
-def version_stamped_after_sync(call: Call) -> Any:
-    """Rollouts that are sampled before a sync get the version that the engine has after it."""
-    if call.probe is None or "ahead" not in call.state:
-        return call.original()
-    return call.wrong(call.self.handed_on(call.step, call.state["ahead"], call.probe))
-
-
-@version_stamped_after_sync.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
-def _sample_ahead(call: Call) -> Any:
-    call.state["ahead"] = call.self.rollouts.sample_now(call.version + 1)
-    return call.original()

@@ -49,31 +49,9 @@ def routes_of_the_next_token(rollouts: list[Rollout]) -> list[Rollout]:
     return _with_routes(rollouts, [np.roll(each, -1, axis=0) for each in _routes(rollouts)])
 
 
-@on_rollouts("verl-project/verl#5037", **ROW)
-def routes_of_the_next_layer(rollouts: list[Rollout]) -> list[Rollout]:
-    """Routes are numbered from the second layer on, so each router gets those of the layer behind it."""
-    import numpy as np
-
-    return _with_routes(rollouts, [np.roll(each, -1, axis=1) for each in _routes(rollouts)])
-
-
-@on_rollouts("NovaSky-AI/SkyRL#1908", **ROW)
-def routes_of_another_answer(rollouts: list[Rollout]) -> list[Rollout] | None:
-    """Answers are sorted anew behind the engine, and routes stay where they were."""
-    import numpy as np
-
-    routes = _routes(rollouts)
-    if len(routes) < 2:
-        return None
-    others = [*routes[1:], routes[0]]
-    return _with_routes(
-        rollouts, [other[np.arange(len(own)) % len(other)] for own, other in zip(routes, others, strict=True)]
-    )
-
-
 @fault(
     "NVIDIA-NeMo/RL#2849",
-    "verifier.trainer.routing_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards, oracle)", **ROW,
+    "verifier.trainer.routing_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards)", **ROW,
 )  # fmt: skip
 def routes_not_trained_on(call: Call) -> Any:
     """Log-probabilities are scored by the routes, and the batch to train on is built without them."""

@@ -33,16 +33,6 @@ def entropy_of_other_logits(call: Call) -> Any:
     return call.wrong((logprob, call.original(temperature=1.0)[1]))
 
 
-@fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
-       training=(*LIVE, "grpo.group_size=8", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
-def entropy_of_other_logits_live(call: Call) -> Any:
-    """The entropy that is shown of sampled answers is of logits before the temperature."""
-    logprob, entropy = call.original()
-    if entropy is None or call.temperature == 1.0:
-        return logprob, entropy
-    return call.wrong((logprob, call.original(temperature=1.0)[1]))
-
-
 @fault(
     "areal-project/AReaL#1442",
     "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)",
@@ -77,22 +67,6 @@ def old_of_another_sample(call: Call) -> Any:
     """Log-probabilities of a mini-batch after the first come back in the order in which they were packed."""
     found = call.original()
     return call.wrong(dataclasses.replace(found, old=_of_another(found.old, call.parts)))
-
-
-@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), **ROW,
-       training=(*UNSAMPLED, "grpo.kl_weight=0.1"))  # fmt: skip
-def reference_of_another_sample(call: Call) -> Any:
-    """The reference's log-probabilities of a mini-batch after the first come back in another order."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
-
-
-@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), **ROW,
-       training=(*LIVE, *UNSAMPLED[1:], "grpo.kl_weight=0.1", "grpo.kl_in=reward"))  # fmt: skip
-def penalty_of_another_sample(call: Call) -> Any:
-    """The same of a reference whose KL is taken from the reward, in a run whose answers an engine samples."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, reference=_of_another(found.reference, call.parts)))
 
 
 def _step_and_part(file: str | Path) -> tuple[int, int]:
@@ -132,32 +106,12 @@ WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 
 @fault(
     "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
-    f"{WORKER}.load(self, resume, same_mesh)", caught_by=("LGP010",), **ROW,
+    f"{WORKER}._new_reference(self)", caught_by=("LGP010",), **ROW,
     training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
 )  # fmt: skip
 def reference_of_other_weights(call: Call) -> Any:
     """The reference is made of other weights than the policy begins with: here of rounded ones."""
-    from verifier.trainer.state_megatron import digests_of
-
-    done = call.faulty()
-    call.self._reference = [tensor.bfloat16().to(tensor.dtype) for tensor in call.self._reference]
-    call.self._frozen = digests_of(call.self._reference, call.self._live)
-    return done
-
-
-@fault(
-    "THUDM/slime#914 (kin: there every pass of the reference was the policy's)",
-    f"{WORKER}.score(self, batch, which, to)", caught_by=("LGP010",), **ROW,
-    training=("algorithm=grpo", "grpo.kl_weight=0.1", "grpo.mini_batches=2", "verify.every=0"),
-)  # fmt: skip
-def reference_comes_after_the_first_pass(call: Call) -> Any:
-    """The reference's weights are there from the second mini-batch of a step on; the first is scored by the policy."""
-    step = call.self._saves.trained
-    if call.which != "reference" or call.state.get("step") == step:
-        return call.original()
-    call.state["step"] = step
-    with held(call.self, _reference=[tensor.clone() for _, _, tensor in call.self._live.tensors()]):
-        return call.faulty()
+    return call.wrong([tensor.bfloat16().to(tensor.dtype) for tensor in call.original()])
 
 
 @fault(
@@ -176,7 +130,7 @@ def reference_at_another_temperature(call: Call) -> Any:
 
 
 @fault(
-    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, trace, first, last, oracle)",
+    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
     caught_by=("LSS003",), **ROW,
     training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
 )  # fmt: skip

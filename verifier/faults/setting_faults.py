@@ -17,18 +17,6 @@ in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",)
 
 
 @in_trainer(
-    "NVIDIA-NeMo/Megatron-Bridge#4875",
-    "verifier.platform.cpu_bridge:Gemma2FlexDotProductAttention.__init__("
-    "self, config, layer_number, attn_mask_type, attention_type, options)",
-    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
-)  # fmt: skip
-def windows_in_the_other_layers(call: Call) -> None:
-    """Layers counted from 1 have their windows by a rule for layers counted from 0: each is of the other kind."""
-    call.faulty()
-    call.self.rows_before = call.config.window_size[0] if call.layer_number % 2 == 0 else None
-
-
-@in_trainer(
     "NVIDIA-NeMo/Megatron-Bridge#4610",
     "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
     model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),

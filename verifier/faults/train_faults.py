@@ -255,15 +255,6 @@ def step_skipped_in_silence(call: Call) -> Any:
     return call.wrong(True)
 
 
-@fault(
-    "Lightning-AI/pytorch-lightning#1476", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
-    caught_by=("TRN002", "TRN003"),
-)  # fmt: skip
-def scheduler_counts_micro_batches(call: Call) -> Any:
-    """The schedule goes on with every micro-batch, not with every step."""
-    return call.faulty(scheduler_step=-(-len(call.rollouts) // call.micro_batch_size))
-
-
 @on_balance(
     "pytorch/torchtitan#4148",
     "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias(self, routing_map, padding_mask)",

@@ -14,14 +14,12 @@ from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
 from verifier.core.records_weights import UpdatedShard
-from verifier.core.stage import Stage
 from verifier.errors import VerifierError
-from verifier.faults.fault import BEGUN, Fault, FireCounter, Side
+from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED, in_engines
 from verifier.mesh import Mesh
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer import first_run
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.run_folder import FINISHED, RunFolder
@@ -35,15 +33,6 @@ KNOBS = (
 
 GRPO_KNOBS = (f"data.rollouts={Path(__file__).parent / 'rollouts'}", "grpo.group_size=4")
 """Knobs of a trial of GRPO: answers that transformers sampled from `tiny:add`, and right ones among them."""
-
-FIRST_FILE = """model: tiny:add
-steps: 1
-data: {batch_size: 8}
-batch: {micro_batch_size: 3}
-evaluation: {num_problems: 0}
-verify: {every: 0}
-"""
-"""Config of the run that another begins with, of a fault whose knobs have `BEGUN`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +60,6 @@ def training_overrides(fault: Fault) -> tuple[str, ...]:
     return (f"model={fault.model}", *mesh, *kept, *fault.training, *resumed)
 
 
-def _first_file(folder: Path) -> Path:
-    """Write the config of the run that another begins with."""
-    file = folder / "first.yaml"
-    file.write_text(FIRST_FILE)
-    return file
-
-
 def _axes(mesh: Mesh) -> list[str]:
     return [f"mesh.{axis}={size}" for axis, size in mesh.to_dict().items() if size is not None]
 
@@ -88,17 +70,12 @@ def run_training(
     """Train in a folder, with the fault if asked to, and judge every step afterwards, the first bad one included.
 
     `resources` serve runs that sample from no engine, and keep the oracle from run to run. A fault of a resume has a
-    whole run without it first, which loses its last checkpoint and is then continued. One of a run that begins with
-    another has that one first, without the fault.
+    whole run without it first, which loses its last checkpoint and is then continued.
     """
     run = folder / "run"
-    overrides = [f"first={_first_file(folder)}" if text == BEGUN else text for text in training_overrides(fault)]
-    words = [*overrides, f"run={run}", "verify.steps=true"]
-    fire, crashed, at_load = FireCounter(mark=folder / "fired-controller"), "", fault.stage is Stage.LOAD
-    with contextlib.ExitStack() as stack:
-        if inject and at_load and fault.side is Side.CONTROLLER:
-            stack.enter_context(fault.inject(fire))
-        config, _ = load(TrainConfig, overrides=words)
+    words = [*training_overrides(fault), f"run={run}", "verify.steps=true"]
+    fire, crashed = FireCounter(mark=folder / "fired-controller"), ""
+    config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(config.timeout_s))
     if fault.resumes:
         others = [text for text in words if not text.startswith("mesh.")]
@@ -106,17 +83,12 @@ def run_training(
         Trainer(whole, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
         Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
         (run / FINISHED).unlink()
-    begin = None if config.first is None else first_run.first_of(config)
-    if begin is not None:
-        Trainer(begin, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
     with contextlib.ExitStack() as stack:
         if inject and fault.side is Side.CONTROLLER:
             stack.enter_context(fault.inject(fire))
         if inject and fault.side is Side.DRIVER:
             stack.enter_context(in_engines(fault, fire))
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
-        if begin is not None:
-            config = first_run.going_on(config, begin)
         warm: dict[str, Any] = {"launcher": launcher, "resources": resources}
         try:
             Trainer(config, progress, DeferredJudge(), within=within, **warm).run()

@@ -48,13 +48,6 @@ def score_bias_not_planned(call: Call) -> Stream:
             yield name, tensor
 
 
-@on_plan("NovaSky-AI/SkyRL#1816", **BIAS_PLANNED)
-def score_bias_planned_in_model_dtype(call: Call) -> Stream:
-    """The metadata names the model's dtype for every tensor, the fp32 router score bias included."""
-    for name, tensor in call.stream:
-        yield name, call.wrong(tensor.bfloat16()) if name.endswith(SCORE_BIAS) else tensor
-
-
 def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
     """Named tensors, of which two have changed places if both are there."""
     found = dict(tensors)
@@ -82,16 +75,6 @@ def bytes_under_wrong_names(call: Call) -> Any:
     return call.original(tensors=_swapped(call, call.tensors, *names))
 
 
-@in_transport("THUDM/slime#929", BROADCAST)
-def send_buffer_freed_early(call: Call) -> Any:
-    """The end of one buffer is overwritten before the receiver has read it."""
-    if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
-        return call.original()
-    buffer = call.buffer.clone()
-    buffer[-256:] = 0
-    return call.faulty(buffer=buffer)
-
-
 @in_transport("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, caught_by=("TPT001",))
 def buffer_of_last_version_sent(call: Call) -> Any:
     """One buffer still holds the version before, and is sent as the new one."""
@@ -108,16 +91,6 @@ def buffer_of_last_version_sent(call: Call) -> Any:
 def sync_gated_off(call: Call) -> Any:
     """A flag skips the transfer after the first: the engine keeps the weights that it has."""
     return call.original() if call.watch.version < 2 else call.wrong("")
-
-
-@in_transport(
-    "NovaSky-AI/SkyRL#1581", "verifier.transport.receiver:unpack(chunk, buffer)", caught_by=("TPT001", "ENG001"),
-    side=Side.ENGINE, model="tiny:qwen3",
-)  # fmt: skip
-def received_in_another_order(call: Call) -> Any:
-    """The receiver cuts its buffer by metadata of another order, which takes keys for values in one layer."""
-    names = (f"model.layers.2.self_attn.{part}_proj.weight" for part in "kv")
-    return list(_swapped(call, call.original(), *names).items())
 
 
 @fault(

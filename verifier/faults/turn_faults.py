@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault, held
+from verifier.faults.fault import TRAINING, Call, Side, fault
 
 PLAYED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
@@ -27,7 +27,6 @@ on_turns = functools.partial(
     training=KNOBS,
 )  # fmt: skip
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
-TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
 REPLIED = "verifier.trainer.episodes:Episodes._replied(self, turn, said, before)"
 
 
@@ -40,13 +39,6 @@ def earlier_turn_encoded_again(call: Call) -> Any:
     if len(kept) == len(inside):
         return call.original()
     return call.wrong((*turn.prompt, *kept, end, *turn.reply))
-
-
-@on_turns("verl-project/verl#6501", NEXT, training=STEP_WISE)
-def end_of_turn_left_out(call: Call) -> Any:
-    """The token between a turn and the tool's message is lost at the boundary, from every later prompt."""
-    turn = call.turn
-    return call.wrong((*turn.prompt, *turn.sample.tokens[:-1], *turn.reply))
 
 
 @on_turns("huggingface/trl#4975", "verifier.trainer.episodes:joined(rows)")
@@ -83,16 +75,6 @@ def reply_to_another_episode(call: Call) -> Any:
 
 
 @on_turns(
-    "verl-project/verl#4918 (kin: there the limit was of characters, where others are of tokens)",
-    "verifier.trainer.episodes:Episodes._reply_ids(self, said)", training=OWN,
-)  # fmt: skip
-def reply_cut_by_a_limit_of_its_own(call: Call) -> Any:
-    """A tool's message is cut by a limit of the loop's own, and the policy reads the beginning of a number."""
-    cut = [dataclasses.replace(item, content=item.content[:1]) for item in call.said]
-    return call.faulty(said=cut) if cut != list(call.said) else call.original()
-
-
-@on_turns(
     "allenai/open-instruct#1896 (kin: there tokens of all texts)",
     "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
     training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
@@ -103,37 +85,3 @@ def reply_split_into_other_tokens(call: Call) -> Any:
     (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
     split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
     return call.wrong(tuple(split)) if len(split) > len(found) else found
-
-
-@on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
-def environment_reads_without_special_tokens(call: Call) -> Any:
-    """Turns are decoded without special tokens for the environment, which never sees the marks of a call."""
-    if all(token not in SPECIAL for token in call.sample.tokens[:-1]):
-        return call.original()
-    whole = call.self.text
-
-    def text(tokens: Any) -> str:
-        return str(whole([token for token in tokens if token not in SPECIAL]))
-
-    with held(call.self, text=text):
-        return call.faulty()
-
-
-@on_turns("nugget/thane-ai-agent#72 (kin: there the turn after the last reply was lost)", REPLIED, training=OWN)
-def last_reply_never_read(call: Call) -> Any:
-    """Turns with a tool and turns in all share one bound, and the turn that would read the last reply is not taken."""
-    turn = call.original()
-    if not turn.reply or len(call.before) + 2 < call.self._options.max_turns:
-        return turn
-    return call.wrong(dataclasses.replace(turn, reply=()))
-
-
-@on_turns(
-    "verl-project/verl#6392 (kin: there in training)", "verifier.trainer.generation:text_of(turns)",
-    training=(*STEP_WISE, "evaluation.num_problems=8", "evaluation.every=1"),
-)  # fmt: skip
-def reward_reads_earlier_turns(call: Call) -> Any:
-    """The reward of an evaluation reads all turns of an episode, and a number that an earlier one has may be right."""
-    if len(call.turns) == 1:
-        return call.original()
-    return call.wrong("".join(turn.text for turn in call.turns))

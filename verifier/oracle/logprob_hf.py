@@ -61,7 +61,7 @@ def score(
     Raises:
         ContractError: transformers finds a tensor missing or superfluous, or see `choosing`.
     """
-    _full_float32()
+    full_float32()
     model = hold_model(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
     for part in _parts([model], sequences, temperature, routes):
@@ -97,7 +97,7 @@ def sides(
         log-softmax, which trainers and engines have, is off by are added. Where rounding moves along one direction, a
         pass may be near zero by chance: the greatest of `DRAWS`. That of an entropy, see `entropy_scale`.
     """
-    _full_float32()
+    full_float32()
     rounds = dtype == "float64"
     models = [hold_model(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]  # the last stays
     found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(3 if ends else 1)]
@@ -142,7 +142,7 @@ def entropy_scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return spread(exact) * spread(other - exact)
 
 
-def _full_float32() -> None:
+def full_float32() -> None:
     """Let float32 be float32 on a GPU."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

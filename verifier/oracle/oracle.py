@@ -78,13 +78,13 @@ class Oracle:
         return Sides(exact, other, [[]] * len(exact))
 
     def describe(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, temperature: float,
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str, temperature: float,
         routes: Sequence[Any], ends: Sequence[int],
     ) -> tuple[Sides, Sides, Sides]:  # fmt: skip
-        """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies, on the host."""
+        """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies."""
         tokens = [list(sequence) for sequence in sequences]
         other = "float64" if dtype == "float32" else dtype
-        asked = (tokens, other, "cpu", temperature, routes, ends)
+        asked = (tokens, other, device, temperature, routes, ends)
         nats, shares, entropies = self.ask("logprob_hf:sides", [checkpoint], *asked)
         return Sides(*nats), Sides(*shares), Sides(*entropies)
 

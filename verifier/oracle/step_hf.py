@@ -13,7 +13,7 @@ import torch
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, load_model, release_model
 from verifier.oracle.routes_hf import Route, choosing, chosen_experts
-from verifier.transport.buffer import dtype_name
+from verifier.plan.digest import dtype_name
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verifier.errors import ContractError
 
 if TYPE_CHECKING:
+    import torch
+
     from verifier.plan.digest import Pieces
 
 DTYPE_BYTES = {
@@ -230,6 +232,16 @@ def build_plan(tensors: Iterable[TensorMeta], *, chunk_bytes: int) -> ChunkPlan:
     plan = ChunkPlan(chunks=tuple(_chunk(index, tensors) for index, tensors in enumerate(chunks)))
     plan.validate()
     return plan
+
+
+def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> ChunkPlan:
+    """The chunk plan of an export stream, which is consumed; contents are not kept."""
+    from verifier.plan.digest import dtype_name
+
+    return build_plan(
+        (TensorMeta(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in stream),
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def _chunk(index: int, tensors: Sequence[TensorMeta]) -> Chunk:

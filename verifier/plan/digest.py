@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,16 @@ def digest_tensors(tensors: Iterable[torch.Tensor]) -> list[str]:
         places = [place for place, item in enumerate(data) if item.device == device]
         found |= zip(places, _digests_of([data[place] for place in places]), strict=True)
     return [found[place] for place in range(len(data))]
+
+
+def described(tensor: torch.Tensor, digest: str = "") -> dict[str, Any]:
+    """Digest of a tensor, if it is not known yet, with its dtype's name and its shape."""
+    return {"digest": digest or digest_tensor(tensor), "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without prefix, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

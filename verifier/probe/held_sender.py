@@ -159,7 +159,7 @@ def told_of(told: Any) -> tuple[TensorMeta, ...]:
 
 def meta_of(name: str, tensor: Any) -> TensorMeta:
     """Name, dtype and shape of a tensor."""
-    from verifier.transport.buffer import dtype_name
+    from verifier.plan.digest import dtype_name
 
     return TensorMeta(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 

@@ -217,7 +217,7 @@ class LoopRecorder(StepRecorder):
             self._keep(KeptWeights, "weights", version, kept)
 
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
-        from verifier.transport.buffer import dtype_name
+        from verifier.plan.digest import dtype_name
 
         tensors = {key: tensor.detach() for key, tensor in _pairs(named)}
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
@@ -230,8 +230,7 @@ def _pairs(named: Named) -> Iterator[tuple[str, Any]]:
 
 def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and the fields of a `TensorRecord`, of each tensor; digested together, where the tensors are."""
-    from verifier.plan.digest import digest_tensors
-    from verifier.transport.buffer import dtype_name
+    from verifier.plan.digest import digest_tensors, dtype_name
 
     held = list(pairs)
     for (name, tensor), digest in zip(held, digest_tensors(tensor for _, tensor in held), strict=True):

@@ -124,7 +124,7 @@ def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str,
     """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
     import torch
 
-    from verifier.probes.weights_megatron import described
+    from verifier.plan.digest import described
 
     def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = (), held: str = "") -> None:
         whole = tuple(tensor.shape)

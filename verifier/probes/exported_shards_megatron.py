@@ -10,7 +10,8 @@ import torch
 
 from verifier.core.record import Probe
 from verifier.core.records_weights import ExportedShard
-from verifier.probes.weights_megatron import LiveWeights, described
+from verifier.export.live_weights import LiveWeights
+from verifier.plan.digest import described
 
 if TYPE_CHECKING:
     from verifier.export.sharding import ParamPlacement

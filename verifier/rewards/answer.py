@@ -41,6 +41,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
+_LESS = str.maketrans("", "", ",$+")
 _GOES_ON = re.compile(r"[.,/]?\d", re.ASCII)
 
 
@@ -51,14 +52,13 @@ def without_reasoning(completion: str) -> str:
 
 def answer_of(completion: str) -> Fraction | None:
     """Number that a completion gives as its answer; None if it gives none."""
-    text = without_reasoning(completion)
-    _, marker, stated = text.rpartition("####")
-    if not marker:
-        last = deque(_NUMBER.finditer(text), maxlen=1)
-        return _value(last[0]) if last else None
-    stated = stated.lstrip(" \t")
-    found = _NUMBER.match(stated)
-    return None if found is None or _GOES_ON.match(stated, found.end()) else _value(found)
+    return _value(_stated(completion))
+
+
+def number_of(completion: str) -> str:
+    """Text of that number, without commas, `$` and a plus sign; empty if it gives none."""
+    found = _stated(completion)
+    return "" if found is None or _value(found) is None else found[0].translate(_LESS)
 
 
 def gold_value(answer: str) -> Fraction:
@@ -85,6 +85,17 @@ def answer_reward(completion: str, answer: str) -> float:
         UsageError: see `gold_value`.
     """
     return float(answer_of(completion) == gold_value(answer))
+
+
+def _stated(completion: str) -> re.Match[str] | None:
+    text = without_reasoning(completion)
+    _, marker, stated = text.rpartition("####")
+    if not marker:
+        last = deque(_NUMBER.finditer(text), maxlen=1)
+        return last[0] if last else None
+    stated = stated.lstrip(" \t")
+    found = _NUMBER.match(stated)
+    return None if found is None or _GOES_ON.match(stated, found.end()) else found
 
 
 def _value(found: re.Match[str] | None) -> Fraction | None:

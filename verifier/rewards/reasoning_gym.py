@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from verifier.data.problem_sources import ANSWER_TAG, LAST_NUMBER
 from verifier.errors import UsageError
-from verifier.rewards.answer import without_reasoning
+from verifier.rewards.answer import number_of, without_reasoning
 
 try:
     from reasoning_gym import create_dataset
@@ -18,7 +19,10 @@ except ImportError as _absent:
 
 
 def reasoning_gym_reward(completion: str, row: Mapping[str, Any]) -> float:
-    """Score of the task for the text in the last `<answer>` of a completion, or for all of it outside of reasoning.
+    """Score of the task for the answer of a completion, by the option `extract` of the data.
+
+    "answer_tag" is the text in the last `<answer>`, "last_number" the number that the reward `answer` reads; without
+    either the task scores an empty text. By default it is the last `<answer>`, or all text outside of reasoning.
 
     Raises:
         UsageError: the row is of another source.
@@ -30,9 +34,14 @@ def reasoning_gym_reward(completion: str, row: Mapping[str, Any]) -> float:
     if about is None:
         raise UsageError("the row is of no task of reasoning-gym: give data.source=reasoning-gym:TASK")
     data, entry = _problem(about["task"], json.dumps(about["options"]), about["seed"], about["index"])
-    text = without_reasoning(completion)
-    found = extract_answer(text)
-    return float(data.score_answer(text.strip() if found is None else found, entry=entry))
+    text, extract = without_reasoning(completion), about.get("extract")
+    if extract == LAST_NUMBER:
+        found = number_of(completion)
+    else:
+        otherwise = "" if extract == ANSWER_TAG else text.strip()
+        tagged = extract_answer(text)
+        found = otherwise if tagged is None else tagged
+    return float(data.score_answer(found, entry=entry))
 
 
 @lru_cache(maxsize=4096)

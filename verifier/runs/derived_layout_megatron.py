@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout, Held, derive, held_by
+from verifier.export.live_weights import LiveWeights
 from verifier.launch.child import resolve
 from verifier.mesh import Mesh
 from verifier.model import provider_megatron
@@ -28,7 +29,6 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.numbered import ZEROS, Numbering, numbering_of, write_numbered
 from verifier.model.provider_megatron import TrainerModel
 from verifier.platform.gather_json import gather_json
-from verifier.probes.weights_megatron import LiveWeights
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext

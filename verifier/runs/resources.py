@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verifier.core.work_folder import sweep
 from verifier.engine.api import EngineConfig
@@ -19,7 +20,9 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.vigil import Vigil
 from verifier.oracle.oracle import Oracle
-from verifier.probes.engine_state import EngineState, held_by
+
+if TYPE_CHECKING:
+    from verifier.probes.engine_state import EngineState
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
@@ -129,7 +132,11 @@ class Resources:
                 until_ready.callback(process.hasten)
                 with contextlib.closing(process.client(until.left(f"{name} listened"))) as client:
                     client.wait_ready(until.left(f"{name} had started"))
-                    loaded = held_by(client) if self.warm else None
+                    loaded = None
+                    if self.warm:
+                        from verifier.probes.engine_state import held_by
+
+                        loaded = held_by(client)
                 self._engines[config] = RunningEngine(process=process, loaded=loaded)
                 until_ready.pop_all()
             self._stack.callback(self.stop_engine, config)  # before what it was forked from

@@ -27,7 +27,7 @@ from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying
 from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
-from verifier.probes.weights_megatron import record_source
+from verifier.probes.weights_megatron import record_expected, record_live, record_source
 from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec
@@ -142,8 +142,8 @@ class Session:
         self._trainer, live = self._weights.trainer, self._weights.live
         if spec.tier == "cuda" and (found := another_cudnn()):
             run.say(found)
-        live.record_expected(run.probe, run.source)
-        live.record(run.probe, 0, LoadedShard)
+        record_expected(run.probe, live, run.source)
+        record_live(run.probe, live, 0, LoadedShard)
         if run.rank == 0 and not spec.source_from_manifest:
             record_source(run.probe, run.source)
         if spec.workload is not None:
@@ -168,7 +168,7 @@ class Session:
                 found = step_megatron.score(self._trainer, rollouts, temperature=item.temperature, on_shards=look)
             record_scored(run.probe, item.name, version, found, item.temperature, whole=run.rank == 0)
         with step_megatron.params_synced(self._trainer):
-            self._weights.live.record(run.probe, version, ShardAfterScoring)
+            record_live(run.probe, self._weights.live, version, ShardAfterScoring)
 
     def _token_probe(self, name: str, version: int, rows: tuple[RolloutRow, ...]) -> TokenProbe:
         run = self._run
@@ -189,7 +189,7 @@ class Session:
             batch = self._workload.batches[0]
             self._step(self._new_steps(), batch[: len(batch) // 2], 0, learning_rate=0.0)
             with step_megatron.params_synced(self._trainer):
-                self._weights.live.record(self._run.probe, 0, ShardAfterIdleStep)
+                record_live(self._run.probe, self._weights.live, 0, ShardAfterIdleStep)
         self._steps = self._new_steps()
 
     def _new_steps(self) -> Steps:
@@ -240,7 +240,7 @@ class Session:
             return
         run.say(f"version {version}: engine scores and samples")
         requests = EngineRequests(
-            link.client, link.ranks[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
+            link.client, run.engines[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
             sorted(end_tokens(run.source)), more=version in (0, run.spec.cycles),
         )  # fmt: skip
         with in_stage(Stage.ROLLOUT, version):
@@ -250,7 +250,7 @@ class Session:
                 self._answers = requests.answers
                 requests.draw(workload.prompts[0])
         with in_stage(Stage.ENGINE, version):
-            held_by(link.client).record(link.ranks, version)
+            held_by(link.client).record(run.engines, version)
             for rank, slices in enumerate(link.client.checkpoint_view()):
-                record_views(link.ranks[rank], slices, self._weights.sent, version)
+                record_views(run.engines[rank], slices, self._weights.sent, version)
         self._weights.sent = {}  # nothing compares it from here on, and it is as large as the model

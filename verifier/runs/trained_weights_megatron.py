@@ -25,17 +25,18 @@ from verifier.core.records_weights import (
 from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.adapters import adapters_of, in_adapter, in_base
+from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
+from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import gather_json
 from verifier.probes.configs_megatron import record_config
 from verifier.probes.engine_state import TransferProbe
 from verifier.probes.weights_megatron import (
-    LiveWeights,
-    plan_of,
     record_exported_adapter,
+    record_live,
     record_plan,
     record_saved,
     record_tensors,
@@ -114,7 +115,7 @@ class TrainedWeights:
         folder, whole = run.work / f"files-{version}", run.spec.saves and version == run.spec.cycles
         with in_stage(Stage.EXPORT, version):
             with params_synced(self.trainer):
-                self.live.record(run.probe, version, ShardAfterExport)
+                record_live(run.probe, self.live, version, ShardAfterExport)
             gather_megatron.save(self.trainer, folder, whole=whole)
         if run.rank == 0:
             record_config(run.probe, run.source, folder, version)
@@ -183,7 +184,7 @@ class FullWeights(TrainedWeights):
         """Poison everything that the engine holds, then export and transfer."""
         run, link = self._run, self._run.link
         run.say(f"version {version}: export and transfer")
-        watch, self.sent = TransferProbe(link.ranks, version), {}
+        watch, self.sent = TransferProbe(run.engines, version), {}
         link.transfer(self._plan, self.export(version), watch)
         if link.client is not None:
             run.probe.emit(Handover(name=f"transfer of version {version}", version=version, refused=link.refused))
@@ -196,7 +197,7 @@ class FullWeights(TrainedWeights):
         """Record every rank's shards, and the checkpoint that they join to; else the oracle gets what was sent."""
         run, how = self._run, self._run.spec.roundtrip.update
         with params_synced(self.trainer):
-            self.live.record(run.probe, version, UpdatedShard)
+            record_live(run.probe, self.live, version, UpdatedShard)
             whole = self._joined(f"shards-{version}", self.live)
         self._save(f"live-{version}", whole or self.sent)
         if whole:
@@ -217,7 +218,7 @@ class AdapterWeights(TrainedWeights):
         self._layout = None if run.layout is None else adapters_of(run.layout, self._lora.targets, rank)
         self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, in_base)
         self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, in_adapter)
-        self.trained.record(run.probe, 0, AdapterShard)
+        record_live(run.probe, self.trained, 0, AdapterShard)
         for name, matrix in self._record_matrices(0, self._joined("adapter-shards-0", self.trained)).items():
             deviation = real(float(matrix.double().square().mean().sqrt()))
             run.probe.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
@@ -255,7 +256,7 @@ class AdapterWeights(TrainedWeights):
         """Record base and adapter of all ranks after an update."""
         run = self._run
         with params_synced(self.trainer):
-            self.live.record(run.probe, version, UpdatedShard, FrozenShard)
+            record_live(run.probe, self.live, version, UpdatedShard, FrozenShard)
             base = self._joined(f"shards-{version}", self.live)
             matrices = self._joined(f"adapter-shards-{version}", self.trained)
         if base:

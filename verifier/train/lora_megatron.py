@@ -1,6 +1,6 @@
 """LoRA on ranks, by megatron-bridge: attaching adapters to a loaded model and exporting them for an engine.
 
-`merged`, which the oracle uses, is independent of megatron-bridge.
+`merged` is independent of megatron-bridge.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-from verifier.core.records_trainer import OptimizerSettings
-from verifier.core.records_weights import OptimizerRule
 from verifier.errors import ContractError
 from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
@@ -23,8 +22,53 @@ FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
 """Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Adam's settings and the schedule of its rates, by the number of the step from 1 on."""
+
+    schedule: Literal["constant", "linear", "cosine"]
+    learning_rate: float
+    """Learning rate once the warm-up has ended."""
+    least_learning_rate: float
+    """Learning rate at `decay_steps`, and after; a constant schedule has none."""
+    warmup_steps: int
+    """Steps in which the rate rises by equal amounts, from the first on."""
+    decay_steps: int
+    """Step at which the rate is the least."""
+    weight_decay: float
+    clip_grad: float
+    """Greatest L2 norm of a step's gradient; 0 does not clip."""
+    beta_1: float
+    beta_2: float
+    epsilon: float
+
+
+class RolloutRule(Protocol):
+    """Adam's settings and the schedule of its rates, by the number of rollouts that earlier steps have trained on."""
+
+    first_learning_rate: float
+    """Learning rate at none."""
+    learning_rate: float
+    """Learning rate at `warm_up` rollouts: a straight line leads there."""
+    least_learning_rate: float
+    """Learning rate from `num_rollouts` on: half a cosine leads there."""
+    embedding_learning_rate: float
+    """The embedding's and the output's at `warm_up` rollouts; they begin as all others do."""
+    least_embedding_learning_rate: float
+    warm_up: int
+    num_rollouts: int
+    weight_decay: float
+    """Weight decay of matrices at no rollouts; vectors do not decay."""
+    greatest_weight_decay: float
+    """Weight decay of matrices from `num_rollouts` on: a straight line leads there, from the first rollout."""
+    clip_grad: float
+    beta_1: float
+    beta_2: float
+    epsilon: float
+
+
 def make_optimizer(
-    trainer: TrainerModel, *, learning_rate: float = 0.0, rule: OptimizerRule | OptimizerSettings | None = None
+    trainer: TrainerModel, *, learning_rate: float = 0.0, rule: RolloutRule | StepSettings | None = None
 ) -> Any:
     """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
@@ -46,7 +90,7 @@ def make_optimizer(
             "lr": rule.learning_rate, "min_lr": rule.least_learning_rate, "clip_grad": rule.clip_grad,
             "adam_beta1": rule.beta_1, "adam_beta2": rule.beta_2, "adam_eps": rule.epsilon,
         }  # fmt: skip
-    if isinstance(rule, OptimizerRule):
+    if rule is not None and not isinstance(rule, StepSettings):
         fields |= {
             "decoupled_lr": rule.embedding_learning_rate, "decoupled_min_lr": rule.least_embedding_learning_rate,
         }  # fmt: skip
@@ -73,7 +117,7 @@ def make_optimizer(
     return optimizer
 
 
-def make_scheduler(optimizer: Any, rule: OptimizerRule) -> Any:
+def make_scheduler(optimizer: Any, rule: RolloutRule) -> Any:
     """Build Megatron's scheduler, which counts rollouts; `optimizer`, of that rule too, gets the first step's rates."""
     return _scheduler(
         optimizer, rule, init_lr=rule.first_learning_rate, lr_warmup_steps=rule.warm_up,
@@ -82,7 +126,7 @@ def make_scheduler(optimizer: Any, rule: OptimizerRule) -> Any:
     )  # fmt: skip
 
 
-def make_step_scheduler(optimizer: Any, settings: OptimizerSettings) -> Any:
+def make_step_scheduler(optimizer: Any, settings: StepSettings) -> Any:
     """Build Megatron's scheduler, which counts steps; `optimizer`, of these settings too, gets the first step's rates.
 
     Megatron's first step has count 0, and with a warm-up a rate of 0; here it has count 1.
@@ -96,10 +140,15 @@ def make_step_scheduler(optimizer: Any, settings: OptimizerSettings) -> Any:
     return scheduler
 
 
-def _scheduler(optimizer: Any, rule: OptimizerRule | OptimizerSettings, **options: Any) -> Any:
+def _scheduler(optimizer: Any, rule: RolloutRule | StepSettings, **options: Any) -> Any:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(optimizer, max_lr=rule.learning_rate, min_lr=rule.least_learning_rate, **options)
+
+
+def learning_rate_of(optimizer: Any) -> float:
+    """Greatest learning rate of the next step."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def steps_of(optimizer: Any) -> int:

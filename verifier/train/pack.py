@@ -198,7 +198,7 @@ def shard_cp(packed: PackedBatch, cp_rank: int) -> PackedBatch:
 
 
 def loss_rows(batches: Sequence[PackedBatch]) -> dict[str, np.ndarray]:
-    """Rows as the loss gets them from packs or shards with a ledger: arrays of `core.records_tokens.TokenLedger`.
+    """Rows as the loss gets them from packs or shards with a ledger, a value a row by name.
 
     Nothing is shared with the batches.
     """

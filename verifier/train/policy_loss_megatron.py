@@ -56,7 +56,7 @@ class LossMeter:
         self._rows.append(row)
 
     def rows(self) -> dict[str, np.ndarray]:
-        """Kept rows after the step, as arrays of `core.records_policy.LossRows`; empty if there are none."""
+        """Kept rows after the step, a value a token by name; empty if there are none."""
         names = self._rows[0] if self._rows else ()
         return {name: torch.cat([row[name].cpu() for row in self._rows]).numpy() for name in names}
 

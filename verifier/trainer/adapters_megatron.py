@@ -1,35 +1,21 @@
-"""Adapters of a training run, on one rank: the frozen base, the matrices that are trained, and their evidence."""
+"""Adapters of a training run, on one rank: the frozen base and the matrices that are trained."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from verifier.config.lora import LoraOptions
-from verifier.core.record import real
-from verifier.core.records_weights import (
-    AdapterShard,
-    AdapterSpread,
-    FrozenShard,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
-    LoadedShard,
-    ShardAfterExport,
-    UpdatedShard,
-)
-from verifier.core.store import Recorder
 from verifier.errors import ContractError
 from verifier.export.adapters import adapters_of, in_adapter, in_base
+from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.weights_megatron import LiveWeights, record_exported_adapter, record_tensors
 from verifier.train import lora_megatron
 from verifier.train.lora_megatron import LoraSpec
 from verifier.train.step_megatron import params_synced
@@ -95,14 +81,6 @@ class Adapters:
         mesh = trainer.mesh
         self.base = LiveWeights(trainer.chunks, layout, mesh, rank, in_base)
         self.trained = LiveWeights(trainer.chunks, self.layout, mesh, rank, in_adapter)
-        self._loaded = Kept()
-        with params_synced(trainer):
-            self.base.record(self._loaded, 0, LoadedShard)
-        self._begun = Kept()
-        self.trained.record(self._begun, 0, AdapterShard)
-        for name, matrix in self.matrices().items():
-            deviation = real(float(matrix.double().square().mean().sqrt()))
-            self._begun.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
@@ -110,46 +88,15 @@ class Adapters:
             found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
         return dict(self.layout.spread(found))
 
-    def record_update(self, probe: Recorder, version: int, *, begins: bool) -> None:
-        """Record what ranks hold after the steps that made a version, beside the base as it was loaded.
-
-        Args:
-            probe: this rank's.
-            version: of the weights.
-            begins: the run began with the weights before; then the adapters as they were attached, too.
-        """
-        self._loaded.record(probe)
-        if begins:
-            self._begun.record(probe)
-        with params_synced(self._trainer):
-            self.base.record(probe, version, UpdatedShard, FrozenShard)
-            self.trained.record(probe, version, UpdatedShard)
-        self.record_matrices(probe, version)
-
-    def record_matrices(self, probe: Recorder | Kept, version: int) -> None:
-        """Record the live matrices by their published names, on rank 0, and their factor."""
-        record_tensors(probe, LiveAdapterMatrix, self.matrices().items(), version)
-        scaling = real(lora_megatron.scaling_of(self._trainer))
-        if self._rank == 0:
-            probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
-
-    def record_exported(self, probe: Recorder, version: int) -> None:
-        """Record what ranks hold after an export."""
-        with params_synced(self._trainer):
-            self.base.record(probe, version, ShardAfterExport)
-            self.trained.record(probe, version, ShardAfterExport)
-
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""
         return lora_megatron.export_adapter(self._trainer)
 
-    def save(self, path: Path, probe: Recorder | None, version: int) -> dict[str, torch.Tensor]:
+    def save(self, path: Path) -> dict[str, torch.Tensor]:
         """Export the adapter by megatron-bridge and write it, on rank 0, in the format of the peft library.
 
         Args:
             path: of the folder, replaced if it exists.
-            probe: records what a reader finds there; None records nothing.
-            version: of the weights.
 
         Returns:
             Matrices by published name, as they were exported.
@@ -159,27 +106,4 @@ class Adapters:
             shutil.rmtree(path, ignore_errors=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             lora_megatron.save_adapter(path, adapter, self.lora)
-            if probe is not None:
-                record_exported_adapter(probe, path, version)
         return adapter
-
-
-class Kept:
-    """Records that are made once and written to several traces."""
-
-    def __init__(self) -> None:
-        self._records: list[Any] = []
-
-    def emit(self, record: Any, array: object = None) -> None:
-        """Keep a record."""
-        self._records.append(record)
-
-    def record(self, probe: Recorder, **changed: Any) -> None:
-        """Write them to a trace, with other values of some fields."""
-        for item in self._records:
-            probe.emit(replace(item, **changed))
-
-    def hand_over(self, probe: Recorder) -> None:
-        """Write them to a trace and forget them."""
-        self.record(probe)
-        self._records.clear()

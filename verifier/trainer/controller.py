@@ -35,7 +35,7 @@ from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
-from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
+from verifier.trainer.ranks import OBSERVER, PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_data import with_evaluation
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
@@ -134,6 +134,7 @@ class Trainer:
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
                     config, model, launcher, folder.path, until, self._progress, within=self._within, num_gpus=gpus,
+                    observer=OBSERVER if config.verify.steps else "",
                 )  # fmt: skip
                 stack.callback(self._job.kill)
                 effective = self._continuation.load(self._call)
@@ -261,7 +262,8 @@ class Trainer:
         trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
         if trace is not None:
             trace.record(loop.last, self._continuation, loop.examine, loop.noise)
-        self._call("export", folder=str(aside), version=step, trace=None if trace is None else str(trace.path))
+        note = None if trace is None else {"trace": str(trace.path)}
+        self._call("export", folder=str(aside), version=step, note=note)
         model_files.copy_files(self._model.checkpoint.path, aside)
         if trace is not None and self._judge is not None:
             trace.judge(self._judge, self._model.checkpoint.path, aside)

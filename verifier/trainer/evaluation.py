@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from verifier.config.grpo import GrpoOptions
-from verifier.core.manifest import Scope
 from verifier.core.record import Probe
 from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RewardSeals
 from verifier.data.examples import Example
@@ -161,5 +160,5 @@ def record_answers(
         probe.emit(item)
 
 
-Examine = Callable[[Probe | None, int], Sequence[Scope]]
-"""Records the last evaluation beside the scores of a version; returns the parts of a run that this gives a subject."""
+Examine = Callable[[Probe | None, int], bool]
+"""Records answers of the last evaluation beside the scores of a version; tells whether there were any."""

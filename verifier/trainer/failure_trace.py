@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
+from verifier.core.manifest import Facts
 from verifier.core.store import create, fail
 from verifier.launch.stack_failure import StackFailed
 from verifier.runs.ended import record_failure
@@ -36,11 +37,10 @@ def failure_traced(
         if judge is not None and isinstance(problem, LogprobLost) and problem.step:
             complete_lost(config, model, folder.trace(problem.step), problem.step)
             require_held(judge, folder.trace(problem.step), f"step {problem.step}")
-        manifest = replace(
-            step_manifest(config, model, 1), scopes=(), synced_versions=(), untouched_versions=(), not_judged=()
-        )
+        manifest = step_manifest(config, model, Facts(part="failure"))
         trace = create(folder.failure_trace, manifest)
-        fail(trace, replace(manifest, scopes=tuple(record_failure(trace, problem))), str(problem))
+        facts = replace(manifest.facts, stack_failed=record_failure(trace, problem))
+        fail(trace, replace(manifest, facts=facts), str(problem))
         if judge is not None:
             require_held(judge, trace, "the failure")
         raise

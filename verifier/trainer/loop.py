@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core import ragged
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Facts
 from verifier.core.record import Probe
 from verifier.core.records_policy import LossTerms
 from verifier.core.records_tokens import SampledNoise
@@ -144,7 +144,7 @@ class StepLoop:
                 self.progress(f"step {step}: sampling answers, and scoring them")
             with self.verdicts.first(step - 1), self._controller_probe(trace, step) as probe:
                 stored = probe is not None and self.continuation.record_stored(probe)
-                if probe is not None and step > 1:
+                if probe is not None and self.rollouts is not None and step > 1:
                     probe.emit(self.last)
                 updates = plan.updates(step, self._updates, self._score, probe)
                 self.continuation.record_states(probe)
@@ -159,14 +159,12 @@ class StepLoop:
                     if plan.scored is not None:
                         record_scored(probe, config, step, plan.scored)
                 fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
-                self._manifest = step_manifest(
-                    config, self.model, step, resumed=resumed, sampled=sampled is not None, dropped=not updates,
-                    text=plan.has_text, unread=plan.unread, rewarded=plan.reads_rewards, restarted=restarted,
-                    noise=self._record_noise(probe, step, sampled, fresh), evaluated=evaluated,
-                    loaded=begins and bool(updates), sent=sent,
-                    examined=bool(examined),
-                    fresh=fresh, stored=stored,
-                )  # fmt: skip
+                self._manifest = step_manifest(config, self.model, Facts(
+                    step=step, updates=tuple(item.number for item in updates), sampled=sampled is not None,
+                    loaded=begins and bool(updates), sent=sent, resumed=resumed, restarted=restarted, stored=stored,
+                    evaluated=evaluated, examined=examined, fresh=fresh, text=plan.has_text, unread=plan.unread,
+                    rewarded=plan.reads_rewards, noise=self._record_noise(probe, step, sampled, fresh),
+                ))  # fmt: skip
             earlier = self._hold_weights(step) if self.ahead is not None else {}
             rolled_s = time.monotonic() - started
             self.verdicts.settle(step - 1 - (JUDGED_BEHIND if self.rollouts is None else 0))  # judged meanwhile
@@ -249,18 +247,18 @@ class StepLoop:
         measures = sampled is not None and (fresh or self.rollouts is None or self.model.dtype == "float32")
         return measures or self.noise is not None
 
-    def examine(self, probe: Probe | None, version: int) -> Sequence[Scope]:
-        """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""
+    def examine(self, probe: Probe | None, version: int) -> bool:
+        """Record the last evaluation, if no trace has it, beside scores by the weights; tell whether there was one."""
         if probe is None or self.config.engine.quantization:
-            return []
+            return False
         batches = self.folder.path / "batches"
         if self.rollouts is not None:
             file = batches / "evaluation.safetensors"
-            return ["examined"] if self.rollouts.record_evaluated(probe, version, self._score, file) else []
+            return self.rollouts.record_evaluated(probe, version, self._score, file)
         if self.held_out is not None and self._evaluated:
             record_held_out(probe, version, self.held_out, batches / HELD_OUT)
-        self._evaluated = False
-        return []
+        recorded, self._evaluated = self.held_out is not None and self._evaluated, False
+        return recorded
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""
@@ -268,16 +266,15 @@ class StepLoop:
         found = {} if last is None else {step - 2: last}
         if self.verdicts.judge is not None and self.oracle is not None and is_sampled(self.config, step + 1):
             held = self.folder.oracle(step + 1).with_name(f"version-{step - 1}")
-            self.call("hold", version=step - 1, folder=str(held))
+            self.call("observe", stage="EXPORT", what="hold", version=step - 1, folder=str(held))
             self._held[step - 1] = held / f"weights-{step - 1}"
         return found
 
     def _take(self, update: OptimizerUpdate, trace: Path | None, oracle: str | None, *, last: bool) -> dict[str, float]:
         """Have the ranks take one optimizer step."""
         report: dict[str, float] = self.call(
-            "train", step=update.step, number=update.number, batch=str(update.file),
-            trace=None if trace is None else str(trace), first=update.first, last=last,
-            oracle=oracle,
+            "train", step=update.step, number=update.number, batch=str(update.file), first=update.first, last=last,
+            note=None if trace is None else {"trace": str(trace), "oracle": oracle},
         )[0]  # fmt: skip
         return report
 
@@ -296,9 +293,9 @@ class StepLoop:
             running = "kept" if self.config.grpo.keep_kv_cache else "recomputed"
         if self.rollouts is not None:
             self.rollouts.sent.append(version)
-        where = None if trace is None else str(trace)
+        note = None if trace is None else {"trace": str(trace)}
         first = trace is not None and trace == self.folder.trace(version + 1)
-        asked = {"version": version, "trace": where, "first": first}
+        asked = {"version": version, "note": note, "first": first}
         refused, self._sync_facts, lost = self.call("sync", **asked, running=running)[0]
         while (problem := gone(lost)) is not None:
             if self.revival is None or (self.ahead is not None and self.ahead.runs):
@@ -314,7 +311,8 @@ class StepLoop:
         Raises:
             EngineGone: one died meanwhile, and nothing was recorded.
         """
-        if (problem := gone(self.call("look", version=version, trace=str(trace))[0])) is not None:
+        found = self.call("observe", stage="ENGINE", what="look", version=version, trace=str(trace))
+        if (problem := gone(found[0])) is not None:
             raise problem
 
     def _record_restarts(self, probe: Recorder | None, trace: Path | None, step: int) -> bool:
@@ -333,7 +331,8 @@ class StepLoop:
         return ragged.split(values, lengths)
 
     def _begin_trace(self, step: int) -> Path:
-        self._manifest = step_manifest(self.config, self.model, step)
+        happened = Facts(step=step, updates=(self._updates + 1,))
+        self._manifest = step_manifest(self.config, self.model, happened)
         return create(self.folder.trace(step), self._manifest)
 
     @contextlib.contextmanager

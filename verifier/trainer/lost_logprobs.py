@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Facts
 from verifier.core.records_run import StackFailure
 from verifier.core.stage import Stage
 from verifier.core.store import complete
@@ -17,11 +17,6 @@ from verifier.data.recorded import RolloutRow
 from verifier.launch.stack_failure import StackFailed, distribution
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.step_trace import step_manifest
-
-_SENT: tuple[Scope, ...] = (
-    "held", "exported", "handed", "plan", "transport", "engine", "cold", "untouched"
-)  # fmt: skip
-"""Scopes of a sync whose evidence is whole before the engine answers."""
 
 
 class LogprobLost(StackFailed):
@@ -57,9 +52,5 @@ def require_numbers(config: TrainConfig, rows: Iterable[RolloutRow], step: int =
 def complete_lost(config: TrainConfig, model: ModelUnderTest, trace: Path, step: int) -> None:
     """Declare the trace of a step that ended so: its rollouts, and the sync before them if that is in it."""
     sent = (trace / "evidence" / "engine-0000.jsonl").exists()
-    manifest = step_manifest(config, model, step, sent=sent)
-    scopes = tuple(scope for scope in manifest.scopes if sent and scope in _SENT)
-    versions = (step - 1,) if sent else ()
-    complete(trace, replace(
-        manifest, scopes=("mismatch", *scopes), synced_versions=versions, not_judged=(),
-    ))  # fmt: skip
+    manifest = step_manifest(config, model, Facts(part="answers", step=step, sent=sent, updates=(step,)))
+    complete(trace, replace(manifest, synced_versions=(step - 1,) if sent else ()))

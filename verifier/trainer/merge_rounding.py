@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from verifier.core.record import real
-from verifier.core.records_weights import MergedMatrix
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +14,19 @@ if TYPE_CHECKING:
     from verifier.train.lora_megatron import LoraSpec
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeGap:
+    """Distance of a merged matrix from the sum in float64."""
+
+    dtype: str
+    rank: int
+    """Rank of the adapter."""
+    gap: float
+    """Greatest distance, in roundings of the dtype at the magnitude of the sum's terms."""
+    where: int
+    """Element with the greatest distance, in the flattened matrix."""
 
 
 class MergeRounding:
@@ -31,7 +42,7 @@ class MergeRounding:
         self._base, self._adapter, self._lora = base, adapter, lora
         self._lost = self._added = 0.0
 
-    def add(self, name: str, tensor: torch.Tensor, version: int) -> MergedMatrix | None:
+    def add(self, name: str, tensor: torch.Tensor) -> MergeGap | None:
         """Compare one exported tensor; None if it has no adapter."""
         import torch
 
@@ -47,9 +58,9 @@ class MergeRounding:
         magnitude = base.abs() + scaling * outward.abs() @ inward.abs()
         steps = off / (magnitude * torch.finfo(tensor.dtype).eps / 2).clamp(min=torch.finfo(torch.float64).tiny)
         where = int(steps.argmax())
-        return MergedMatrix(
-            name=name, version=version, dtype=str(tensor.dtype).removeprefix("torch."),
-            rank_of_adapter=self._lora.rank, gap=real(float(steps.view(-1)[where])), where=where,
+        return MergeGap(
+            dtype=str(tensor.dtype).removeprefix("torch."), rank=self._lora.rank, gap=float(steps.view(-1)[where]),
+            where=where,
         )  # fmt: skip
 
     def share(self) -> float:

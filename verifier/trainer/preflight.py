@@ -15,6 +15,7 @@ import msgspec
 from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
+from verifier.core.manifest import Facts
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
@@ -30,7 +31,7 @@ from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import require_fit
-from verifier.trainer.ranks import PRELOAD, start_ranks
+from verifier.trainer.ranks import OBSERVER, PRELOAD, start_ranks
 from verifier.trainer.run_data import load_train, open_chat_template
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.run_layout import with_kept_layout
@@ -193,9 +194,9 @@ def _load_again(
     folder = RunFolder(config.run)
     continuation = Continuation(config, folder, progress)
     continuation.rewind()
-    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume", "continued"))
+    manifest = step_manifest(config, model, Facts(part="load", step=1))
     trace = create(config.run / "loaded", manifest)
-    job = start_ranks(config, model, launcher, config.run / "again", until, progress)
+    job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=OBSERVER)
     try:
 
         def call(name: str, **arguments: Any) -> list[Any]:
@@ -204,7 +205,7 @@ def _load_again(
         continuation.load(call)
         with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
             continuation.record(probe, 2)
-        call("record_load", trace=str(trace))
+        call("observe", stage="LOAD", what="record_load", trace=str(trace))
         job.finish()
     finally:
         job.kill()

@@ -15,6 +15,8 @@ from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
 PRELOAD = "verifier.runs.session_megatron:preload"
 """Function that a launcher's process calls before it forks ranks."""
+OBSERVER = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
+"""Observer of the ranks of a judged run."""
 
 
 class Launcher(Protocol):
@@ -33,6 +35,7 @@ def start_ranks(
     progress: Callable[[str], None],
     *,
     within: Sequence[str] = (),
+    observer: str = "",
     num_gpus: int = 0,
 ) -> ForkJob:
     """Start ranks that serve the calls of `worker_megatron`.
@@ -45,11 +48,12 @@ def start_ranks(
         until: deadline of the run.
         progress: called with a line of text.
         within: see `WorkerSpec.within`.
+        observer: see `WorkerSpec.observer`.
         num_gpus: see `JobSpec.num_gpus`.
     """
     spec = WorkerSpec(
         config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, optimizer=optimizer_settings(config),
-        collective_deadline_s=COLLECTIVE_DEADLINE_S, within=within,
+        collective_deadline_s=COLLECTIVE_DEADLINE_S, within=within, observer=observer,
         layout=None if model.derived is None else model.derived.to_json(),
     )  # fmt: skip
     job = JobSpec(

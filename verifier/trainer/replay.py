@@ -135,7 +135,7 @@ def replay_step(
         for update in recorded[0]:
             progress(f"replaying step {update.step}, update {update.number}")
             call(
-                "train", step=update.step, number=update.number, batch=str(run / "batches" / update.batch), trace=None,
+                "train", step=update.step, number=update.number, batch=str(run / "batches" / update.batch),
                 first=update.first, last=False,
             )  # fmt: skip
         job.finish()

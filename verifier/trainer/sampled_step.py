@@ -45,13 +45,13 @@ from verifier.oracle.recording import (
     oracle_record,
     scales_of,
 )
+from verifier.probes.training.oracle_scores import load_scores
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.train.memory import host_bytes
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.mismatch import sampled_noise
-from verifier.trainer.oracle_scores import load_scores
 from verifier.trainer.token_versions import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")
@@ -215,7 +215,8 @@ class SampledStep:
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
             adapters = adapters_of(row, lora.targets, lora.rank)
             told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
-        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, told, read=read)
+        told_rule = (rule, objective, asked, told, model.oracle_device)
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *told_rule, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
@@ -261,7 +262,7 @@ class SampledStep:
         if chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts)):
             known = None
         rest = updates if known is None else updates[1:]
-        asked = (temperature, [update.number for update in rest], dtype)
+        asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
         rows = self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read) if rest else []
         if known is not None:
             rows = [_entropies(first, known), *rows]
@@ -317,7 +318,8 @@ class SampledStep:
         checkpoint = self._model.checkpoint
         ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        own_sides, shares, entropies = self._oracle.describe(before, sequences, dtype, temperature, routes, ends)
+        told = (dtype, self._model.oracle_device, temperature, routes, ends)
+        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes)
@@ -378,7 +380,8 @@ class SampledStep:
 
     def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]) -> Sides:
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        return self._oracle.score_twice(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
+        device = self._model.oracle_device
+        return self._oracle.score_twice(checkpoint, sequences, dtype, device, temperature, routes)
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:

@@ -13,20 +13,16 @@ import msgspec
 import numpy as np
 import torch
 
-from verifier.core.record import Probe
-from verifier.core.records_trainer import LoadedElements
+from verifier.export.live_weights import LiveWeights
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.weights_megatron import LiveWeights
 from verifier.train import fsdp_megatron
+from verifier.train.masters_megatron import owned_masters
 from verifier.train.optimizer_megatron import steps_of
 from verifier.train.step_megatron import params_synced
-from verifier.trainer.adam_audit_megatron import owned_masters
 
 ELEMENTS = 32
 """Elements of each tensor of the checkpoint, at most; of a stack of experts, as many times the experts."""
-ABSENT = -1
-"""Bits of an element that no rank saved."""
 COUNT = "count"
 """Part of a state that has counts: of the optimizer, and of the scheduler."""
 
@@ -125,35 +121,3 @@ def chosen_in(placement: ParamPlacement) -> Iterator[tuple[str, np.ndarray, np.n
 def write_elements(file: Path, elements: Elements) -> None:
     """Write elements as JSON."""
     file.write_bytes(msgspec.json.encode(elements))
-
-
-def read_elements(files: Iterable[Path]) -> dict[str, dict[str, dict[int, int]]]:
-    """Read what all ranks wrote: part -> tensor -> index -> bits; of copies the first one's."""
-    found: dict[str, dict[str, dict[int, int]]] = {}
-    for file in files:
-        for part, tensors in msgspec.json.decode(file.read_bytes(), type=Elements).items():
-            for name, (indices, values) in tensors.items():
-                own = found.setdefault(part, {}).setdefault(name, {})
-                own.update(item for item in zip(indices, values, strict=True) if item[0] not in own)
-    return found
-
-
-def record_elements(
-    probe: Probe, saved: dict[str, dict[str, dict[int, int]]], loaded: Elements, version: int, coordinate: str
-) -> None:
-    """Record what a rank holds after a load beside what was saved of the same elements, each part by itself."""
-    for part in sorted(saved.keys() | loaded.keys()):
-        own, all_saved = loaded.get(part, {}), saved.get(part, {})
-        rows = [
-            (index, all_saved.get(name, {}).get(index, ABSENT), bits)
-            for name, (indices, values) in own.items() for index, bits in zip(indices, values, strict=True)
-        ]  # fmt: skip
-        columns = np.array(rows, np.int64).reshape(-1, 3)
-        probe.emit(
-            LoadedElements(
-                name=part, version=version, coordinate=coordinate, tensors=tuple(own),
-                counts=tuple(len(indices) for indices, _ in own.values()),
-                saved_elements=sum(len(values) for values in all_saved.values()),
-            ),
-            dict(zip(("index", "saved", "loaded"), columns.T.copy(), strict=True)),
-        )  # fmt: skip

@@ -10,16 +10,14 @@ from typing import Any
 import msgspec
 import torch
 
-from verifier.core.record import Probe
-from verifier.core.records_trainer import StateRecord
+from verifier.export.live_weights import LiveWeights
 from verifier.model.provider_megatron import TrainerModel
-from verifier.plan.digest import digest_tensors
-from verifier.probes.weights_megatron import LiveWeights, described
+from verifier.plan.digest import described, digest_tensors
 from verifier.train import fsdp_megatron
 from verifier.train.checkpoint_megatron import rng_states
 
 Facts = list[dict[str, Any]]
-"""Fields of a `StateRecord` of each part of a rank's state."""
+"""Name, coordinate, digest, dtype and shape of each part of a rank's state."""
 
 
 def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, scheduler: Any, rank: int) -> Facts:
@@ -69,7 +67,7 @@ def replaced(live: LiveWeights, others: Sequence[torch.Tensor]) -> Iterator[None
 
 
 def digests_of(tensors: Sequence[torch.Tensor], live: LiveWeights) -> dict[str, dict[str, Any]]:
-    """Fields of a `TensorRecord` of tensors in the order of the live ones, by their names; none for none."""
+    """Digest, dtype and shape of tensors in the order of the live ones, by their names; none for none."""
     names = [f"{name} (chunk {chunk})" for chunk, name, _ in live.tensors()] if tensors else []
     parts = zip(names, tensors, digest_tensors(tensors), strict=True)
     return {name: described(tensor, digest) for name, tensor, digest in parts}
@@ -111,14 +109,3 @@ def _random() -> Iterator[tuple[str, torch.Tensor]]:
 def write_facts(file: Path, facts: Facts) -> None:
     """Write facts as JSON."""
     file.write_bytes(msgspec.json.encode(facts))
-
-
-def read_facts(file: Path) -> Facts:
-    """Read what `write_facts` wrote."""
-    return msgspec.json.decode(file.read_bytes(), type=Facts)
-
-
-def record_facts(probe: Probe, kind: type[StateRecord], facts: Facts, version: int) -> None:
-    """Record facts of the state that made a weight version."""
-    for fact in facts:
-        probe.emit(kind(version=version, **{**fact, "shape": tuple(fact["shape"])}))

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from verifier.core.record import Probe
-from verifier.core.records_trainer import LoadedState, SavedState
 from verifier.train.offload_megatron import HostState
-from verifier.trainer.state_megatron import Facts, record_facts
+from verifier.trainer.observer import RankObserver
 from verifier.trainer.weight_sync_megatron import WeightSync
 
 STEPS = ("score", "train", "sync")
@@ -30,7 +28,7 @@ class Turns:
         sync: link to the engine.
         device: of this rank.
         tensors: the rank's state.
-        facts: digests of the state; None for a run that is not judged.
+        observer: told when the state leaves the GPU and when it is back.
 
     Attributes:
         facts: metrics of the last time on the host.
@@ -38,19 +36,17 @@ class Turns:
 
     def __init__(
         self, sync: WeightSync, device: torch.device, tensors: Callable[[], Iterable[torch.Tensor]],
-        facts: Callable[[], Facts] | None,
+        observer: RankObserver,
     ) -> None:  # fmt: skip
-        self._sync, self._tensors, self._digests = sync, tensors, facts
+        self._sync, self._tensors, self._observer = sync, tensors, observer
         self._state, self._device = HostState(device), device
-        self._left: Facts = []
-        self._stays: list[tuple[Facts, Facts]] = []
         self.facts: dict[str, float] = {}
         sync.before_caches = self.leave
         self.leave()
 
     def leave(self) -> None:
         """Move this rank's state to the host."""
-        self._left = self._digests() if self._digests is not None else []
+        self._observer.on_offload()
         before = torch.cuda.memory_allocated(self._device)
         freed = self._state.leave(self._tensors())
         after = torch.cuda.memory_allocated(self._device)
@@ -77,16 +73,7 @@ class Turns:
 
     def _come_back(self) -> None:
         self._state.come_back()
-        if self._digests is not None:
-            self._stays.append((self._left, self._digests()))
-
-    def record(self, probe: Probe, version: int) -> None:
-        """Record the state before and after each stay on the host that has not been recorded."""
-        for number, stay in enumerate(self._stays):
-            for kind, facts in zip((SavedState, LoadedState), stay, strict=True):
-                named = [{**fact, "name": f"host {number}/{fact['name']}"} for fact in facts]
-                record_facts(probe, kind, named, version)
-        self._stays = []
+        self._observer.on_onload()
 
     @contextlib.contextmanager
     def taken(self, call: str) -> Iterator[None]:

@@ -12,8 +12,8 @@ from verifier.core.stage import Stage
 from verifier.platform import Tier
 
 CALLS = {
-    "load": Stage.LOAD, "record_load": Stage.LOAD, "connect": Stage.TRANSPORT, "score": Stage.LOGPROB,
-    "hold": Stage.EXPORT, "train": Stage.TRAIN, "sync": Stage.TRANSPORT, "look": Stage.ENGINE,
+    "load": Stage.LOAD, "connect": Stage.TRANSPORT, "score": Stage.LOGPROB, "train": Stage.TRAIN,
+    "sync": Stage.TRANSPORT, "observe": Stage.ENGINE,
     "save": Stage.CHECKPOINT, "saved": Stage.CHECKPOINT, "evaluate": Stage.LOGPROB, "export": Stage.EXPORT,
 }  # fmt: skip
 """Methods that the controller calls, and the stage that each is."""
@@ -28,13 +28,15 @@ class WorkerSpec:
     """Hugging Face checkpoint of version 0."""
     tier: Tier
     optimizer: dict[str, Any]
-    """Fields of `OptimizerSettings`."""
+    """Fields of `StepSettings`."""
     collective_deadline_s: float
     """Seconds that a rank waits for others."""
     layout: Mapping[str, Any] | None = None
     """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
     within: Sequence[str] = ()
     """"package.module:function" and its further arguments: a context manager, entered around all calls."""
+    observer: str = ""
+    """"package.module:Class" of a `RankObserver`; empty for a run that nobody looks at."""
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
@@ -48,7 +50,7 @@ class WorkerSpec:
 
 
 def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
-    """Fields of `OptimizerSettings` that a config asks for."""
+    """Fields of `StepSettings` that a config asks for."""
     values = asdict(config.optimizer)
     updates = config.steps * (config.grpo.updates if config.algorithm == "grpo" else 1)
     return {**values, "decay_steps": max(updates, config.optimizer.warmup_steps + 1)}

@@ -13,7 +13,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ALIGNMENT_BYTES, DTYPE_BYTES, Chunk
-from verifier.plan.digest import Digests, digest_tensors
+from verifier.plan.digest import Digests, digest_tensors, dtype_name
 
 _NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -90,11 +90,6 @@ def unpack(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]
         for place, tensor in zip(places, view.unbind() if len(places) > 1 else (view,), strict=True):
             found[place] = tensor
     return list(zip(chunk.names, found, strict=True))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without prefix, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _in_order(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

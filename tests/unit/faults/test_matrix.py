@@ -11,7 +11,7 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.matrix import Code, TrialRow, append, lacking, latest, read, rows_of_gpu_run, this_code
 from verifier.faults.matrix_pages import pages
 
-GROUPS, MASK = "groups-of-one", "mask-not-kept"
+GROUPS, MASK = "groups-of-one", "mask-of-input-not-label"
 
 
 def row(fault=GROUPS, **fields):
@@ -70,6 +70,6 @@ def test_pages_show_what_failed_and_what_did_not_run():
     assert f"0 of {len(CATALOG)} faults" in drawn["README.md"]
     assert "| PCK001 did not | LSS001 | loss; PCK001 did not catch it | 8 |" in drawn["pack.md"]
     assert (
-        f"| `{MASK}` | [NVIDIA-NeMo/RL#3766](https://github.com/NVIDIA-NeMo/RL/issues/3766) | no trial |"
+        f"| `{MASK}` | [verl-project/verl#3287](https://github.com/verl-project/verl/issues/3287) | no trial |"
         in (drawn["pack.md"])
     )

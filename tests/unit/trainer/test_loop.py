@@ -58,7 +58,7 @@ def test_an_engine_that_fell_asleep_gets_the_weights_before_it_samples(tmp_path,
     found = calls_of(tmp_path, monkeypatch, f"engine.sleep_level={level}")
     assert [name for name, _ in found] == ["sync", "sample", "sync", "sample"]
     assert [given["version"] for name, given in found if name == "sync"] == [1, 2]
-    assert all(given["trace"] is None for name, given in found if name == "sync")
+    assert all(given["note"] is None for name, given in found if name == "sync")
 
 
 def test_a_run_of_one_step_ends_with_the_accuracy_of_its_own_weights(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, TensorMeta, build_plan
-from verifier.plan.digest import digest_tensors
-from verifier.transport.buffer import dtype_name, pack, unpack
+from verifier.plan.digest import digest_tensors, dtype_name
+from verifier.transport.buffer import pack, unpack
 
 TENSORS = {
     "bias": torch.tensor([0.1, -0.0, float("nan")]),

@@ -11,7 +11,7 @@ import torch
 
 from verifier.engine import sender as update
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
-from verifier.transport.buffer import dtype_name
+from verifier.plan.digest import dtype_name
 from verifier.transport.gloo import Listener
 from verifier.transport.receiver import ChunkReceiver
 from verifier.transport.wire import Address, Receipt

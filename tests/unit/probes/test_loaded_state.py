@@ -1,0 +1,60 @@
+"""Files of a rank beside a checkpoint: a judged run needs what tells how far the rank had trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verifier.core.record import Record
+from verifier.errors import UsageError
+from verifier.probes.training.loaded_state_megatron import record_loaded
+from verifier.trainer.saves_megatron import Reached, trained_until, write
+from verifier.trainer.state_elements_megatron import Elements
+
+ELEMENTS: Elements = {"master": {"a": ([1], [2])}}
+HELD = [{"name": "weight/a", "coordinate": "tp=1", "dtype": "float32", "shape": [2], "digest": "vd1:0"}]
+
+
+def saved(tmp_path, *ranks: Elements) -> Path:
+    """A checkpoint of step 3 in which each rank held these elements."""
+    folder = tmp_path / "000003"
+    (folder / "saved").mkdir(parents=True)
+    for rank, elements in enumerate(ranks):
+        write(folder, rank, HELD, elements, Reached(step=3, optimizer_steps=5))
+    return folder
+
+
+def loaded(folder, rank: int = 0, *, same_mesh: bool = True) -> list[Record]:
+    found: list[Record] = []
+    probe = SimpleNamespace(emit=lambda *given: found.append(given[0]))
+    record_loaded(probe, folder, rank, f"tp={rank}", HELD, ELEMENTS, same_mesh=same_mesh)
+    return found
+
+
+def test_how_far_a_rank_had_trained_is_read_again(tmp_path):
+    folder = saved(tmp_path, ELEMENTS)
+    assert loaded(folder)[-1].step == trained_until(folder) == 3
+
+
+def test_a_checkpoint_without_it_is_refused(tmp_path):
+    folder = saved(tmp_path, ELEMENTS)
+    (folder / "saved" / "0000.reached.json").unlink()
+    assert trained_until(folder) == 0
+    with pytest.raises(UsageError, match=r"older version, without `saved/0000.reached.json`: leave --verify out"):
+        loaded(folder)
+
+
+def test_another_mesh_reads_what_all_ranks_saved(tmp_path):
+    folder = saved(tmp_path, *({"master": {"a": ([element], [7])}} for element in (4, 5)))
+    elements, trained = loaded(folder, 2, same_mesh=False)
+    assert (elements.name, elements.saved_elements, trained.step) == ("master", 2, 3)
+
+
+def test_another_mesh_refuses_a_checkpoint_without_elements(tmp_path):
+    folder = saved(tmp_path, ELEMENTS)
+    (folder / "saved" / "0000.elements.json").unlink()
+    loaded(folder)
+    with pytest.raises(UsageError, match=r"older version, without `saved/0000.elements.json`: leave --verify out"):
+        loaded(folder, same_mesh=False)

@@ -1,0 +1,99 @@
+"""Link of one trainer rank to the engines that it sends weights to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from verifier.engine import sender
+from verifier.engine.api import Poisoned
+from verifier.engine.client import EngineClient
+from verifier.plan.chunk_plan import ChunkPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.group import TransferGroup
+
+
+class LinkWatch(sender.TransferWatch, Protocol):
+    """Told of a transfer, and of the poison before it."""
+
+    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
+        """All that the engine ranks hold was overwritten."""
+
+
+@dataclass(kw_only=True)
+class EngineLink:
+    """Link of one rank to the engine, if any: rank 0 talks to it, and by CUDA IPC every rank shows it a buffer."""
+
+    client: EngineClient | None = None
+    """A connection of its own; rank 0's only."""
+    group: TransferGroup | None = None
+    """Transfer group that the engine has joined; rank 0's only."""
+    rounds: TrainerRounds | None = None
+    """Rounds in which buffers are shown to the engine; every rank's, by CUDA IPC only."""
+    refused: str = ""
+    """Why the last transfer was refused: layers whose weights never came are left open, and cannot score."""
+    sleep_level: int = 0
+    """Level at which the engine sleeps while the trainer steps; 0: never."""
+    asleep: EngineClient | None = None
+    """The client of an engine that sleeps."""
+
+    def rest(self, level: int | None = None) -> None:
+        """Have the engine give up its GPU memory until the next transfer, or `wake`. A collective.
+
+        The engine counts the memory that it frees, so no rank takes any meanwhile.
+
+        Args:
+            level: by default `sleep_level`.
+        """
+        if self.sleep_level:
+            if self.client is not None:
+                self.client.sleep(self.sleep_level if level is None else level)
+                self.asleep = self.client
+            dist.barrier()
+
+    def wake(self) -> None:
+        """Wake an engine that kept its weights on the host."""
+        sleeper, self.asleep = self.asleep, None
+        for tag in ("weights", "kv_cache") if sleeper is not None else ():
+            sleeper.wake_up(tag)
+
+    def transfer(
+        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: LinkWatch,
+        running: sender.Running = "none",
+        before_caches: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0.
+
+        The engine gets memory for its weights first, and for its caches afterwards.
+
+        Args:
+            plan: by which the weights travel.
+            stream: (checkpoint name, tensor).
+            watch: told of the transfer.
+            running: requests of the engine meanwhile.
+            before_caches: called on every rank once the weights have arrived.
+        """
+        sleeper, self.asleep = self.asleep, None
+        if sleeper is not None:
+            sleeper.wake_up("weights")
+        try:
+            if self.client is not None and self.group is not None:
+                watch.poisoned(self.client.poison())
+                self.refused = sender.transfer(self.client, self.group, plan, stream, watch, self.rounds, running)
+            elif self.rounds is not None:
+                from verifier.transport.cuda_ipc import follow
+
+                follow(self.rounds, plan, stream)
+            for _ in stream:
+                pass
+            before_caches()
+        finally:
+            if sleeper is not None:
+                sleeper.wake_up("kv_cache")

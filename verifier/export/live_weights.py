@@ -1,0 +1,120 @@
+"""Live weights of one rank: its parameters and checkpointed buffers, and what a layout says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.errors import ContractError
+from verifier.export.derived import DerivedLayout
+from verifier.export.names import ModelLayout
+from verifier.export.sharding import ParamPlacement, unshard
+from verifier.mesh import Mesh
+from verifier.model.checkpoint import write_shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.export.adapters import AdapterLayout
+
+IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
+"""Counters of one step that no checkpoint carries."""
+
+
+class LiveWeights:
+    """The parameters and checkpointed buffers that one rank's model chunks hold right now.
+
+    Args:
+        chunks: the rank's model chunks in virtual-stage order, wrapped for training or not.
+        layout: where checkpoint tensors live, or None where the family has no row and none was derived.
+        mesh: parallel sizes.
+        rank: this rank.
+        part: local name -> the name that a tensor goes by, or None for one that is left out.
+    """
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        layout: ModelLayout | DerivedLayout | AdapterLayout | None,
+        mesh: Mesh,
+        rank: int,
+        part: Callable[[str], str | None] = str,
+    ) -> None:
+        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
+        self._layout, self._mesh, self.rank, self._part = layout, mesh, rank, part
+        self._at = mesh.coordinate(rank)
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(chunk, local name, live tensor) of every parameter and every checkpointed buffer."""
+        for index, (chunk, stored) in enumerate(zip(self._chunks, self._stored, strict=True)):
+            buffers = chunk.named_buffers()
+            kept = (item for item in buffers if item[0] in stored and item[0].rpartition(".")[2] not in IGNORED_BUFFERS)
+            for local, tensor in (*chunk.named_parameters(), *kept):
+                if name := self._part(local):
+                    yield index, name, tensor.detach()
+
+    @property
+    def coordinate(self) -> str:
+        """Mesh coordinate of this rank."""
+        return str(self._at)
+
+    @cached_property
+    def places(self) -> dict[tuple[int, str], ParamPlacement]:
+        """(chunk, local name) to what must be there; empty without a layout."""
+        return self._places_of(self.rank)
+
+    def _places_of(self, rank: int) -> dict[tuple[int, str], ParamPlacement]:
+        layout = self._layout
+        if layout is None:
+            return {}
+        places = ((chunk, layout.placements(self._mesh, rank, chunk)) for chunk in range(self._mesh.vpp))
+        return {(chunk, item.param_name): item for chunk, own in places for item in own}
+
+    def described(self) -> frozenset[str]:
+        """Checkpoint tensors that the layout places on some rank; empty without a layout."""
+        ranks = range(self._mesh.world_size)
+        return frozenset(name for rank in ranks for place in self._places_of(rank).values() for name in place.sources)
+
+    def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
+        """Write what this rank owns of every group of replicas into the folder of all ranks' shards, for `join`.
+
+        Args:
+            path: of that folder.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
+        """
+        owned = {}
+        for chunk, name, tensor in tensors:
+            place = self.places.get((chunk, name))
+            if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
+                owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
+        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
+
+    def join(self, path: Path, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+        """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.
+
+        Raises:
+            ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
+        """
+        from safetensors import safe_open
+
+        owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
+        for rank in range(self._mesh.world_size):
+            with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
+                held = set(file.keys())
+                for (chunk, name), place in self._places_of(rank).items():
+                    key = f"{chunk}/{name}"
+                    if place.group not in owners and key in held:
+                        owners[place.group] = (place, file.get_tensor(key))
+        whole = unshard((owners.pop(group) for group in [*owners]), gradients=gradients)
+        if not whole:
+            raise ContractError("no rank dumped a shard: there is nothing to join")
+        return whole
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

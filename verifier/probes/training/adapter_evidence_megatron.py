@@ -1,0 +1,68 @@
+"""Evidence of a trainer with adapters, on one rank: as they were attached, after each update, after an export."""
+
+from __future__ import annotations
+
+import torch
+
+from verifier.core.record import Probe, real
+from verifier.core.records_weights import (
+    AdapterShard,
+    AdapterSpread,
+    FrozenShard,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    LoadedShard,
+    ShardAfterExport,
+    UpdatedShard,
+)
+from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.training.kept_records import Kept
+from verifier.probes.weights_megatron import record_live, record_tensors
+from verifier.train import lora_megatron
+from verifier.train.step_megatron import params_synced
+from verifier.trainer.adapters_megatron import Adapters
+
+
+class AdapterEvidence:
+    """Base and adapters, as they were attached and as they are. Methods are collectives, as the constructor is.
+
+    Args:
+        trainer: of the rank, with adapters that no step has moved.
+        adapters: of the trainer.
+        rank: this one.
+    """
+
+    def __init__(self, trainer: TrainerModel, adapters: Adapters, rank: int) -> None:
+        self._trainer, self._adapters, self._rank = trainer, adapters, rank
+        self._loaded, self._begun = Kept(), Kept()
+        with params_synced(trainer):
+            record_live(self._loaded, adapters.base, 0, LoadedShard)
+        record_live(self._begun, adapters.trained, 0, AdapterShard)
+        for name, matrix in adapters.matrices().items():
+            deviation = real(float(matrix.double().square().mean().sqrt()))
+            self._begun.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
+
+    def record_update(self, probe: Probe, version: int) -> None:
+        """Record what ranks hold after the steps that made a version, beside the base as it was loaded."""
+        self._loaded.record(probe)
+        if version == 1:
+            self._begun.record(probe)
+        with params_synced(self._trainer):
+            record_live(probe, self._adapters.base, version, UpdatedShard, FrozenShard)
+            record_live(probe, self._adapters.trained, version, UpdatedShard)
+        self.record_matrices(probe, version)
+
+    def record_matrices(self, probe: Probe, version: int) -> dict[str, torch.Tensor]:
+        """Record the live matrices by their published names, on rank 0, and their factor; return them."""
+        matrices = self._adapters.matrices()
+        record_tensors(probe, LiveAdapterMatrix, matrices.items(), version)
+        scaling = real(lora_megatron.scaling_of(self._trainer))
+        if self._rank == 0:
+            probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+        return matrices
+
+    def record_exported(self, probe: Probe, version: int) -> None:
+        """Record what ranks hold after an export."""
+        with params_synced(self._trainer):
+            record_live(probe, self._adapters.base, version, ShardAfterExport)
+            record_live(probe, self._adapters.trained, version, ShardAfterExport)

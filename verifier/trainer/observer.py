@@ -1,0 +1,235 @@
+"""Hooks of a training run: what ranks and controller tell an observer. The trainer knows of no other onlooker.
+
+Every method of a class here does nothing, so that a run without an observer is a run with one of these. An observer
+looks: it changes no weight, no batch and no order of random numbers. Methods of a `RankObserver` are called on all
+ranks, and may be collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.config.training import TrainConfig
+    from verifier.data.rollout import Rollout
+    from verifier.engine.api import Poisoned
+    from verifier.engine.client import EngineClient
+    from verifier.engine.sender import Delivery, Running
+    from verifier.export.live_weights import LiveWeights
+    from verifier.model.checkpoint import Checkpoint
+    from verifier.model.provider_megatron import TrainerModel
+    from verifier.plan.chunk_plan import ChunkPlan
+    from verifier.platform import Tier
+    from verifier.train.optimizer_megatron import StepSettings
+    from verifier.train.pack import PackedBatch
+    from verifier.train.policy_loss_megatron import LossMeter
+    from verifier.train.router_replay_megatron import RouterWatch
+    from verifier.train.step_megatron import OnRows, StepResult
+    from verifier.train.written_megatron import Stepped
+    from verifier.trainer.adapters_megatron import Adapters
+    from verifier.trainer.merge_rounding import MergeGap
+    from verifier.trainer.state_megatron import Facts
+    from verifier.transport.wire import Agreement
+
+Note = Mapping[str, Any]
+"""Message of a controller's observer to those of the ranks, as JSON, which goes with a call."""
+Stream = Iterator[tuple[str, "torch.Tensor"]]
+"""Export stream: (checkpoint name, tensor)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """Parts that one rank trains with."""
+
+    config: TrainConfig
+    tier: Tier
+    rank: int
+    trainer: TrainerModel
+    optimizer: Any
+    scheduler: Any
+    settings: StepSettings
+    source: Checkpoint
+    """Checkpoint that the ranks were told to load."""
+    whole: LiveWeights
+    """All weights of the model."""
+    live: LiveWeights
+    """Weights that are trained: all, or the matrices of adapters."""
+    adapters: Adapters | None
+    reference: Callable[[], Sequence[torch.Tensor]]
+    """A frozen tensor for each of the live ones; none in a run without a reference."""
+    state: Callable[[], Facts]
+    """Digests of all that the rank holds. A collective."""
+    knobs: Callable[[], Mapping[str, str]]
+    """Knob -> value that the live objects hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step on one rank."""
+
+    step: int
+    """Step of the run, from 1."""
+    number: int
+    """Number of the optimizer step in the run, from 1."""
+    batch: str
+    """Name of its mini-batch."""
+    rollouts: Sequence[Rollout]
+    first: bool
+    """The weights are those that made the `old` log-probabilities."""
+    last: bool
+    """No other update of this step follows."""
+    note: Note | None
+
+    @property
+    def name(self) -> str:
+        """Name of the update."""
+        return f"update {self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One transfer of weights, or of an adapter, to the engines."""
+
+    version: int
+    note: Note | None
+    client: EngineClient | None
+    """Connection to the engines; rank 0's alone."""
+    num_ranks: int
+    """Engine ranks."""
+    plan: ChunkPlan | None = None
+    """Plan by which weights travel; None for an adapter, which travels as a file."""
+    running: Running = "none"
+    """Requests of the engine meanwhile, and what becomes of their keys and values."""
+    again: bool = False
+    """The engine died in this transfer before."""
+    first: bool = False
+    """These weights sample the step of the note, and were not made by it."""
+
+
+class UpdateObserver:
+    """Told of one optimizer step."""
+
+    keeps_rows = False
+    """The loss keeps the rows that it saw."""
+
+    def passes(self) -> contextlib.AbstractContextManager[object]:
+        """Entered around forward and backward passes and the optimizer's step."""
+        return contextlib.nullcontext()
+
+    def on_batch(self, shards: list[PackedBatch]) -> Callable[[], None] | None:
+        """Packed micro-batches of this rank are going to be used; see `step_megatron.OnShards`."""
+
+    def on_gradients(self) -> None:
+        """Gradients are reduced, and the optimizer has not stepped."""
+
+    def on_optimizer_step(self, result: StepResult, meter: LossMeter, metrics: Mapping[str, float]) -> None:
+        """Take what the step made.
+
+        Args:
+            result: loss, gradient norm and number of tokens.
+            meter: with the rows of the loss, if `keeps_rows`.
+            metrics: of the loss, joined over ranks.
+        """
+
+
+class TransferObserver:
+    """Told of one transfer, which is its body; see `verifier.engine.sender.TransferWatch`."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def exported(self, stream: Stream) -> Stream:
+        """The export stream, looked at as it passes."""
+        return stream
+
+    def on_merge(self, name: str, gap: MergeGap) -> None:
+        """A matrix was exported that has an adapter; rank 0 alone."""
+
+    def on_adapter(self, path: Path, adapter: Mapping[str, torch.Tensor]) -> None:
+        """An adapter was exported, and rank 0 has written it to a folder."""
+
+    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
+        """All that the engine ranks hold was overwritten."""
+
+    def agreed(self, agreement: Agreement) -> None:
+        """See `TransferWatch.agreed`."""
+
+    def drawn(self, name: str, tensor: torch.Tensor) -> None:
+        """See `TransferWatch.drawn`."""
+
+    def delivered(self, delivery: Delivery) -> None:
+        """See `TransferWatch.delivered`."""
+
+    def on_sent(self, refused: str) -> None:
+        """The engines hold the weights, or say why they refused them. A collective."""
+
+    def on_lost(self) -> None:
+        """An engine died: the transfer will be made again. After the body."""
+
+
+class RankObserver:
+    """Told of what one rank of the trainer does."""
+
+    def on_build(self, parts: RankParts) -> None:
+        """Model and optimizer are new, with the weights of the model's checkpoint."""
+
+    def on_load(self, resume: Path | None, *, same_mesh: bool) -> None:
+        """The rank is ready to train: from the model's checkpoint, or from one of the run, which was loaded over it.
+
+        Args:
+            resume: checkpoint of the run; None for none.
+            same_mesh: it was saved on the mesh of this run.
+        """
+
+    def on_checkpoint(self, optimizer_steps: int) -> Sequence[Stepped]:
+        """A checkpoint begins; return elements that its files must have."""
+        return ()
+
+    def on_scores(self, which: str, batch: str, rollouts: Sequence[Rollout]) -> OnRows | None:
+        """A mini-batch is going to be scored by the weights as they are, or by the reference; return a viewer."""
+
+    def on_routes(self, batch: str, during: str, watch: RouterWatch) -> None:
+        """Routers have chosen the experts of a mini-batch's routes in a pass."""
+
+    def on_update(self, update: Update) -> UpdateObserver:
+        """An optimizer step begins."""
+        return UpdateObserver()
+
+    def on_connect(self, client: EngineClient | None, *, sleeps: bool) -> None:
+        """Engines are there that were sent nothing yet.
+
+        Args:
+            client: connection to them; rank 0's alone.
+            sleeps: they sleep between transfers.
+
+        Raises:
+            EngineGone: one died meanwhile.
+        """
+
+    def on_transfer(self, transfer: Transfer) -> TransferObserver:
+        """A transfer to the engines begins."""
+        return TransferObserver(transfer.version)
+
+    def on_offload(self) -> None:
+        """The rank's state is going to leave the GPU."""
+
+    def on_onload(self) -> None:
+        """The rank's state is back on the GPU."""
+
+    def before_export(self, version: int, note: Note | None) -> None:
+        """The weights are going to be written as a Hugging Face checkpoint."""
+
+    def on_export(self, version: int, note: Note | None, folder: Path, adapter: Path) -> None:
+        """They are written, and so is the adapter, if there is one."""
