@@ -25,7 +25,10 @@ from verifier.core.trace import Trace
 ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sleep_level"))
 
 
-@check("CKP001", needs=(SavedState, LoadedState), applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS))
+@check(
+    "CKP001", needs=(SavedState | LoadedElements, LoadedState | LoadedElements),
+    applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS),
+)  # fmt: skip
 def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     """After a resume every rank holds what it held when the checkpoint was saved.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verifier.checks.conditions import LIVE
+from verifier.checks.conditions import LIVE, WEIGHTS_SENT
 from verifier.checks.named_weights import compare_answers
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
@@ -14,7 +14,7 @@ from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
 
 
-@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE))
+@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE & WEIGHTS_SENT))
 def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens claim the version of the weights that sampled them.
 

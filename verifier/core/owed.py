@@ -156,6 +156,11 @@ def if_adapted(run: Manifest) -> Sequence[When]:
     return [] if run.facts.part == "export" and not run.facts.frozen_base else per_export(run)
 
 
+def if_stepped(run: Manifest) -> Sequence[When]:
+    """Each export of adapters but that of a training run's first ones, which no step of its trace has made."""
+    return [] if run.facts.part == "export" and not run.facts.frozen_base else per_later_export(run)
+
+
 def if_measured(run: Manifest) -> Sequence[When]:
     """Once, where the noise of the run's dtype was measured."""
     return [ANYTIME] if run.facts.noise else []

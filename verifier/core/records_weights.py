@@ -16,6 +16,7 @@ from verifier.core.owed import (
     if_adapted,
     if_asked,
     if_cut,
+    if_stepped,
     once,
     per_export,
     per_gradient,
@@ -125,7 +126,7 @@ class JoinedTensor(TensorRecord, frozen=True, kw_only=True, tag="train/live"):
 class LiveAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="train/adapter"):
     """A matrix of an adapter, joined from the live shards of all ranks by the independent layout."""
 
-    owed = (Owed(anyone, if_adapted),)
+    owed = (Owed(anyone, if_stepped),)
 
 
 class ScalingRecord(Record, frozen=True, kw_only=True):
@@ -138,7 +139,7 @@ class ScalingRecord(Record, frozen=True, kw_only=True):
 class LiveAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="train/adapter-scaling"):
     """The factor of an adapter's product in the live model."""
 
-    owed = (Owed(anyone, if_adapted),)
+    owed = (Owed(anyone, if_stepped),)
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
