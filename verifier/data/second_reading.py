@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from verifier.data.examples import Example
 from verifier.data.problem_sources import SOURCES, read_problems_again
 from verifier.errors import UsageError
 
@@ -238,3 +239,17 @@ def _sums(split: str, seed: int, source: str, columns: Columns, *, solved: bool)
         if solved:
             messages += [("assistant", prompt, True), ("tool", str(total), True), ("assistant", f"####{total}", True)]
         yield from _parted(f"calculator/{prompt}", "", messages, None, str(total), {}, columns)
+
+
+def used_digests(examples: Sequence[Example]) -> np.ndarray:
+    """[examples, parts] uint64 digests of examples as the trainer has them."""
+    found = array("Q")
+    for item in examples:
+        said = [(message.role, message.content, message.in_loss) for message in item.messages]
+        found.extend(digests(item.id, item.question, item.prompt, said, item.response, item.answer, item.metadata))
+    return np.array(found, np.uint64).reshape(-1, len(PARTS))
+
+
+def digest_of_examples(examples: Sequence[Example]) -> str:
+    """Digest of examples as the trainer has them, in order."""
+    return f"xxh3:{xxhash.xxh3_128_hexdigest(used_digests(examples).tobytes())}"

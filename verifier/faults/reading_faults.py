@@ -13,7 +13,7 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
-READ_AGAIN = "verifier.trainer.data_as_read:read_again(source, task, split, count, seed, columns, options)"
+READ_AGAIN = "verifier.probes.training.data_as_read:read_again(source, task, split, count, seed, columns, options)"
 MASKED = Path(__file__).parent / "rollouts" / "masked"
 """Rollouts with sampled tokens that their masks leave out of the loss."""
 ROUTED = Path(__file__).parent / "rollouts" / "routed"

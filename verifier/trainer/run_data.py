@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 from verifier.config.training import TrainConfig
 from verifier.data.chat_template import ChatTemplate, chat_template_of
 from verifier.data.encode import split_turns
 from verifier.data.examples import Example
 from verifier.data.key_map import KeyMap
+from verifier.data.second_reading import digest_of_examples
 from verifier.data.text_dataset import HELD_OUT, Split, Task, count_rows, load_examples, require_disjoint, splits_of
 from verifier.data.tokenizer import Tokenizer
 from verifier.errors import UsageError
 
 MOST_PROBLEMS = 512
 """Held-out problems by default, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Examples of a run as they were read, and what writes their tokens."""
+
+    task: Task
+    tokenizer: Tokenizer
+    files: Path
+    """Folder of the checkpoint whose tokenizer it is."""
+    chat: ChatTemplate
+    """Template that the run asks for."""
+    train: Sequence[Example]
+    """Examples to train on, in order."""
+    held_out: Sequence[Example]
+    """Problems of the evaluation."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all examples to train on, in order."""
+        return digest_of_examples(self.train)
 
 
 def key_map(config: TrainConfig) -> KeyMap:

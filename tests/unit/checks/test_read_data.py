@@ -20,11 +20,12 @@ from verifier.core.records_tokens import GivenRoutes
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow, rollout_of, write_recorded
 from verifier.data.rollout import route_rows
+from verifier.data.second_reading import digest_of_examples
 from verifier.data.text_dataset import load_examples
 from verifier.probes.trainer import record_of_rollouts
-from verifier.trainer.data_as_read import DataAsRead, record_rollouts
+from verifier.probes.training.data_as_read import DataAsRead, record_rollouts
+from verifier.probes.training.rollout_evidence import rewards_of
 from verifier.trainer.run_data import load_train
-from verifier.trainer.sampled_batch import rewards_of
 
 
 class Kept:
@@ -140,9 +141,9 @@ def test_no_problems_are_no_subject(tmp_path):
     assert not DataAsRead(config(tmp_path, *KNOBS), "sft", TRAIN, ()).record_held_out(Kept(), 1)
 
 
-def test_the_digest_of_a_data_set_has_its_order(tmp_path):
+def test_the_digest_of_a_data_set_has_its_order():
     of = [
-        DataAsRead(config(tmp_path), "sft", train, ()).digest
+        digest_of_examples(train)
         for train in (TRAIN, TRAIN, TRAIN[::-1], TRAIN[:5], (replace(TRAIN[0], answer="1"), *TRAIN[1:]))
     ]  # fmt: skip
     assert len(set(of)) == 4

@@ -25,9 +25,9 @@ def begun(ahead: AheadRollouts, monkeypatch, seconds: float) -> None:
     """Take the first step's rollouts, and have those of the second take so long."""
     batch = SimpleNamespace(facts={})
     monkeypatch.setattr(EngineRollouts, "sample_now", lambda self, step: batch)
-    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch, probe: ([], ""))
+    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch: ([], ""))
     monkeypatch.setattr(EngineRollouts, "sample", lambda self, step, version: time.sleep(seconds) or batch)
-    ahead.rollouts(1, None)
+    ahead.rollouts(1)
 
 
 def test_rewards_that_take_longer_than_a_request_end_no_run(tmp_path, monkeypatch):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead
 from verifier.data.examples import Example
-from verifier.data.second_reading import PARTS, Columns, Said, digests, read_again, rows_of_step
+from verifier.data.second_reading import PARTS, Columns, Said, read_again, rows_of_step, used_digests
 from verifier.data.text_dataset import Task
 from verifier.trainer.run_data import held_out_split, options_of_source
 
@@ -38,17 +36,12 @@ class DataAsRead:
     ) -> None:  # fmt: skip
         self._config, self._task, self._train, self._held_out, self._changes = config, task, train, held_out, changes
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of all examples to train on, in order."""
-        return f"xxh3:{xxhash.xxh3_128_hexdigest(_used(self._train).tobytes())}"
-
     def record(
         self, probe: Probe, step: int, indices: Sequence[int] | np.ndarray, examples: Sequence[Example],
         sampling_round: int = 0,
     ) -> None:  # fmt: skip
         """Record the examples of a step, or of a round of it, beside the rows at their places in the source."""
-        rows, used, places = self._rows, _used(examples), np.asarray(indices, np.int64)
+        rows, used, places = self._rows, used_digests(examples), np.asarray(indices, np.int64)
         probe.emit(
             ExamplesRead(
                 name="examples" if not sampling_round else f"examples of round {sampling_round}", version=step,
@@ -62,7 +55,7 @@ class DataAsRead:
         """Record the problems of the evaluation, and which of them the source of training has; False for none."""
         if not self._held_out:
             return False
-        used, question = _used(self._held_out), PARTS.index("question")
+        used, question = used_digests(self._held_out), PARTS.index("question")
         trained = [_place(self._rows[:, question], value) for value in used[:, question]]
         probe.emit(
             HeldOutRead(
@@ -140,15 +133,6 @@ def record_rollouts(probe: Probe, step: int, folder: Path) -> None:
         ),
         {name: np.array(values, dtypes[name]) for name, values in columns.items()},
     )  # fmt: skip
-
-
-def _used(examples: Sequence[Example]) -> np.ndarray:
-    """[examples, parts] uint64 digests of examples as the trainer has them."""
-    found = array("Q")
-    for item in examples:
-        said = [(message.role, message.content, message.in_loss) for message in item.messages]
-        found.extend(digests(item.id, item.question, item.prompt, said, item.response, item.answer, item.metadata))
-    return np.array(found, np.uint64).reshape(-1, len(PARTS))
 
 
 def _beside(used: np.ndarray, rows: np.ndarray, places: np.ndarray) -> dict[str, np.ndarray]:
