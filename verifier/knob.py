@@ -6,6 +6,9 @@ The command line, the reader of YAML and `key=value`, the checks of values and d
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +28,14 @@ class Knob:
     """Option of the command line, such as "--tp" or "--cuda-graphs/--enforce-eager"; None: file and key=value only."""
     choices: Mapping[Any, Any] = field(default_factory=dict)
     """Spelling -> value; empty where every value of the type is taken."""
-    least: int | None = None
+    least: float | None = None
     """Smallest value."""
+    most: float = math.inf
+    """Greatest value; infinity itself is none."""
+    above: float | None = None
+    """Values are greater than this."""
+    below: float = math.inf
+    """Values are smaller than this."""
     metavar: str | None = None
     """Placeholder of the value in the help page."""
     unit: str | None = None
@@ -37,6 +46,20 @@ class Knob:
     """Listed after the knobs that are a command's own."""
     record: type | None = None
     """Dataclass of texts that each item of a list is; such a list is given in a file alone."""
+
+    @property
+    def bounds(self) -> str:
+        """Bounds of a number in words, such as "above 0 and finite"; empty where it has none."""
+        words = [f"at least {self.least:g}"] if self.least is not None else []
+        words += [f"above {self.above:g}"] if self.above is not None else []
+        words += [f"at most {self.most:g}"] if self.most < math.inf else []
+        words += [f"below {self.below:g}"] if self.below < math.inf else []
+        return " and ".join(words)
+
+    def holds(self, value: float) -> bool:
+        """Test a number for the bounds."""
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        return low and value <= self.most and value < self.below
 
 
 def knob(
@@ -100,8 +123,11 @@ class KnobEntry:
             if value not in self.knob.choices:
                 raise UsageError(f"{name} is `{value}`, it must be one of {', '.join(map(str, self.knob.choices))}")
             value = self.knob.choices[value]
-        if self.knob.least is not None and value < self.knob.least:
-            raise UsageError(f"{name} is {value}, it must be at least {self.knob.least}")
+        is_left = self.knob.derived and value != value  # NaN: the command's config, which knows the model, makes it
+        if (bounds := self.knob.bounds) and not self.knob.holds(value) and not is_left:
+            finite = " and finite" if self.kind is float and " and " not in bounds else ""
+            shown = f"{value:g}" if self.kind is float else value
+            raise UsageError(f"{name} is {shown}, it must be {bounds}{finite}")
         return value
 
 
@@ -141,17 +167,65 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def check(config: Any) -> None:
+def check(config: Any, group: str = "") -> None:
     """Check each knob of a config that was just made; its groups have checked theirs.
 
+    Args:
+        config: just made.
+        group: its place in the config of a command, such as "grpo."; empty where it has more than one.
+
     Raises:
-        UsageError: a value that its knob does not allow; names the flag.
+        UsageError: a value that its knob does not allow; names the flag or the key.
     """
     for entry in entries(type(config)):
         if "." not in entry.key:
-            value = getattr(config, entry.key)
-            if (meant := entry.checked(value, entry.option)) != value and value == value:
-                raise UsageError(f"{entry.option} is `{value}`: write `{meant}`")
+            value, name = getattr(config, entry.key), entry.option if entry.knob.flag else group + entry.key
+            if (meant := entry.checked(value, name)) != value and value == value:
+                raise UsageError(f"{name} is `{value}`: write `{meant}`")
+
+
+def refuse(config: Any, rows: Mapping[str, object], *, group: str = "", **words: object) -> None:
+    """Refuse a config by the first sentence whose condition is true.
+
+    In a sentence `{key}` stands for "key is value", `{=key}` for the value alone, and `{word}` for one of `words`.
+
+    Args:
+        config: object of all knobs, or one of its groups.
+        rows: sentence -> condition.
+        group: key of the group with its dot, such as "grpo.", which all keys begin with then.
+        words: texts of the sentences that are no knobs.
+
+    Raises:
+        UsageError: the sentence.
+    """
+
+    def said(place: re.Match[str]) -> str:
+        key = place[2]
+        if key in words:
+            return str(words[key])
+        value = _written(config, key.removeprefix(group))
+        return value if place[1] else f"{key} is {value}"
+
+    for sentence, wrong in rows.items():
+        if wrong:
+            raise UsageError(_PLACE.sub(said, sentence))
+
+
+_PLACE = re.compile(r"\{(=?)([a-z0-9_.]+)\}")
+
+
+def _written(config: Any, key: str) -> str:
+    """Value of a knob as a user writes it."""
+    above, _, name = key.rpartition(".")
+    value = getattr(operator.attrgetter(above)(config) if above else config, name)
+    spelled = next((item.spelled(value) for item in entries(type(config)) if item.key == key), value)
+    if spelled is None or isinstance(spelled, bool):
+        return "null" if spelled is None else str(spelled).lower()
+    if isinstance(spelled, tuple):
+        return ", ".join(spelled)
+    return (
+        f"{spelled:g}" if isinstance(spelled, float) else f"{spelled:,}" if isinstance(spelled, int) else str(spelled)
+    )
 
 
 def build(kind: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:

@@ -48,7 +48,7 @@ class JudgedTraces:
 
     def judge(self) -> None:
         """Close, and fail by the first report that does not hold."""
-        from verifier.cli.asserted import failure_of_trace
+        from verifier.cli.judge import failure_of_trace
 
         self.close()
         for record, oracle in self._opened:
@@ -81,7 +81,7 @@ def _runs(command: str, folder: Path) -> Callable[..., Path]:
 
     def run(*knobs: str) -> Path:
         nonlocal count
-        from verifier.cli.asserted import failure_of_run
+        from verifier.cli.judge import failure_of_run
 
         count += 1
         trace = folder / f"verifier-{command}-{count}"

@@ -7,7 +7,7 @@ one clean mesh run; `-m slow` has them all.
 import pytest
 
 from verifier.checks.first_difference import first_difference
-from verifier.cli import bisected
+from verifier.cli import bisect as cli_bisect
 from verifier.config import BisectConfig
 from verifier.core import store
 from verifier.core.finding import ExitCode
@@ -101,7 +101,7 @@ def test_names_the_module_of_a_fault(fault, resources, tmp_path, capsys):
     part, name = FAULTS[fault]
     path = traced(resources, tmp_path, CATALOG[fault].model, CATALOG[fault].mesh, fault)
     capsys.readouterr()
-    assert bisected.judge([path], verbose=False) == ExitCode.VIOLATED
+    assert cli_bisect.judge([path], verbose=False) == ExitCode.VIOLATED
     said = capsys.readouterr().out
     found = first_difference(store.read(path))
     assert found.first is not None
@@ -118,7 +118,7 @@ def test_finds_nothing_in_a_clean_run(case, resources, tmp_path, capsys):
     model, mesh = case
     path = traced(resources, tmp_path, model, mesh)
     capsys.readouterr()
-    assert bisected.judge([path], verbose=True) == ExitCode.HOLDS, capsys.readouterr().out
+    assert cli_bisect.judge([path], verbose=True) == ExitCode.HOLDS, capsys.readouterr().out
     found = first_difference(store.read(path))
     assert {item.part for item in found.points} == {"score", "train", "backward", "weight"}
-    assert bisected.judge([path, path], verbose=False) == ExitCode.HOLDS
+    assert cli_bisect.judge([path, path], verbose=False) == ExitCode.HOLDS

@@ -144,7 +144,7 @@ def test_problems_are_the_same_in_every_run_and_never_both_trained_on_and_held_o
     [
         ("reasoning-gym:absent", (), "`reasoning-gym:absent` fails: ValueError: \"Dataset 'absent' not registered\""),
         (GYM, ("max_terms=0",), "`reasoning-gym:chain_sum` fails: AssertionError: 'max_terms must be >= min_terms'"),
-        (GYM, ("extract=number",), "data.options has `extract=number`: give answer_tag or last_number, or leave it out"),
+        (GYM, ("extract=number",), "has `extract=number`: give answer_tag or last_number, or leave it out"),
         (GYM, ("terms",), "data.options has `terms`: give NAME=VALUE, such as max_terms=3"),
         (GYM, ("max_terms=1", "min_terms=1", "max_digits=1"), "has 10 problems in its split `train`, 99 asked for"),
         ("verifiers:absent", (), "`verifiers:absent` cannot be made: ModuleNotFoundError: taskset 'absent' not found"),

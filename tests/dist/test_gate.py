@@ -19,9 +19,9 @@ import pytest
 from tests.browser import browser, require_quiet
 from tests.meta.sources import ROOT
 from tests.processes import alive, arguments, children, said
+from verifier.campaign.gate.matrix import SMOKE, fault_cells
+from verifier.campaign.gate.workers import CellWorker
 from verifier.faults.catalog import CATALOG
-from verifier.gate.smoke import SMOKE, fault_cells
-from verifier.gate.workers import CellWorker
 
 SMALL = """\
 models: [tiny:nemotron-h]
@@ -64,7 +64,7 @@ def the_worker_of(pid: int) -> int:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for child in children(pid):
-            if "verifier.gate.cell_worker:serve" in arguments(child):
+            if "verifier.campaign.gate.cell_runs:serve" in arguments(child):
                 return child
         time.sleep(0.05)
     raise AssertionError(f"process {pid} started no worker in 60 s")

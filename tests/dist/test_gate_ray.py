@@ -50,7 +50,7 @@ def started(folder: Path, cluster: tuple[str, dict[str, str]], nodes: int = 2) -
 def workers(folder: Path) -> list[int]:
     """Processes that run cells of a gate."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    return [pid for pid in pids if {"verifier.gate.cell_worker:serve", str(folder)} <= set(arguments(pid))]
+    return [pid for pid in pids if {"verifier.campaign.gate.cell_runs:serve", str(folder)} <= set(arguments(pid))]
 
 
 def two_working(gate: subprocess.Popen[str], folder: Path) -> list[int]:

@@ -7,12 +7,11 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.browser import browser, require_quiet
 from tests.snapshots.check_traces import BROKEN
-from tests.unit.gate.test_gate_data import made
-from tests.unit.page.pages import hostile, metrics
+from tests.unit.campaign.test_gate_data import made
+from tests.unit.report.pages import hostile, metrics
 from tests.unit.report.test_live_and_replayed import stored
-from verifier.page.drawn import html
-from verifier.page.gate_page import page_of_gate
-from verifier.page.paged import page_of
+from verifier.report.pages import page_of, page_of_gate
+from verifier.report.render_html import html
 
 pytestmark = pytest.mark.slow
 PHONE = 390

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from verifier.cli.planned import as_json, plan_of
+from verifier.cli.plan import as_json, plan_of
 from verifier.config import EngineOptions, PlanConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.record import Record

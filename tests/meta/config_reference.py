@@ -63,8 +63,8 @@ def _row(entry: KnobEntry) -> str:
     kind = ", ".join(f"`{choice}`" for choice in entry.knob.choices) or _TYPES[entry.kind.__name__]
     if entry.knob.unit:
         kind += f", {entry.knob.unit}"
-    if entry.knob.least is not None:
-        kind += f", at least {entry.knob.least}"
+    if entry.knob.bounds:
+        kind += f", {entry.knob.bounds}"
     flag = ", ".join(f"`{name}`" for name in (entry.knob.flag or "").split("/") if name)
     value = "required" if entry.required else "computed" if entry.computed else f"`{default(entry)}`"
     return f"| `{entry.key}` | {flag} | {kind} | {value} | {entry.knob.help} |\n"

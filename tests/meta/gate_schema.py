@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from verifier.gate.gate_result import GateResult
+from verifier.report.gate_result import GateResult
 
 
 def rendered() -> str:

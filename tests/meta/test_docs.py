@@ -8,7 +8,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist import clean_table, families_table
 from tests.faults import without_row
 from tests.h100.results import table
-from tests.meta import gate_schema, upgrades, whats_here
+from tests.meta import gate_schema, upgrades
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
@@ -24,12 +24,22 @@ MAX_README_LINES = 150
 README = (ROOT / "README.md").read_text()
 
 
-def test_whats_here_is_drawn_from_the_modules():
-    """`python -m tests.meta.whats_here` draws it anew."""
-    text = whats_here.PAGE.read_text()
-    assert text == whats_here.drawn(text)
-    files = [path for path in python_files("verifier") if path.name != "__init__.py"]
-    assert [where(path) for path in files if f"| `{where(path)}` |" not in text] == []
+def test_the_page_of_places_is_short_and_names_what_is_there():
+    """Each file has the name that stands beside it, and each room of the package is listed."""
+    text = (ROOT / "docs" / "where-things-are.md").read_text()
+    assert len(text.splitlines()) <= 80
+    rows = re.findall(r"^\| [^|]+ \| `(verifier/[^`]+)` \| `(\w+)` \|", text, re.MULTILINE)
+    assert len(rows) > 10
+    gone = [
+        (file, name)
+        for file, name in rows
+        if not re.search(rf"^(def |class )?{name}\b", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert gone == []
+    rooms = {path.parent.name for path in (ROOT / "verifier").glob("*/__init__.py")}
+    listed = text.partition("## Rooms")[2].partition("## Beside")[0]
+    assert rooms == set(re.findall(r"`([a-z]+)`(?=[^|]*\|[^|]*\|$)", listed, re.MULTILINE))
+    assert "docs/where-things-are.md" in README
 
 
 def test_the_schema_of_a_gate_is_drawn_from_its_types():

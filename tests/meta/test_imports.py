@@ -29,7 +29,6 @@ ROOMS = {
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
-    "upgrade": {"core", "launch", "platform", "contracts"},
     "probes": {
         "core",
         "mesh",
@@ -69,32 +68,33 @@ ROOMS = {
         "runs",
     },
     "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "probes", "trainer"},
-    "watch": {"core", "launch", "platform", "engine", "oracle", "probes", "runs"},
-    "sweep": {"core", "mesh", "config", "platform", "launch", "data", "model", "train", "trainer", "runs"},
-    "gate": {
+    "campaign": {
         "core",
         "mesh",
         "config",
         "platform",
         "launch",
+        "data",
         "model",
+        "train",
         "engine",
+        "oracle",
+        "probes",
         "runs",
         "trainer",
-        "probes",
+        "contracts",
         "checks",
         "report",
         "faults",
     },
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
     "checks": {"core", "mesh", "plan"},
-    "report": {"core", "mesh"},
-    "page": {"core", "checks", "report", "gate"},
+    "report": {"core", "mesh", "checks"},
 }
 """Package -> packages that it may import."""
 OPEN = ("errors", "knob", "__version__")
 """What is open to all."""
-JUDGES = ("checks", "faults", "report", "cli", "gate", "page")
+JUDGES = ("checks", "faults", "report", "cli", "campaign")
 """What a run must not know of."""
 RUNS = {"runs", "knob.py"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
@@ -124,7 +124,7 @@ def test_no_run_knows_who_judges_it():
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in python_files("verifier")
-        if package_of(path) in ROOMS.keys() - {"checks", "report", "gate", "page"} | RUNS
+        if package_of(path) in ROOMS.keys() - {"checks", "report", "campaign"} | RUNS
         for module, line in imports_of(path)
         if module.startswith("verifier.") and module.split(".")[1] in JUDGES
     ]

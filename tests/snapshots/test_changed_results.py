@@ -5,12 +5,12 @@ import json
 from msgspec.structs import replace
 
 from tests.snapshots.check_traces import BROKEN, clean
-from tests.unit.gate.gate_cases import CELL, violated
-from tests.unit.gate.test_gate_data import made
+from tests.unit.campaign.gate_cases import CELL, violated
+from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.test_live_and_replayed import stored
 from verifier.cli.app import run
-from verifier.gate.gate_data import gate_json
-from verifier.gate.gate_result import CellResult, CheckVerdict
+from verifier.report.gate_result import CellResult, CheckVerdict
+from verifier.report.render_json import gate_json
 
 
 def checks(*verdicts, compared=40):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.cli.replay_step import require_replay
+from verifier.cli.train import require_replay
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError

@@ -10,33 +10,31 @@ import functools
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from verifier.cli import faults as cli_faults
-from verifier.cli import pages as cli_pages
-from verifier.cli.bisect import bisect
+from verifier.cli import report as cli_report
 from verifier.cli.command import KnobCommand, configured
-from verifier.cli.gate_command import file_of_resume, gate
 from verifier.cli.results import (
-    STDOUT,
     HtmlOption,
     JsonOption,
-    JunitOption,
-    QuietOption,
-    VerboseOption,
+    Results,
     complain,
-    detail_of,
     judge_trace,
+    reported,
     require_results,
     run_and_judge,
     save_traceback,
     show,
+    show_results,
 )
-from verifier.cli.watched_options import WatchOption, WatchPathOption, in_rounds, watched
 from verifier.config import (
+    BisectConfig,
+    GateConfig,
     GoldenConfig,
     NoiseConfig,
     PlanConfig,
@@ -45,7 +43,6 @@ from verifier.config import (
     TrainConfig,
 )
 from verifier.core.finding import ExitCode
-from verifier.core.outputs import write_whole
 from verifier.errors import Stopped, UsageError, VerifierError
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,6 +52,14 @@ _MACHINE = (
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
 )  # fmt: skip
 """Errors that the user or the machine's owner can mend: rights, names, room."""
+
+WatchOption = Annotated[
+    bool, typer.Option("--watch", help="Judge again whenever a row, a mapping or the checkpoint changes; Ctrl-C ends.")
+]
+WatchPathOption = Annotated[
+    list[Path] | None,
+    typer.Option("--watch-path", metavar="PATH", help="With --watch: also watch this file or folder; repeatable."),
+]
 
 app = typer.Typer(
     name="verifier",
@@ -66,7 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_faults.app, name="faults")
-app.add_typer(cli_pages.app, name="report")
+app.add_typer(cli_report.app, name="report")
 
 
 def _show_version(asked: bool) -> None:
@@ -90,59 +95,50 @@ def options(
 
 @app.command(cls=KnobCommand)
 @configured
+@reported
 def golden(
-    config: GoldenConfig,
-    json: JsonOption = None,
-    junit: JunitOption = None,
-    html: HtmlOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    watch: WatchOption = False,
-    watch_path: WatchPathOption = None,
+    config: GoldenConfig, results: Results, watch: WatchOption = False, watch_path: WatchPathOption = None
 ) -> int:
     """Load on a mesh, export, compare with the source bit by bit."""
-    require_results(json, junit, html)
-    detail = detail_of(quiet, verbose)
-    if watched(watch, watch_path):
-        return in_rounds(config, watch_path, (json, junit, html))
-    from verifier.runs.golden import write_manifest
-    from verifier.runs.runner import Runner, run_once
-
-    run = functools.partial(run_once, Runner.golden, config)
-    code = run_and_judge("golden", run, config.trace, json=json, junit=junit, html=html, detail=detail)
+    code = _run("golden", config, results, watch, watch_path)
     if config.record:
+        from verifier.runs.golden import write_manifest
+
         held = code == ExitCode.HOLDS
         said = f"\nrecorded {write_manifest(config)}\n" if held else "\nnot recorded: not every check holds\n"
-        if STDOUT not in (json, junit, html):
+        if not results.takes_stdout:
             show(said)
     return code
 
 
 @app.command(cls=KnobCommand)
 @configured
+@reported
 def roundtrip(
-    config: RoundtripConfig,
-    json: JsonOption = None,
-    junit: JunitOption = None,
-    html: HtmlOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
-    watch: WatchOption = False,
-    watch_path: WatchPathOption = None,
+    config: RoundtripConfig, results: Results, watch: WatchOption = False, watch_path: WatchPathOption = None
 ) -> int:
     """Train, export, sync a live engine, compare; several times."""
-    require_results(json, junit, html)
-    detail = detail_of(quiet, verbose)
-    if watched(watch, watch_path):
-        return in_rounds(config, watch_path, (json, junit, html))
+    return _run("roundtrip", config, results, watch, watch_path)
+
+
+def _run(
+    command: str, config: GoldenConfig | RoundtripConfig, results: Results, watch: bool, paths: list[Path] | None
+) -> int:
+    """Run and judge once, or in rounds."""
+    if paths and not watch:
+        raise UsageError("--watch-path goes with --watch: give both, or neither")
+    if watch:
+        from verifier.cli.watch import loop
+
+        return loop(config, paths, results)
     from verifier.runs.runner import Runner, run_once
 
-    run = functools.partial(run_once, Runner.roundtrip, config)
-    return run_and_judge("roundtrip", run, config.trace, json=json, junit=junit, html=html, detail=detail)
+    run = functools.partial(run_once, getattr(Runner, command), config)
+    return run_and_judge(command, run, config.trace, results)
 
 
 def _file_of_replay(*, replay: Path | None, **_: object) -> Path | None:
-    from verifier.cli.replay_step import config_of
+    from verifier.cli.train import config_of
 
     return None if replay is None else config_of(replay)
 
@@ -168,9 +164,9 @@ def train(
     html: HtmlOption = None,
 ) -> int:
     """Train from text or recorded rollouts; judge every step while it trains."""
-    from verifier.cli.replay_step import replay_step, require_replay
+    from verifier.cli import train as cli_train
 
-    require_replay(owners, replay, step, {"--dry-run": dry_run, "--preflight": preflight})
+    cli_train.require_replay(owners, replay, step, {"--dry-run": dry_run, "--preflight": preflight})
     if html is not None and (dry_run or preflight or replay is not None):
         raise UsageError("--html is the page of a run that trains: leave out --dry-run, --preflight and --replay")
     require_results(html)
@@ -179,16 +175,15 @@ def train(
 
         show(fitting.dry_run(config, owners))
         return ExitCode.HOLDS
-    from verifier.cli import train as cli_train
     from verifier.report.live_view import live_view
     from verifier.report.progress import shown_progress
 
     if replay is None and not preflight:
-        with cli_pages.page_of_training(config.run, html), live_view("train") as (progress, view):
+        with cli_report.page_of_training(config.run, html), live_view("train") as (progress, view):
             return cli_train.train(config, progress, view)
     with shown_progress("train") as progress:
         if replay is not None and step is not None:
-            return replay_step(config, replay, step, progress)
+            return cli_train.replay_step(config, replay, step, progress)
         return cli_train.preflight(config, progress)
 
 
@@ -201,18 +196,68 @@ def sweep(
     ] = False,
 ) -> int:
     """Find the largest token budget and the fastest layout by steps that are run."""
-    from verifier.cli import swept
+    from verifier.cli import sweep as cli_sweep
 
     if dry_run:
-        return swept.dry_run(config)
+        return cli_sweep.dry_run(config)
     from verifier.report.progress import shown_progress
 
     with shown_progress("sweep") as progress:
-        return swept.sweep(config, progress)
+        return cli_sweep.sweep(config, progress)
 
 
-app.command(cls=KnobCommand)(functools.partial(configured, file_of=file_of_resume)(gate))
-app.command(cls=KnobCommand)(configured(bisect))
+def _file_of_resume(*, resume: Path | None, **_: object) -> Path | None:
+    from verifier.cli.gate import config_in
+
+    return None if resume is None else config_in(resume)
+
+
+@app.command(cls=KnobCommand)
+@functools.partial(configured, file_of=_file_of_resume)
+def gate(
+    config: GateConfig,
+    owners: dict[str, str],
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the gate of this folder, by its config.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cells in their order, and what is left out, and stop.")
+    ] = False,
+    json: JsonOption = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML, one case per cell.")
+    ] = None,
+    html: HtmlOption = None,
+) -> int:
+    """Decide on a release: a matrix of judged runs, and PASS, FAIL or INCONCLUSIVE."""
+    from verifier.cli import gate as cli_gate
+
+    if resume is not None:
+        if owners.get("folder", "--config").startswith(("--folder", "folder=")):
+            raise UsageError("--resume and --folder both name the folder of the gate: leave one of the two out")
+        config = replace(config, folder=resume)
+    require_results(json, junit, html)
+    if dry_run:
+        return cli_gate.dry_run(config)
+    from verifier.report.progress import shown_progress
+
+    with shown_progress("gate") as progress:
+        return cli_gate.gate(config, progress, Results(json=json, junit=junit, html=html))
+
+
+@app.command(cls=KnobCommand)
+@configured
+def bisect(
+    config: BisectConfig,
+    traces: list[Path] | None = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every point, not those around the first difference alone.")
+    ] = False,
+) -> int:
+    """Name the first layer and module whose output or gradient differs from transformers', or between two TRACES."""
+    from verifier.cli import bisect as cli_bisect
+
+    return cli_bisect.judge(traces, verbose=verbose) if traces else cli_bisect.run(config, verbose=verbose)
 
 
 @app.command(cls=KnobCommand)
@@ -234,34 +279,31 @@ def noise(config: NoiseConfig) -> int:
 def plan(config: PlanConfig, json: JsonOption = None) -> int:
     """Plan a model on any number of ranks from its config.json: shards, chunks, memory, sync time."""
     require_results(json)
-    from verifier.cli import planned
+    from verifier.cli import plan as cli_plan
 
-    return planned.plan(config, json)
+    return cli_plan.plan(config, json)
 
 
 @app.command()
+@reported
 def replay(
     trace: Annotated[Path, typer.Argument(help="A saved trace directory.")],
     check: Annotated[
         list[str] | None, typer.Option("--check", metavar="CODE", help="Only this check; repeatable.")
     ] = None,
     only: Annotated[str, typer.Option("--only", metavar="NAME", help="Only subjects whose name contains this.")] = "",
-    json: JsonOption = None,
-    junit: JunitOption = None,
-    html: HtmlOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    results: Results,
 ) -> int:
     """Judge a saved trace again, on any machine."""
     from verifier.cli.explain import find_check
 
-    require_results(json, junit, html)
-    detail = detail_of(quiet, verbose)
     codes = [find_check(code).code for code in check or ()]
-    return judge_trace(trace, json=json, junit=junit, html=html, codes=codes, names=only, detail=detail)
+    return judge_trace(trace, results, codes=codes, names=only)
 
 
 @app.command()
+@reported
 def judge(
     trace: Annotated[Path, typer.Argument(help="A trace directory that `verifier.probe` recorded.")],
     oracle: Annotated[bool, typer.Option("--oracle", help="Score by transformers what the loop recorded.")] = False,
@@ -269,19 +311,14 @@ def judge(
         Path | None, typer.Option("--model", metavar="DIR", help="Checkpoint that the loop began with; by default its.")
     ] = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="For each request of the oracle.")] = 600.0,
-    json: JsonOption = None,
-    junit: JunitOption = None,
-    html: HtmlOption = None,
-    quiet: QuietOption = False,
-    verbose: VerboseOption = False,
+    *,
+    results: Results,
 ) -> int:
     """Judge what another trainer's loop recorded."""
-    require_results(json, junit, html)
-    detail = detail_of(quiet, verbose)
-    from verifier.cli.judged import complete_trace
+    from verifier.cli.judge import complete_trace
 
     complete_trace(trace, oracle=oracle, model=model, timeout_s=timeout)
-    return judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
+    return judge_trace(trace, results)
 
 
 @app.command()
@@ -326,18 +363,14 @@ def upgrade(
 ) -> int:
     """Try other upstream versions beside those that run here; report what changes."""
     require_results(json)
+    from verifier.campaign.upgrade import compared
+    from verifier.campaign.upgrade.environments import require_versions
     from verifier.report.progress import shown_progress
-    from verifier.upgrade import compared
-    from verifier.upgrade.environments import require_versions
 
     require_versions(asked)
     with shown_progress("upgrade") as progress:
         change = compared.compare(asked, model, progress)
-    if json != STDOUT:
-        show(compared.render_text(change))
-    if json is not None:
-        said = compared.render_json(change)
-        show(said) if json == STDOUT else write_whole(json, said)
+    show_results(lambda: compared.render_text(change), (json, lambda: compared.render_json(change)))
     return ExitCode.VIOLATED if change.worse else ExitCode.HOLDS
 
 

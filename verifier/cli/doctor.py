@@ -14,6 +14,7 @@ from verifier.contracts.examine import Looked, keep, look, record_of, text_of
 from verifier.errors import UsageError
 from verifier.platform import Tier
 from verifier.platform.pins import DEFAULT_SET, SETS, nearest_set, pinned
+from verifier.report.tables import columns
 from verifier.runs.model_under_test import cache_folder
 
 _SHARED = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
@@ -185,11 +186,8 @@ def render_text(findings: Findings) -> str:
     """A table of packages, then one paragraph per tier, then the verified sets."""
     table = [("package", "verified", "found", "tier")]
     table += [(item.name, item.verified, item.found or "-", " ".join(item.tiers)) for item in findings.distributions]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table)
-    rows = "\n".join(f"  {'   '.join(cells)}".rstrip() for cells in padded)
     gpus = ", ".join(findings.gpus) or "no GPU"
-    parts = [f"Python {findings.python} on {findings.machine}, {gpus}", rows]
+    parts = [f"Python {findings.python} on {findings.machine}, {gpus}", columns(table)]
     for tier, gaps in findings.gaps.items():
         if not gaps:
             parts.append(f"tier {tier}: runs here" + (" and is used" if tier == findings.tier else ""))

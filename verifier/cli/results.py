@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +21,6 @@ from verifier.report.detail import Detail
 from verifier.report.progress import Progress, shown_progress
 
 if TYPE_CHECKING:
-    from verifier.core.trace import Trace
     from verifier.report import Report
 
 JsonOption = Annotated[
@@ -31,7 +33,6 @@ JunitOption = Annotated[
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Also write one HTML page that holds all it needs.")
 ]
-
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict and the cause alone.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding whole.")]
 STDOUT = Path("-")
@@ -40,15 +41,66 @@ LISTENERS: list[Callable[[Report], None]] = []
 """Called with each report that is made."""
 
 
-def detail_of(quiet: bool, verbose: bool) -> Detail:
-    """Length of the text that was asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Files that a report was asked for in, each None or `STDOUT` or to be written, and the length of its text."""
 
-    Raises:
-        UsageError: both were.
+    json: Path | None = None
+    junit: Path | None = None
+    html: Path | None = None
+    detail: Detail = Detail.USUAL
+
+    @property
+    def files(self) -> tuple[Path | None, ...]:
+        """The three files."""
+        return self.json, self.junit, self.html
+
+    @property
+    def takes_stdout(self) -> bool:
+        """True if a file stands for stdout, which then gets no text."""
+        return STDOUT in self.files
+
+
+_OPTIONS = {
+    "json": JsonOption,
+    "junit": JunitOption,
+    "html": HtmlOption,
+    "quiet": QuietOption,
+    "verbose": VerboseOption,
+}
+"""Options in the place of a parameter `results`."""
+
+
+def reported(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options of a report in the place of its parameter `results`.
+
+    Files that cannot be written, and --quiet beside --verbose, are refused before it runs.
     """
-    if quiet and verbose:
-        raise UsageError("--quiet and --verbose contradict each other: give one of the two")
-    return Detail.ANSWER if quiet else Detail.WHOLE if verbose else Detail.USUAL
+
+    @functools.wraps(function)
+    def command(
+        *config: Any, json: Path | None, junit: Path | None, html: Path | None, quiet: bool, verbose: bool, **own: Any
+    ) -> int:
+        require_results(json, junit, html)
+        if quiet and verbose:
+            raise UsageError("--quiet and --verbose contradict each other: give one of the two")
+        detail = Detail.ANSWER if quiet else Detail.WHOLE if verbose else Detail.USUAL
+        return function(*config, results=Results(json=json, junit=junit, html=html, detail=detail), **own)
+
+    command.__signature__ = inspect.Signature(list(_parameters(function)))  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command
+
+
+def _parameters(function: Callable[..., int]) -> Iterator[inspect.Parameter]:
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    for item in inspect.signature(function, eval_str=True).parameters.values():
+        if item.name != "results":
+            yield item.replace(kind=by_name)
+            continue
+        for name, option in _OPTIONS.items():
+            default = False if name in ("quiet", "verbose") else None
+            yield inspect.Parameter(name, by_name, default=default, annotation=option)
 
 
 def require_results(*files: Path | None) -> None:
@@ -84,33 +136,34 @@ def complain(sentence: str) -> None:
         print("verifier:", "\n".join(map(printable, sentence.split("\n"))), file=sys.stderr, flush=True)
 
 
-def judge_trace(
-    path: Path,
-    *,
-    json: Path | None,
-    junit: Path | None,
-    html: Path | None = None,
-    codes: Sequence[str] = (),
-    names: str = "",
-    detail: Detail = Detail.USUAL,
-) -> int:
+def show_results(text: Callable[[], str], *files: tuple[Path | None, Callable[[], str]]) -> None:
+    """Print the text, unless a file stands for stdout, and write each file that was asked for by its renderer."""
+    if all(file != STDOUT for file, _ in files):
+        from verifier.report.terminal import for_terminal
+
+        show(for_terminal(text(), sys.stdout))
+    for file, render in files:
+        if file == STDOUT:
+            show(render())
+        elif file is not None:
+            write_whole(file, render())
+
+
+def judge_trace(path: Path, results: Results, *, codes: Sequence[str] = (), names: str = "") -> int:
     """Read a trace, run its checks, print and write what they found; returns the exit code that this calls for.
 
     Args:
         path: trace directory.
-        json: file for the complete report, or None; `STDOUT` takes the place of the text.
-        junit: file for the JUnit report, likewise.
-        html: file for the page, likewise.
+        results: files and length of the report.
         codes: run just these checks.
         names: keep only comparisons whose subject contains this text.
-        detail: length of the text.
 
     Raises:
         UsageError: there is no trace, or nothing in it has such a name.
     """
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
-    from verifier.report import for_terminal, render_json, render_junit, render_text, report_of
+    from verifier.report import render_json, render_junit, render_text, report_of
 
     trace = store.read(path)
     report = report_of(trace, str(path), only_codes=codes, only_names=names)
@@ -118,33 +171,23 @@ def judge_trace(
         raise UsageError(f"these checks compared nothing whose name contains `{names}`: leave --only out to see all")
     for listener in LISTENERS:
         listener(report)
-    if STDOUT not in (json, junit, html):
-        show(for_terminal(render_text(report, detail), sys.stdout))
-    for file, render in ((json, render_json), (junit, render_junit), (html, lambda found: _page(found, trace))):
-        if file == STDOUT:
-            show(render(report))
-        elif file is not None:
-            write_whole(file, render(report))
+
+    def page() -> str:
+        from verifier.report.pages import page_of_report
+        from verifier.report.render_html import html
+
+        return html(page_of_report(report, trace))
+
+    show_results(
+        lambda: render_text(report, results.detail),
+        (results.json, lambda: render_json(report)),
+        (results.junit, lambda: render_junit(report)),
+        (results.html, page),
+    )
     return int(report.exit_code)
 
 
-def _page(report: Report, trace: Trace) -> str:
-    from verifier.page.drawn import html
-    from verifier.page.report_page import page_of_report
-
-    return html(page_of_report(report, trace))
-
-
-def run_and_judge(
-    what: str,
-    run: Callable[[Progress], object],
-    trace: Path,
-    *,
-    json: Path | None,
-    junit: Path | None,
-    html: Path | None = None,
-    detail: Detail = Detail.USUAL,
-) -> int:
+def run_and_judge(what: str, run: Callable[[Progress], object], trace: Path, results: Results) -> int:
     """Run something that leaves a trace, then judge the trace; also what a run that broke had recorded.
 
     A run that broke begins with its reason, and is a violation where its trace already shows one; of any other, the
@@ -154,17 +197,14 @@ def run_and_judge(
         what: the command, for the progress display.
         run: leaves its trace at `trace`.
         trace: trace directory.
-        json: file for the complete report, as in `judge_trace`.
-        junit: file for the JUnit report.
-        html: file for the page.
-        detail: length of the text; at the shortest, no progress is shown.
+        results: as in `judge_trace`; at the shortest text, no progress is shown.
 
     Raises:
         UsageError: nothing was run.
         VerifierError: the run broke and left no trace.
     """
     try:
-        with shown_progress(what, silent=detail is Detail.ANSWER) as progress:
+        with shown_progress(what, silent=results.detail is Detail.ANSWER) as progress:
             run(progress)
     except UsageError:
         raise
@@ -174,9 +214,9 @@ def run_and_judge(
         complain(str(problem))  # before the checks, which take their time
         if (trace / "logs").is_dir():
             complain(f"logs of the run's processes are in `{trace / 'logs'}`")
-        judged = judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
+        judged = judge_trace(trace, results)
         return int(ExitCode.VIOLATED if judged == ExitCode.VIOLATED else problem.exit_code)
-    return judge_trace(trace, json=json, junit=junit, html=html, detail=detail)
+    return judge_trace(trace, results)
 
 
 def save_traceback() -> str:

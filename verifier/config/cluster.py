@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.errors import UsageError
-from verifier.knob import check, knob
+from verifier.knob import check, knob, refuse
 
 LOCAL = "local"
 
@@ -25,11 +24,15 @@ class RayOptions:
     )
 
     def __post_init__(self) -> None:
-        check(self)
-        if not self.use and (self.address != LOCAL or self.nodes != 1):
-            raise UsageError("ray.address and ray.nodes need ray.use=true")
-        if self.address == LOCAL and self.nodes != 1:
-            raise UsageError(f"ray.nodes is {self.nodes}, and a local Ray has one node: give ray.address")
+        check(self, "ray.")
         host, _, port = self.address.rpartition(":")
-        if self.address != LOCAL and not (host and port.isdecimal() and 0 < int(port) < 65_536):
-            raise UsageError(f"ray.address is `{self.address}`, it must be `local` or HOST:PORT")
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+        rows = {
+            "ray.address and ray.nodes need ray.use=true": (
+                not self.use and (self.address != LOCAL or self.nodes != 1)
+            ),
+            "{ray.nodes}, and a local Ray has one node: give ray.address": self.address == LOCAL and self.nodes != 1,
+            "ray.address is `{=ray.address}`, it must be `local` or HOST:PORT": self.address != LOCAL
+            and not is_address,
+        }
+        refuse(self, rows, group="ray.")

@@ -16,7 +16,7 @@ import msgspec
 
 from verifier.config.stored_dtype import stored_dtype
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob
+from verifier.knob import check, group, knob, refuse
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
 
@@ -171,14 +171,25 @@ class EngineOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check(self)
-        if self.kind == "hf" and self.tp != 1:
-            raise UsageError(f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm")
-        if self.lora_rank:
-            asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
-            _refuse_beside_adapters({name: is_asked for name, is_asked in asked.items() if name != "--cuda-graphs"})
-        if self.kind != "vllm" and (options := self.gpu_options()):
-            raise UsageError(f"{options[0]} is an option of vLLM, --engine is {self.kind}: leave one of the two out")
+        check(self, "engine.")
+        asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
+        beside_adapters = {
+            _beside_an_adapter(name): self.lora_rank and is_asked
+            for name, is_asked in asked.items()
+            if name != "--cuda-graphs"
+        }
+        of_vllm = {
+            f"{name} is an option of vLLM, --engine is {self.kind}: leave one of the two out": self.kind != "vllm"
+            for name in self.gpu_options()
+        }
+        rows = {
+            f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm": (
+                self.kind == "hf" and self.tp != 1
+            ),
+            **beside_adapters,
+            **of_vllm,
+        }
+        refuse(self, rows)
 
     def gpu_options(self) -> list[str]:
         """Return the flags of what was asked for that only vLLM on a GPU has."""
@@ -208,8 +219,7 @@ class RoundtripConfig(RunConfig):
     trace: Path = _trace("roundtrip")
 
     def _refuse_contradictions(self) -> None:
-        if self.engine.lora_rank:
-            _refuse_beside_adapters({"--update noise": self.update != "step"})
+        refuse(self, {_beside_an_adapter("--update noise"): self.engine.lora_rank and self.update != "step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +234,10 @@ class GoldenConfig(RunConfig):
     trace: Path = _trace("golden")
 
     def _refuse_contradictions(self) -> None:
-        if self.record and self.against is not None:
-            raise UsageError("--record writes a manifest and --against compares with one: give one of the two")
-        _require_reason(self.record, self.why)
-        if self.against is not None and not self.against.is_file():
-            raise UsageError(f"there is no manifest `{self.against}`: give the path of a file that `--record` wrote")
+        both = "--record writes a manifest and --against compares with one: give one of the two"
+        absent = "there is no manifest `{=against}`: give the path of a file that `--record` wrote"
+        rows = {both: self.record and self.against is not None, **_reason(self.record, self.why)}
+        refuse(self, rows | {absent: self.against is not None and not self.against.is_file()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +251,11 @@ class BisectConfig(RunConfig):
     trace: Path = _trace("bisect")
 
     def _refuse_contradictions(self) -> None:
-        if self.dtype != "float32":
-            raise UsageError(
-                f"bisect compares in fp32, where sides differ by rounding alone, and the dtype is {self.dtype}: give a "
-                "checkpoint that is stored in fp32"
-            )
+        sentence = (
+            f"bisect compares in fp32, where sides differ by rounding alone, and the dtype is {self.dtype}: give a "
+            "checkpoint that is stored in fp32"
+        )
+        refuse(self, {sentence: self.dtype != "float32"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,19 +266,16 @@ class NoiseConfig(ModelConfig):
     why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
 
     def _refuse_contradictions(self) -> None:
-        _require_reason(self.record, self.why)
+        refuse(self, _reason(self.record, self.why))
 
 
-def _require_reason(record: bool, why: str | None) -> None:
-    """Refuse a recording without a reason, and a reason without a recording."""
-    if record and not (why or "").strip():
-        raise UsageError('--record needs --why "...": the reason is kept in the manifest')
-    if why is not None and not record:
-        raise UsageError("--why is the reason of a --record: give both or neither")
+def _reason(record: bool, why: str | None) -> dict[str, object]:
+    """A recording without a reason, and a reason without a recording."""
+    return {
+        '--record needs --why "...": the reason is kept in the manifest': record and not (why or "").strip(),
+        "--why is the reason of a --record: give both or neither": why is not None and not record,
+    }
 
 
-def _refuse_beside_adapters(asked: dict[str, bool]) -> None:
-    """Refuse flags that were asked for, first of all the first, beside an adapter."""
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise UsageError(f"--engine-lora-rank and {name} do not go together: leave one of the two out")
+def _beside_an_adapter(flag: str) -> str:
+    return f"--engine-lora-rank and {flag} do not go together: leave one of the two out"

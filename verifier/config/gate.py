@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
 from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, next_trace
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob
+from verifier.knob import check, group, knob, refuse
 from verifier.platform.upstream_fixes import require_known
 
 GATES = Path("gates")
@@ -127,25 +128,37 @@ class GateConfig(TimedConfig):
         require_known(self.fixes)
 
     def _refuse_contradictions(self) -> None:
-        if not self.models:
-            raise UsageError("models is empty: name one or more, by --model")
-        for option, given, known in (
-            ("--kind", self.kinds, KINDS), ("--dtype", self.dtypes, tuple(DTYPES)),
-            ("--transport", self.transports, ("gloo", "nccl", "ipc")),
-        ):  # fmt: skip
-            for name in given:
-                if name not in known:
-                    raise UsageError(f"{option} is `{name}`, it must be one of {', '.join(known)}")
-        if not self.kinds:
-            raise UsageError(f"kinds is empty: name one or more of {', '.join(KINDS)}")
-        for option, values in (
-            ("--model", self.models), ("--kind", self.kinds), ("--mesh", self.meshes), ("--dtype", self.dtypes),
-            ("--engine", self.engines), ("--transport", self.transports), ("--fault", self.faults),
-        ):  # fmt: skip
-            twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
-            if twice is not None:
-                raise UsageError(f"{option} {twice} is given twice: leave one out")
-        if self.budget_minutes is not None and not 0 < self.budget_minutes < float("inf"):
-            raise UsageError(f"--budget is {self.budget_minutes:g} minutes, it must be above 0 and finite")
-        if not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S:
-            raise UsageError(f"--cell-timeout is {self.cell_timeout_s:g} s, it must be above 0 and at most a week")
+        axes = {
+            "--model": self.models,
+            "--kind": self.kinds,
+            "--mesh": self.meshes,
+            "--dtype": self.dtypes,
+            "--engine": self.engines,
+            "--transport": self.transports,
+            "--fault": self.faults,
+        }
+        known = {"--kind": KINDS, "--dtype": tuple(DTYPES), "--transport": ("gloo", "nccl", "ipc")}
+        unknown = {
+            f"{option} is `{name}`, it must be one of {', '.join(names)}": name not in names
+            for option, names in known.items()
+            for name in axes[option]
+        }
+        twice = {
+            f"{option} {name} is given twice: leave one out": values.count(name) > 1
+            for option, values in axes.items()
+            for name in values
+        }
+        budget = self.budget_minutes
+        rows = {
+            "models is empty: name one or more, by --model": not self.models,
+            **unknown,
+            f"kinds is empty: name one or more of {', '.join(KINDS)}": not self.kinds,
+            **twice,
+            "--budget is {=budget_minutes} minutes, it must be above 0 and finite": (
+                budget is not None and not 0 < budget < math.inf
+            ),
+            "--cell-timeout is {=cell_timeout_s} s, it must be above 0 and at most a week": (
+                not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S
+            ),
+        }
+        refuse(self, rows)

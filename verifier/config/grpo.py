@@ -6,12 +6,19 @@ import math
 from dataclasses import dataclass, fields
 
 from verifier.environments.environment import SINGLE, check_environment
-from verifier.errors import UsageError
-from verifier.knob import check, knob
+from verifier.knob import check, knob, refuse
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 LOSSES = ("clipped", "gspo", "cispo", "importance")
 LEVELS = ("token", "sequence", "geometric")
+_READ_BESIDE = {
+    "weight_cap": "weight_level",
+    "mask_low": "mask_level",
+    "mask_high": "mask_level",
+    "kl_in": "kl_weight",
+    "kl_kind": "kl_weight",
+}
+"""Knob -> the one that turns on what it is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,9 @@ class GrpoOptions:
     reward_processes: int | None = knob(
         "Processes in which rewards and environments run; by default one a core, 8 at most.", None, least=1
     )  # fmt: skip
-    reward_timeout_s: float = knob("Deadline of one reward, or of one turn of an environment.", 30.0, unit="seconds")
+    reward_timeout_s: float = knob(
+        "Deadline of one reward, or of one turn of an environment.", 30.0, above=0, unit="seconds"
+    )
     reward_errors: str = knob(
         "A reward or environment that raises, dies or is late ends the run, or is a reward of 0.", "raise",
         choices=("raise", "zero"),
@@ -44,22 +53,22 @@ class GrpoOptions:
     step_wise: bool = knob("Train each turn as a rollout of its own, with all before it as its prompt.", False)
     advantage: str = knob("Estimator of advantages; plugins add others.", "grpo")
     loss: str = knob("Loss of a token; plugins add others.", "clipped")
-    clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2)
-    clip_high: float = knob("Ratios above 1 + clip_high are clipped.", 0.2)
+    clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2, least=0)
+    clip_high: float = knob("Ratios above 1 + clip_high are clipped.", 0.2, least=0)
     dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None)
     ratio_over: str = knob(
         "Log-probability that the ratio divides by: the trainer's before the batch, or the engine's.", "old",
         choices=("old", "engine"),
     )  # fmt: skip
-    temperature: float = knob("Divisor of the logits, of sampling and of training.", 1.0)
+    temperature: float = knob("Divisor of the logits, of sampling and of training.", 1.0, above=0)
     entropy_weight: float = knob("Weight of the entropy, which the loss is lowered by.", 0.0)
-    kl_weight: float = knob("Weight of the KL divergence from the weights that the run began with.", 0.0)
+    kl_weight: float = knob("Weight of the KL divergence from the weights that the run began with.", 0.0, least=0)
     kl_kind: str = knob("Estimate of the KL divergence.", "k3", choices=("k1", "k2", "k3"))
     kl_in: str = knob("Place of the KL divergence.", "loss", choices=("loss", "reward"))
     weight_level: str | None = knob(
         "Truncated importance weights old / engine by this ratio; null: none.", None, choices=LEVELS
     )  # fmt: skip
-    weight_cap: float = knob("Greatest importance weight.", 2.0)
+    weight_cap: float = knob("Greatest importance weight.", 2.0, above=0)
     mask_level: str | None = knob("Mask of tokens by this ratio old / engine; null: none.", None, choices=LEVELS)
     mask_low: float = knob("Least ratio that stays.", 0.5)
     mask_high: float = knob("Greatest ratio that stays.", 2.0)
@@ -85,112 +94,63 @@ class GrpoOptions:
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 
     def __post_init__(self) -> None:
-        check(self)
-        for name in ("clip_low", "clip_high", "kl_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"grpo.{name} is {getattr(self, name):g}, it must be at least 0 and finite")
-        if not 0 < self.reward_timeout_s < math.inf:
-            raise UsageError(f"grpo.reward_timeout_s is {self.reward_timeout_s:g}, it must be above 0 and finite")
-        if not 0 < self.temperature < math.inf:
-            raise UsageError(f"grpo.temperature is {self.temperature:g}, it must be above 0 and finite")
-        if self.dual_clip is not None and self.loss != "clipped":
-            raise UsageError(
-                f"grpo.dual_clip is {self.dual_clip:g} and grpo.loss is {self.loss}, which has none: use clipped"
-            )
-        if self.group_size == 1 and self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline"):
-            raise UsageError(
-                f"grpo.group_size is 1 and grpo.advantage is {self.advantage}, which compares the answers of a group: "
-                "use 2 or more, or reinforce++"
-            )
-        self._refuse_bounds()
-        self._refuse_unread()
-        self._refuse_modes()
-        self._refuse_turns()
-        if self.max_sampling_rounds > 1 and self.group_size == 1:
-            raise UsageError(
-                f"grpo.max_sampling_rounds is {self.max_sampling_rounds} and grpo.group_size is 1: a group of one has "
-                "one reward, so every prompt would be replaced, use grpo.group_size=2 or more"
-            )
-        if self.max_staleness and self.ratio_over == "old" and self.weight_level is None and self.mask_level is None:
-            raise UsageError(
-                f"grpo.max_staleness is {self.max_staleness} and grpo.ratio_over is old, which ignores staleness: "
-                "use grpo.ratio_over=engine, or correct by grpo.weight_level or grpo.mask_level"
-            )
-        if self.ratio_over == "engine" and self.weight_level is not None:
-            raise UsageError(
-                f"grpo.ratio_over is engine and grpo.weight_level is {self.weight_level}: both correct for the engine, "
-                "leave one of the two out"
-            )
-
-    def _refuse_bounds(self) -> None:
-        """Refuse bounds of ratios that exclude everything."""
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise UsageError(f"grpo.dual_clip is {self.dual_clip:g}, it must be above 1 and finite, or null")
-        if not 0 < self.weight_cap < math.inf:
-            raise UsageError(f"grpo.weight_cap is {self.weight_cap:g}, it must be above 0 and finite")
-        if not 0 <= self.mask_low <= self.mask_high:
-            raise UsageError(
-                f"grpo.mask_low is {self.mask_low:g} and grpo.mask_high is {self.mask_high:g}: no ratio would stay, "
-                "use 0 <= grpo.mask_low <= grpo.mask_high"
-            )
-
-    def _refuse_unread(self) -> None:
-        """Refuse knobs of what is not asked for, which nothing would read."""
-        defaults = {item.name: item.default for item in fields(self)}
-        for owner, off, names in (
-            ("weight_level", None, ("weight_cap",)), ("mask_level", None, ("mask_low", "mask_high")),
-            ("kl_weight", 0.0, ("kl_in", "kl_kind")),
-        ):  # fmt: skip
-            if getattr(self, owner) != off:
-                continue
-            for name in names:
-                if (value := getattr(self, name)) != defaults[name]:
-                    shown, at = f"{value:g}" if isinstance(value, float) else value, "null" if off is None else "0"
-                    raise UsageError(
-                        f"grpo.{name} is {shown} and grpo.{owner} is {at}: nothing would read it, leave it out, or set "
-                        f"grpo.{owner}"
-                    )
-
-    def _refuse_turns(self) -> None:
+        check(self, "grpo.")
         check_environment(self.environment)
-        turns = f"grpo.environment is {self.environment} and grpo.max_turns is {self.max_turns}"
-        if self.has_turns and self.max_turns == 1:
-            raise UsageError(f"{turns}: no reply would ever be read, use grpo.max_turns=2 or more")
-        if self.max_turns > 1 and not self.has_turns:
-            raise UsageError(f"{turns}: nothing replies to a turn, leave grpo.max_turns out, or use calculator")
-        if self.step_wise and not self.has_turns:
-            raise UsageError(
-                "grpo.step_wise is true and grpo.environment is single: an episode has one turn, leave it out, or give "
-                "an environment"
+        in_flight, turns = self.mode == "inflight", "{grpo.environment} and {grpo.max_turns}"
+        compares = self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+        corrects = self.weight_level is not None or self.mask_level is not None
+        defaults = {item.name: item.default for item in fields(self)}
+        unread = {
+            f"{{grpo.{name}}} and {{grpo.{owner}}}: nothing would read it, leave it out, or set grpo.{owner}": (
+                getattr(self, owner) in (None, 0.0) and getattr(self, name) != defaults[name]
             )
-        if self.has_turns and self.mode == "inflight":
-            raise UsageError(
-                f"{turns}, and grpo.mode is inflight: an update reaches the requests of one turn alone so far, use "
-                "grpo.mode=async"
-            )
-        if self.has_turns and self.replay_routes:
-            raise UsageError(
-                f"{turns}, and grpo.replay_routes is true: a later turn routes the tokens before it anew, leave "
-                "grpo.replay_routes out"
-            )
-        if self.step_wise and self.max_sampling_rounds > 1:
-            raise UsageError(
-                f"grpo.step_wise is true and grpo.max_sampling_rounds is {self.max_sampling_rounds}: groups of steps "
-                "are not replaced so far, leave one of the two out"
-            )
-
-    def _refuse_modes(self) -> None:
-        if self.mode != "sync" and not self.max_staleness:
-            raise UsageError(
-                f"grpo.mode is {self.mode} and grpo.max_staleness is 0: a batch is sampled a version before it trains, "
-                "use grpo.max_staleness=1, or grpo.mode=sync"
-            )
-        if self.mode != "inflight" and (self.inflight_steps is not None or self.keep_kv_cache):
-            name = "keep_kv_cache is true" if self.keep_kv_cache else f"inflight_steps is {self.inflight_steps}"
-            raise UsageError(
-                f"grpo.{name} and grpo.mode is {self.mode}, in which no request runs during an update: leave it out, "
-                "or use grpo.mode=inflight"
-            )
+            for name, owner in _READ_BESIDE.items()
+        }
+        of_requests = {
+            f"{{grpo.{name}}} and {{grpo.mode}}, in which no request runs during an update: leave it out, or use "
+            "grpo.mode=inflight": is_asked and not in_flight
+            for name, is_asked in (("keep_kv_cache", self.keep_kv_cache), ("inflight_steps", self.inflight_steps))
+        }
+        rows = {
+            "{grpo.dual_clip} and {grpo.loss}, which has none: use clipped": self.dual_clip and self.loss != "clipped",
+            "{grpo.group_size} and {grpo.advantage}, which compares the answers of a group: use 2 or more, or "
+            "reinforce++": self.group_size == 1 and compares,
+            "{grpo.dual_clip}, it must be above 1 and finite, or null": (
+                self.dual_clip is not None and not 1 < self.dual_clip < math.inf
+            ),
+            "{grpo.mask_low} and {grpo.mask_high}: no ratio would stay, use 0 <= grpo.mask_low <= grpo.mask_high": (
+                not 0 <= self.mask_low <= self.mask_high
+            ),
+            **unread,
+            "{grpo.mode} and {grpo.max_staleness}: a batch is sampled a version before it trains, use "
+            "grpo.max_staleness=1, or grpo.mode=sync": self.mode != "sync" and not self.max_staleness,
+            **of_requests,
+            f"{turns}: no reply would ever be read, use grpo.max_turns=2 or more": (
+                self.has_turns and self.max_turns == 1
+            ),
+            f"{turns}: nothing replies to a turn, leave grpo.max_turns out, or use calculator": (
+                self.max_turns > 1 and not self.has_turns
+            ),
+            "{grpo.step_wise} and {grpo.environment}: an episode has one turn, leave it out, or give an environment": (
+                self.step_wise and not self.has_turns
+            ),
+            f"{turns}, and {{grpo.mode}}: an update reaches the requests of one turn alone so far, use "
+            "grpo.mode=async": self.has_turns and in_flight,
+            f"{turns}, and {{grpo.replay_routes}}: a later turn routes the tokens before it anew, leave "
+            "grpo.replay_routes out": self.has_turns and self.replay_routes,
+            "{grpo.step_wise} and {grpo.max_sampling_rounds}: groups of steps are not replaced so far, leave one of "
+            "the two out": self.step_wise and self.max_sampling_rounds > 1,
+            "{grpo.max_sampling_rounds} and {grpo.group_size}: a group of one has one reward, so every prompt would be "
+            "replaced, use grpo.group_size=2 or more": self.max_sampling_rounds > 1 and self.group_size == 1,
+            "{grpo.max_staleness} and {grpo.ratio_over}, which ignores staleness: use grpo.ratio_over=engine, or "
+            "correct by grpo.weight_level or grpo.mask_level": (
+                self.max_staleness and self.ratio_over == "old" and not corrects
+            ),
+            "{grpo.ratio_over} and {grpo.weight_level}: both correct for the engine, leave one of the two out": (
+                self.ratio_over == "engine" and self.weight_level is not None
+            ),
+        }
+        refuse(self, rows, group="grpo.")
 
     @property
     def steps_before_update(self) -> int:

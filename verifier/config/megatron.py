@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.errors import UsageError
-from verifier.knob import check, knob
+from verifier.knob import check, knob, refuse
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 """Parts that Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
@@ -55,106 +54,90 @@ class MegatronOptions:
     moe_load_balancing: str = knob(
         "Balancing loss of routers; bridges ask for one, here it is off unless asked for.", "none", choices=BALANCING
     )  # fmt: skip
-    moe_aux_loss: float = knob("Coefficient of the balancing loss; bridges have up to 1e-3.", 0.0)
-    moe_z_loss: float = knob("Coefficient of the routers' z-loss.", 0.0)
-    moe_bias_update_rate: float = knob("Change of a router's score bias in a step; Megatron has 1e-3.", 0.0)
+    moe_aux_loss: float = knob("Coefficient of the balancing loss; bridges have up to 1e-3.", 0.0, least=0)
+    moe_z_loss: float = knob("Coefficient of the routers' z-loss.", 0.0, least=0)
+    moe_bias_update_rate: float = knob("Change of a router's score bias in a step; Megatron has 1e-3.", 0.0, least=0)
     moe_router_dtype: str | None = knob(
         "Type of the routers' scores; by default the bridge's.", None, choices=("fp32", "fp64")
     )  # fmt: skip
-    optimizer_offload: float = knob("Share of masters and moments on the host, which steps there; needs GPUs.", 0.0)
+    optimizer_offload: float = knob(
+        "Share of masters and moments on the host, which steps there; needs GPUs.", 0.0, least=0, most=1
+    )
     overlap_optimizer_offload: bool = knob("Copy to and from the host while other parts are stepped.", False)
 
     def __post_init__(self) -> None:
-        check(self)
-        for name in ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate", "optimizer_offload"):
-            value, most = getattr(self, name), 1 if name == "optimizer_offload" else float("inf")
-            if not 0 <= value <= most or value == float("inf"):
-                bound = f" and at most {most}" if most == 1 else " and finite"
-                raise UsageError(f"megatron.{name} is {value:g}, it must be at least 0{bound}")
-        self._refuse_data_parallel()
-        self._refuse_fsdp()
-        self._refuse_recompute()
-        self._refuse_balancing()
+        check(self, "megatron.")
+        refuse(self, self._of_data_parallel() | self._of_fsdp() | self._of_layers(), group="megatron.")
 
-    def _refuse_data_parallel(self) -> None:
-        if self.overlap_param_gather:
-            for name in ("distributed_optimizer", "overlap_grad_reduce"):
-                if not getattr(self, name):
-                    raise UsageError(
-                        f"megatron.overlap_param_gather needs megatron.{name}, which is false: "
-                        "turn both on, or both off"
-                    )
-        if self.bucket_size is not None and not self.overlap_grad_reduce:
-            raise UsageError(
-                f"megatron.bucket_size is {self.bucket_size:,} and megatron.overlap_grad_reduce is false, without "
-                "which Megatron has one bucket: leave one of the two out"
-            )
-        if self.optimizer_offload and not self.distributed_optimizer:
-            raise UsageError(
-                f"megatron.optimizer_offload is {self.optimizer_offload:g} and needs megatron.distributed_optimizer, "
-                "which is false: turn it on"
-            )
-        if self.overlap_optimizer_offload and not self.optimizer_offload:
-            raise UsageError(
-                "megatron.overlap_optimizer_offload is on and megatron.optimizer_offload is 0: nothing is offloaded"
-            )
-
-    def _refuse_fsdp(self) -> None:
-        """Refuse knobs of Megatron-FSDP without it, and what it does not do without."""
-        if not self.use_fsdp:
-            turned = {
-                "fsdp_sharding": self.fsdp_sharding if self.fsdp_sharding != SHARDINGS[-1] else None,
-                "fsdp_prefetch": None if self.fsdp_prefetch else "false", "fsdp_unit_elements": self.fsdp_unit_elements,
-            }  # fmt: skip
-            for name, value in turned.items():
-                if value is not None:
-                    raise UsageError(f"megatron.{name} is {value} and megatron.use_fsdp is false: turn it on")
-            return
+    def _of_data_parallel(self) -> dict[str, object]:
         needed = {
+            f"megatron.overlap_param_gather needs megatron.{name}, which is false: turn both on, or both off": (
+                self.overlap_param_gather and not getattr(self, name)
+            )
+            for name in ("distributed_optimizer", "overlap_grad_reduce")
+        }
+        return needed | {
+            "{megatron.bucket_size} and {megatron.overlap_grad_reduce}, without which Megatron has one bucket: leave "
+            "one of the two out": self.bucket_size is not None and not self.overlap_grad_reduce,
+            "{megatron.optimizer_offload} and needs megatron.distributed_optimizer, which is false: turn it on": (
+                self.optimizer_offload and not self.distributed_optimizer
+            ),
+            "megatron.overlap_optimizer_offload is on and {megatron.optimizer_offload}: nothing is offloaded": (
+                self.overlap_optimizer_offload and not self.optimizer_offload
+            ),
+        }
+
+    def _of_fsdp(self) -> dict[str, object]:
+        """Knobs of Megatron-FSDP without it, and what it does not do without."""
+        turned = {
+            "fsdp_sharding": self.fsdp_sharding != SHARDINGS[-1],
+            "fsdp_prefetch": not self.fsdp_prefetch,
+            "fsdp_unit_elements": self.fsdp_unit_elements,
+        }
+        is_on = {
             "distributed_optimizer": self.distributed_optimizer,
             "overlap_grad_reduce": self.overlap_grad_reduce or self.fsdp_sharding == "optim",
             "overlap_param_gather": self.overlap_param_gather or self.fsdp_sharding != "optim_grads_params",
         }
-        for name, is_on in needed.items():
-            if not is_on:
-                raise UsageError(
-                    f"megatron.use_fsdp is true, megatron.fsdp_sharding is {self.fsdp_sharding} and megatron.{name} is "
-                    "false, without which Megatron-FSDP does not run so: turn it on"
-                )
-        if self.optimizer_offload:
-            raise UsageError(
-                f"megatron.use_fsdp is true and megatron.optimizer_offload is {self.optimizer_offload:g}: "
-                "Megatron-FSDP holds masters and moments itself, leave one of the two out"
-            )
+        without = {
+            f"{{megatron.{name}}} and {{megatron.use_fsdp}}: turn it on": not self.use_fsdp and value
+            for name, value in turned.items()
+        }
+        needed = {
+            f"{{megatron.use_fsdp}}, {{megatron.fsdp_sharding}} and {{megatron.{name}}}, without which Megatron-FSDP "
+            "does not run so: turn it on": self.use_fsdp and not value
+            for name, value in is_on.items()
+        }
+        return {
+            **without,
+            **needed,
+            "{megatron.use_fsdp} and {megatron.optimizer_offload}: Megatron-FSDP holds masters and moments itself, "
+            "leave one of the two out": self.use_fsdp and self.optimizer_offload,
+        }
 
-    def _refuse_recompute(self) -> None:
-        asked = {
-            "recompute_method": ("full", self.recompute_method), "recompute_layers": ("full", self.recompute_layers),
-            "recompute_modules": ("selective", ",".join(self.recompute_modules)),
-        }  # fmt: skip
-        for name, (kind, value) in asked.items():
-            if value and self.recompute != kind:
-                raise UsageError(
-                    f"megatron.{name} is {value} and megatron.recompute is {self.recompute}: "
-                    f"give megatron.recompute={kind}, or leave megatron.{name} out"
-                )
-        for module in self.recompute_modules:
-            if module not in RECOMPUTABLE:
-                raise UsageError(
-                    f"megatron.recompute_modules has `{module}`, it must be one of {', '.join(RECOMPUTABLE)}"
-                )
-
-    def _refuse_balancing(self) -> None:
-        kind, coefficient = self.moe_load_balancing, self.moe_aux_loss
-        if coefficient and kind == "none":
-            raise UsageError(
-                f"megatron.moe_aux_loss is {coefficient:g} and megatron.moe_load_balancing is none: choose one of "
-                f"{', '.join(BALANCING[1:])}"
-            )
-        if kind != "none" and not coefficient:
-            raise UsageError(
-                f"megatron.moe_load_balancing is {kind} and megatron.moe_aux_loss is 0: give a coefficient"
-            )
+    def _of_layers(self) -> dict[str, object]:
+        """Recomputation, and the balancing of experts."""
+        kinds = {"recompute_method": "full", "recompute_layers": "full", "recompute_modules": "selective"}
+        recomputed = {
+            f"{{megatron.{name}}} and {{megatron.recompute}}: give megatron.recompute={kind}, or leave megatron.{name} "
+            "out": getattr(self, name) and self.recompute != kind
+            for name, kind in kinds.items()
+        }
+        unknown = {
+            f"megatron.recompute_modules has `{module}`, it must be one of {', '.join(RECOMPUTABLE)}": True
+            for module in self.recompute_modules
+            if module not in RECOMPUTABLE
+        }
+        kind = self.moe_load_balancing
+        return {
+            **recomputed,
+            **unknown,
+            "{megatron.moe_aux_loss} and {megatron.moe_load_balancing}: choose one of "
+            f"{', '.join(BALANCING[1:])}": self.moe_aux_loss and kind == "none",
+            "{megatron.moe_load_balancing} and {megatron.moe_aux_loss}: give a coefficient": (
+                kind != "none" and not self.moe_aux_loss
+            ),
+        }
 
     @property
     def mixture_knobs(self) -> dict[str, object]:

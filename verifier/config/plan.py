@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from verifier.config.commands import DTYPES, CommandConfig, dtype_knob, fixes_knob
 from verifier.config.stored_dtype import stored_dtype
-from verifier.errors import UsageError
 from verifier.knob import group, knob
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
@@ -23,7 +22,7 @@ class PlanConfig(CommandConfig):
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
     dtype: str = dtype_knob()
     fixes: tuple[str, ...] = fixes_knob()
-    gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB")
+    gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
     tokens: int = knob(
         "Tokens of a micro-batch of one data-parallel rank.", 4096, flag="--tokens", least=1, unit="tokens"
     )  # fmt: skip
@@ -42,11 +41,11 @@ class PlanConfig(CommandConfig):
     )  # fmt: skip
     transfer_gb_s: float | None = knob(
         "Bandwidth from rank 0 to the engine; by default the one measured for --transport.", None,
-        flag="--transfer-gb-s", metavar="GB_S", unit="GB/s",
+        flag="--transfer-gb-s", metavar="GB_S", unit="GB/s", above=0,
     )  # fmt: skip
     gather_gb_s: float | None = knob(
         "Bandwidth from the other ranks to one; by default the one measured for NCCL within a host.", None,
-        flag="--gather-gb-s", metavar="GB_S", unit="GB/s",
+        flag="--gather-gb-s", metavar="GB_S", unit="GB/s", above=0,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -54,10 +53,3 @@ class PlanConfig(CommandConfig):
             object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
         CommandConfig.__post_init__(self)
         require_known(self.fixes)
-
-    def _refuse_contradictions(self) -> None:
-        for flag, value in (
-            ("--gpu-gib", self.gpu_gib), ("--transfer-gb-s", self.transfer_gb_s), ("--gather-gb-s", self.gather_gb_s),
-        ):  # fmt: skip
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{flag} is {value:g}, it must be above 0 and finite")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from verifier.config.commands import EngineOptions
-from verifier.errors import UsageError
 from verifier.knob import knob
 
 REQUEST_S = 600.0
@@ -22,16 +20,12 @@ class SamplingOptions(EngineOptions):
     replicas: int = knob("Engines; prompt p of a batch is answered by engine p modulo their number.", 1, least=1)
     kv_cache_gib: float | None = knob(
         "Keys and values of vLLM, each rank; null: room for a step's answers, or a share of the device.", None,
-        unit="GiB",
+        unit="GiB", above=0,
     )  # fmt: skip
     request_timeout_s: float | None = knob(
-        "Deadline of one request; null: 600 s, and 1 s for each 100 tokens that it may sample.", None, unit="seconds"
+        "Deadline of one request; null: 600 s, and 1 s for each 100 tokens that it may sample.", None, above=0,
+        unit="seconds",
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        EngineOptions.__post_init__(self)
-        if self.request_timeout_s is not None and not 0 < self.request_timeout_s < math.inf:
-            raise UsageError(f"engine.request_timeout_s is {self.request_timeout_s:g}, it must be above 0 and finite")
 
     def request_deadline_s(self, sampled_tokens: int) -> float:
         """Seconds that a request which samples up to so many tokens may take.
@@ -51,22 +45,3 @@ class SamplingOptions(EngineOptions):
         if self.cuda_graphs is not None:
             return self.cuda_graphs
         return tier == "cuda" and self.kind == "vllm" and self.quantization is None and not self.lora_rank
-
-    def refuse_cache(self, *, samples: bool) -> None:
-        """Refuse a size of a cache that no engine has.
-
-        Args:
-            samples: the run samples from an engine.
-
-        Raises:
-            UsageError: names the knobs.
-        """
-        if self.kv_cache_gib is None:
-            return
-        given = f"engine.kv_cache_gib is {self.kv_cache_gib:g}"
-        if not 0 < self.kv_cache_gib < math.inf:
-            raise UsageError(f"{given}, it must be above 0 and finite")
-        if not samples:
-            raise UsageError(f"{given} and the run samples from no engine: leave it out")
-        if self.kind != "vllm":
-            raise UsageError(f"{given} and engine.kind is {self.kind}, which keeps no cache: leave it out")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.commands import DTYPES, ModelConfig, TimedConfig
 from verifier.config.megatron import MegatronOptions
 from verifier.config.stored_dtype import stored_dtype
-from verifier.errors import UsageError
-from verifier.knob import group, knob
+from verifier.knob import group, knob, refuse
 
 RUNS = Path("runs")
 _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
@@ -74,20 +74,25 @@ class SweepConfig(ModelConfig):
         TimedConfig.__post_init__(self)
 
     def _refuse_contradictions(self) -> None:
-        if self.meshes and self.ranks is not None:
-            raise UsageError(f"--mesh names each layout and --ranks is {self.ranks}: leave one of the two out")
-        if self.most_tokens is not None and self.most_tokens < self.least_tokens:
-            raise UsageError(f"--most-tokens is {self.most_tokens:,}, below --least-tokens, {self.least_tokens:,}")
-        if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
-            raise UsageError(f"--memory-limit is {self.memory_limit:g} GiB, it must be above 0 and finite")
-        if not 0 < self.trial_timeout_s < float("inf"):
-            raise UsageError(f"--trial-timeout is {self.trial_timeout_s:g} s, it must be above 0 and finite")
-        if self.megatron.use_fsdp:
-            raise UsageError(
-                "megatron.use_fsdp is true, and a sweep has no trials of Megatron-FSDP so far: leave it out"
-            )
-        if self.megatron.recompute != "none":
-            raise UsageError(
-                f"megatron.recompute is {self.megatron.recompute}, and a sweep tries what --recompute names: "
-                "give --recompute in its place"
-            )
+        limit = self.memory_limit
+        rows = {
+            "--mesh names each layout and --ranks is {=ranks}: leave one of the two out": (
+                self.meshes and self.ranks is not None
+            ),
+            "--most-tokens is {=most_tokens}, below --least-tokens, {=least_tokens}": (
+                self.most_tokens is not None and self.most_tokens < self.least_tokens
+            ),
+            "--memory-limit is {=memory_limit} GiB, it must be above 0 and finite": (
+                limit is not None and not 0 < limit < math.inf
+            ),
+            "--trial-timeout is {=trial_timeout_s} s, it must be above 0 and finite": (
+                not 0 < self.trial_timeout_s < math.inf
+            ),
+            "{megatron.use_fsdp}, and a sweep has no trials of Megatron-FSDP so far: leave it out": (
+                self.megatron.use_fsdp
+            ),
+            "{megatron.recompute}, and a sweep tries what --recompute names: give --recompute in its place": (
+                self.megatron.recompute != "none"
+            ),
+        }
+        refuse(self, rows)

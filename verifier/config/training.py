@@ -8,14 +8,12 @@ from pathlib import Path
 
 from verifier.config.cluster import RayOptions
 from verifier.config.commands import RunConfig, next_trace
-from verifier.config.fsdp import refuse_fsdp
 from verifier.config.grpo import GrpoOptions
-from verifier.config.lora import LoraOptions
+from verifier.config.lora import ENGINE_RANKS, LoraOptions
 from verifier.config.megatron import MegatronOptions
 from verifier.config.profile import ProfileOptions
 from verifier.config.sampling import SamplingOptions
-from verifier.errors import UsageError
-from verifier.knob import check, group, knob
+from verifier.knob import check, group, knob, refuse
 
 SCHEDULES = ("constant", "linear", "cosine")
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
@@ -78,12 +76,13 @@ class BatchOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check(self)
-        if self.micro_batch_size is not None and self.max_tokens is not None:
-            raise UsageError(
-                f"batch.micro_batch_size is {self.micro_batch_size} and batch.max_tokens is {self.max_tokens:,}: a "
-                "micro-batch is cut by one of the two, leave the other out"
-            )
+        check(self, "batch.")
+        both = self.micro_batch_size is not None and self.max_tokens is not None
+        sentence = (
+            "{batch.micro_batch_size} and {batch.max_tokens}: a micro-batch is cut by one of the two, leave the other "
+            "out"
+        )
+        refuse(self, {sentence: both}, group="batch.")
 
     @property
     def count(self) -> int:
@@ -101,38 +100,27 @@ class OptimizerOptions:
 
     learning_rate: float = knob(
         "Learning rate after the warm-up; by default 1e-6 in GRPO, 1e-5 in SFT, 1e-3 of random weights.", math.nan,
-        derived=True,
+        derived=True, least=0,
     )  # fmt: skip
-    least_learning_rate: float = knob("Learning rate at the last step.", 0.0)
+    least_learning_rate: float = knob("Learning rate at the last step.", 0.0, least=0)
     schedule: str = knob("Course of the learning rate after the warm-up.", "constant", choices=SCHEDULES)
     warmup_steps: int = knob("Steps in which the learning rate rises, by equal amounts.", 0, least=0)
-    weight_decay: float = knob("Decoupled weight decay of matrices.", 0.0)
-    clip_grad: float = knob("Greatest L2 norm of a gradient; 0 does not clip.", 1.0)
-    beta_1: float = knob("Decay of Adam's first moment.", 0.9)
-    beta_2: float = knob("Decay of Adam's second moment.", 0.95)
-    epsilon: float = knob("Summand of Adam's denominator.", 1e-8)
+    weight_decay: float = knob("Decoupled weight decay of matrices.", 0.0, least=0)
+    clip_grad: float = knob("Greatest L2 norm of a gradient; 0 does not clip.", 1.0, least=0)
+    beta_1: float = knob("Decay of Adam's first moment.", 0.9, least=0, below=1)
+    beta_2: float = knob("Decay of Adam's second moment.", 0.95, least=0, below=1)
+    epsilon: float = knob("Summand of Adam's denominator.", 1e-8, least=0)
 
     def __post_init__(self) -> None:
-        check(self)
-        for name in ("learning_rate", "least_learning_rate", "weight_decay", "clip_grad", "epsilon"):
-            value = getattr(self, name)
-            is_left = name == "learning_rate" and math.isnan(value)  # to the run's config, which knows the model
-            if not is_left and not 0 <= value < math.inf:
-                raise UsageError(f"optimizer.{name} is {value:g}, it must be at least 0 and finite")
-        for name in ("beta_1", "beta_2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise UsageError(f"optimizer.{name} is {value:g}, it must be at least 0 and below 1")
-        if self.least_learning_rate > self.learning_rate:
-            raise UsageError(
-                f"optimizer.least_learning_rate is {self.least_learning_rate:g}, above optimizer.learning_rate, "
-                f"{self.learning_rate:g}: make it smaller"
-            )
-        if self.schedule == "constant" and self.least_learning_rate:
-            raise UsageError(
-                f"optimizer.least_learning_rate is {self.least_learning_rate:g} and optimizer.schedule is constant, "
-                "which never falls: choose linear or cosine"
-            )
+        check(self, "optimizer.")
+        rows = {
+            "{optimizer.least_learning_rate}, above optimizer.learning_rate, {=optimizer.learning_rate}: make it "
+            "smaller": self.least_learning_rate > self.learning_rate,
+            "{optimizer.least_learning_rate} and {optimizer.schedule}, which never falls: choose linear or cosine": (
+                self.schedule == "constant" and self.least_learning_rate
+            ),
+        }
+        refuse(self, rows, group="optimizer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +138,12 @@ class EvaluationOptions:
     stop_above: float = knob("Accuracy at which training ends early; above 1: never.", 2.0)
 
     def __post_init__(self) -> None:
-        check(self)
-        if not self.every and self.stop_above <= 1:
-            raise UsageError(
-                f"evaluation.stop_above is {self.stop_above:g} and evaluation.every is 0, which evaluates at the end "
-                "alone: give evaluation.every, or leave it out"
-            )
+        check(self, "evaluation.")
+        sentence = (
+            "{evaluation.stop_above} and {evaluation.every}, which evaluates at the end alone: give evaluation.every, "
+            "or leave it out"
+        )
+        refuse(self, {sentence: not self.every and self.stop_above <= 1}, group="evaluation.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,28 +237,11 @@ class TrainConfig(RunConfig):
         RunConfig.__post_init__(self)
 
     def _refuse_contradictions(self) -> None:
-        if (self.aggregation == "constant") != (self.aggregation_constant is not None):
-            raise UsageError(
-                "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither"
-            )
-        if self.aggregation_constant is not None and not 0 < self.aggregation_constant < math.inf:
-            raise UsageError(
-                f"aggregation_constant is {self.aggregation_constant:g}, it must be above 0 and finite: it divides"
-            )
-        if self.algorithm == "sft" and self.data.rollouts is not None:
-            raise UsageError(
-                f"data.rollouts is {self.data.rollouts} and algorithm is sft, which trains on text: "
-                "leave data.rollouts out, or give algorithm=grpo"
-            )
-        self.lora.refuse_engine(self.engine, samples=self.samples)
-        self._refuse_replay()
-        self._refuse_replicas()
-        self.engine.refuse_cache(samples=self.samples)
+        rows = self._of_algorithm() | self._of_adapters() | self._of_engine()
         if self.algorithm == "grpo":
-            self._refuse_modes()
-        refuse_fsdp(self)
-        self._refuse_sizes()
-        self._refuse_course()
+            rows |= self._of_modes()
+        rows |= self._of_fsdp() | self._of_course()
+        refuse(self, rows)
 
     @property
     def samples(self) -> bool:
@@ -282,132 +253,153 @@ class TrainConfig(RunConfig):
         """Optimizer steps of the run."""
         return self.steps * (self.grpo.updates if self.algorithm == "grpo" else 1)
 
-    def _refuse_replicas(self) -> None:
-        """Refuse several engines where nothing deals to them."""
-        if self.engine.replicas == 1:
-            return
-        given = f"engine.replicas is {self.engine.replicas}"
-        if not self.samples:
-            raise UsageError(f"{given} and the run samples from no engine: leave it out")
-        if self.ray.use:
-            raise UsageError(f"{given} and ray.use is true: an engine of a cluster is alone so far, use 1")
-        if self.lora.engine_rank(samples=True):
-            raise UsageError(f"{given} and lora.sync is adapter, which is handed to one engine: use lora.sync=merged")
-        if self.engine.replicas > self.data.batch_size:
-            raise UsageError(
-                f"{given} and data.batch_size is {self.data.batch_size}: an engine would have no prompt, use fewer"
-            )
+    def _of_algorithm(self) -> dict[str, object]:
+        constant, replays = self.aggregation_constant, self.grpo.replay_routes
+        return {
+            "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither": (
+                (self.aggregation == "constant") != (constant is not None)
+            ),
+            "{aggregation_constant}, it must be above 0 and finite: it divides": (
+                constant is not None and not 0 < constant < math.inf
+            ),
+            "{data.rollouts} and {algorithm}, which trains on text: leave data.rollouts out, or give algorithm=grpo": (
+                self.algorithm == "sft" and self.data.rollouts is not None
+            ),
+            "{grpo.replay_routes} and {algorithm}, whose texts no engine routed: leave it out": (
+                replays and self.algorithm == "sft"
+            ),
+            "{grpo.replay_routes} and {engine.kind}, which reports no routes: use vllm": (
+                replays and self.engine.kind != "vllm" and self.data.rollouts is None
+            ),
+            "{grpo.replay_routes} and megatron.recompute_modules has moe, whose routers would run again without "
+            "routes: use megatron.recompute=full, or leave moe out": replays
+            and "moe" in self.megatron.recompute_modules,
+        }
 
-    def _refuse_replay(self) -> None:
-        """Refuse routes to replay that nothing reports, or that routers would be given in vain."""
-        if not self.grpo.replay_routes:
-            return
-        given = "grpo.replay_routes is true"
-        if self.algorithm == "sft":
-            raise UsageError(f"{given} and algorithm is sft, whose texts no engine routed: leave it out")
-        if self.engine.kind != "vllm" and self.data.rollouts is None:
-            raise UsageError(f"{given} and engine.kind is {self.engine.kind}, which reports no routes: use vllm")
-        if "moe" in self.megatron.recompute_modules:
-            raise UsageError(
-                f"{given} and megatron.recompute_modules has moe, whose routers would run again without routes: use "
-                "megatron.recompute=full, or leave moe out"
-            )
+    def _of_adapters(self) -> dict[str, object]:
+        """An engine that does not take the adapters."""
+        rank, engine = self.lora.engine_rank(samples=self.samples), self.engine
+        asked = {
+            "engine.kind": engine.kind != "vllm",
+            "engine.tp": engine.tp > 1,
+            "engine.sleep_level": engine.sleep_level,
+            "engine.quantization": engine.quantization,
+        }
+        plain = {
+            f"{{{name}}} and {{lora.sync}}, which takes an awake vLLM of one rank with weights as they are: leave it "
+            "out, or choose lora.sync=merged": rank and is_asked
+            for name, is_asked in asked.items()
+        }
+        ranks = ", ".join(map(str, ENGINE_RANKS))
+        return {
+            "{engine.lora_rank}, which is a knob of `verifier roundtrip`: give lora.rank": engine.lora_rank,
+            "{lora.sync} and the run samples from no engine: leave it out": (
+                self.lora.sync == "merged" and not self.samples
+            ),
+            f"{{lora.rank}} and {{lora.sync}}: vLLM takes adapters of rank {ranks}; choose one, or lora.sync=merged": (
+                rank and rank not in ENGINE_RANKS
+            ),
+            **plain,
+        }
 
-    def _refuse_modes(self) -> None:
-        """Refuse a mode of GRPO that the source of its rollouts does not have."""
-        mode, staleness = self.grpo.mode, self.grpo.max_staleness
-        if mode != "sync" and self.data.rollouts is not None:
-            raise UsageError(
-                f"grpo.mode is {mode} and data.rollouts is {self.data.rollouts}: recorded rollouts are not sampled "
-                "while the run trains, leave one of the two out"
-            )
-        if mode == "sync" and staleness and self.data.rollouts is None:
-            raise UsageError(
-                f"grpo.mode is sync and grpo.max_staleness is {staleness}: every rollout is of the very weights that "
-                "it trains, leave grpo.max_staleness out, or use grpo.mode=async"
-            )
-        if self.grpo.max_sampling_rounds > 1 and self.data.rollouts is not None:
-            raise UsageError(
-                f"grpo.max_sampling_rounds is {self.grpo.max_sampling_rounds} and data.rollouts is "
-                f"{self.data.rollouts}: recorded groups are not sampled anew, leave one of the two out"
-            )
-        if self.grpo.has_turns and self.data.rollouts is not None:
-            raise UsageError(
-                f"grpo.environment is {self.grpo.environment} and data.rollouts is {self.data.rollouts}: recorded "
-                "rollouts hold their turns already, leave one of the two out"
-            )
-        if mode != "sync" and self.engine.sleep_level:
-            raise UsageError(
-                f"grpo.mode is {mode} and engine.sleep_level is {self.engine.sleep_level}: the engine samples while "
-                "the trainer steps, use engine.sleep_level=0"
-            )
-        if mode == "inflight" and self.ray.use:
-            raise UsageError(
-                "grpo.mode is inflight and ray.use is true: the engine of a cluster does not hold requests between two "
-                "calls so far, use grpo.mode=async"
-            )
-        if mode == "inflight" and self.lora.engine_rank(samples=True):
-            raise UsageError(
-                "grpo.mode is inflight and lora.sync is adapter: requests that run keep the adapter that they began "
-                "with, use lora.sync=merged, or grpo.mode=async"
-            )
-        if mode == "inflight" and self.grpo.replay_routes:
-            raise UsageError(
-                "grpo.mode is inflight and grpo.replay_routes is true: tokens before an update are routed by the old "
-                "weights and, recomputed, by the new, use grpo.mode=async, or leave grpo.replay_routes out"
-            )
-        if self.grpo.keep_kv_cache and self.engine.kind == "hf":
-            raise UsageError(
-                "grpo.keep_kv_cache is true and engine.kind is hf, which recomputes keys and values for every token: "
-                "leave it out, or use engine.kind=vllm"
-            )
+    def _of_engine(self) -> dict[str, object]:
+        """Several engines where nothing deals to them, and a cache that no engine has."""
+        several, cache = self.engine.replicas > 1, self.engine.kv_cache_gib is not None
+        return {
+            "{engine.replicas} and the run samples from no engine: leave it out": several and not self.samples,
+            "{engine.replicas} and {ray.use}: an engine of a cluster is alone so far, use 1": several and self.ray.use,
+            "{engine.replicas} and {lora.sync}, which is handed to one engine: use lora.sync=merged": (
+                several and self.lora.engine_rank(samples=True)
+            ),
+            "{engine.replicas} and {data.batch_size}: an engine would have no prompt, use fewer": (
+                several and self.engine.replicas > self.data.batch_size
+            ),
+            "{engine.kv_cache_gib} and the run samples from no engine: leave it out": cache and not self.samples,
+            "{engine.kv_cache_gib} and {engine.kind}, which keeps no cache: leave it out": (
+                cache and self.engine.kind != "vllm"
+            ),
+        }
 
-    def _refuse_sizes(self) -> None:
-        """Refuse a batch that its data cannot fill, or that cannot fill the ranks."""
-        size, data, mesh = self.data.batch_size, self.data, self.mesh
-        if data.num_examples is not None and size > data.num_examples:
-            raise UsageError(f"data.batch_size is {size}, more than data.num_examples, {data.num_examples}")
-        if not self.megatron.grad_reduce_in_fp32 and self.dtype == "float32":
-            raise UsageError(
-                "megatron.grad_reduce_in_fp32 is false and dtype is fp32: gradients have the weights' type, so there "
-                "is no other to reduce in; give dtype=bf16"
-            )
-        if data.rollouts is not None:
-            return  # their files say how many there are
+    def _of_modes(self) -> dict[str, object]:
+        """A mode of GRPO that the source of its rollouts does not have."""
+        mode, recorded = self.grpo.mode, self.data.rollouts is not None
+        in_flight = mode == "inflight"
+        return {
+            "{grpo.mode} and {data.rollouts}: recorded rollouts are not sampled while the run trains, leave one of the "
+            "two out": mode != "sync" and recorded,
+            "{grpo.mode} and {grpo.max_staleness}: every rollout is of the very weights that it trains, leave "
+            "grpo.max_staleness out, or use grpo.mode=async": (
+                mode == "sync" and self.grpo.max_staleness and not recorded
+            ),
+            "{grpo.max_sampling_rounds} and {data.rollouts}: recorded groups are not sampled anew, leave one of the "
+            "two out": self.grpo.max_sampling_rounds > 1 and recorded,
+            "{grpo.environment} and {data.rollouts}: recorded rollouts hold their turns already, leave one of the two "
+            "out": self.grpo.has_turns and recorded,
+            "{grpo.mode} and {engine.sleep_level}: the engine samples while the trainer steps, use "
+            "engine.sleep_level=0": mode != "sync" and self.engine.sleep_level,
+            "{grpo.mode} and {ray.use}: the engine of a cluster does not hold requests between two calls so far, use "
+            "grpo.mode=async": in_flight and self.ray.use,
+            "{grpo.mode} and {lora.sync}: requests that run keep the adapter that they began with, use "
+            "lora.sync=merged, or grpo.mode=async": in_flight and self.lora.engine_rank(samples=True),
+            "{grpo.mode} and {grpo.replay_routes}: tokens before an update are routed by the old weights and, "
+            "recomputed, by the new, use grpo.mode=async, or leave grpo.replay_routes out": (
+                in_flight and self.grpo.replay_routes
+            ),
+            "{grpo.keep_kv_cache} and {engine.kind}, which recomputes keys and values for every token: leave it out, "
+            "or use engine.kind=vllm": self.grpo.keep_kv_cache and self.engine.kind == "hf",
+        }
+
+    def _of_fsdp(self) -> dict[str, object]:
+        """Parts that a run with Megatron-FSDP does not have."""
+        reasons = {
+            "mesh.pp": (self.mesh.pp > 1, "stages of a pipeline are not sharded so far"),
+            "mesh.ep": ((self.mesh.ep or 1) > 1, "experts have shards of their own, which are not judged so far"),
+            "lora.rank": (self.lora.rank, "adapters are not sharded so far"),
+            "grpo.kl_weight": (self.grpo.kl_weight, "the reference would be held whole on every rank"),
+            "grpo.replay_routes": (self.grpo.replay_routes, "experts are not sharded so far"),
+            "engine.sleep_level": (self.engine.sleep_level, "its shards do not leave the GPU so far"),
+        }
+        return {
+            f"{{megatron.use_fsdp}} and {{{key}}}: {reason}, leave one of the two out": self.megatron.use_fsdp and asked
+            for key, (asked, reason) in reasons.items()
+        }
+
+    def _of_course(self) -> dict[str, object]:
+        """A batch that its data or the ranks do not fit; an evaluation or a profile that never comes."""
+        data, mesh, size = self.data, self.mesh, self.data.batch_size
+        shown, groups = "{data.batch_size}", self.algorithm == "grpo"
+        if groups:
+            shown += ", {grpo.group_size} and {grpo.mini_batches}"
+            size = size * self.grpo.group_size // self.grpo.mini_batches
         least = mesh.dp * (mesh.pp if mesh.vpp > 1 else 1)
-        shown = f"data.batch_size is {size}"
-        if self.algorithm == "grpo":
-            parts = self.grpo.mini_batches
-            shown += f", grpo.group_size is {self.grpo.group_size} and grpo.mini_batches is {parts}"
-            if size < parts:
-                raise UsageError(f"{shown}: a mini-batch needs a group of its own")
-            size = size * self.grpo.group_size // parts
-        if size < least:
-            stages = f", mesh.pp is {mesh.pp} and mesh.vpp is {mesh.vpp}" if least > mesh.dp else ""
-            raise UsageError(
-                f"{shown}, mesh.dp is {mesh.dp}{stages}: an optimizer step has {size} rollouts, "
-                f"and the ranks take {least} at a time"
-            )
-
-    def _refuse_course(self) -> None:
-        """Refuse an evaluation, a judgement or a profile that would never come."""
-        if self.data.held_out is not None and self.evaluation.num_problems == 0:
-            raise UsageError(
-                "data.held_out is given and evaluation.num_problems is 0: nothing would be evaluated, leave one out"
-            )
-        if self.verify.every and not self.verify.steps:
-            raise UsageError(f"verify.every is {self.verify.every} and verify.steps is false: give --verify")
-        for step in self.profile.steps:
-            if int(step) > self.steps:
-                raise UsageError(f"profile.steps has {step} and steps is {self.steps}: the run has no such step")
-        for rank in self.profile.ranks:
-            if int(rank) >= self.mesh.world_size:
-                raise UsageError(
-                    f"profile.ranks has {rank} and the mesh has {self.mesh.world_size} ranks, 0 to "
-                    f"{self.mesh.world_size - 1}: there is no such rank"
-                )
-        if self.verify.every and self.lora.rank and self.dtype != "float32":
-            raise UsageError(
-                f"verify.every is {self.verify.every}, lora.rank is {self.lora.rank} and dtype is bf16, in which "
-                "the oracle does not compute gradients of adapters: set verify.every=0, or give dtype=fp32"
-            )
+        stages = ", {mesh.pp} and {mesh.vpp}" if least > mesh.dp else ""
+        sampled = data.rollouts is None  # the files of recorded ones say how many there are
+        steps = {
+            f"profile.steps has {step} and {{steps}}: the run has no such step": int(step) > self.steps
+            for step in self.profile.steps
+        }
+        ranks = {
+            f"profile.ranks has {rank} and the mesh has {mesh.world_size} ranks, 0 to {mesh.world_size - 1}: there is "
+            "no such rank": int(rank) >= mesh.world_size
+            for rank in self.profile.ranks
+        }
+        return {
+            "{data.batch_size}, more than data.num_examples, {=data.num_examples}": (
+                data.num_examples is not None and data.batch_size > data.num_examples
+            ),
+            "{megatron.grad_reduce_in_fp32} and {dtype}: gradients have the weights' type, so there is no other to "
+            "reduce in; give dtype=bf16": not self.megatron.grad_reduce_in_fp32 and self.dtype == "float32",
+            f"{shown}: a mini-batch needs a group of its own": (
+                sampled and groups and data.batch_size < self.grpo.mini_batches
+            ),
+            f"{shown}, {{mesh.dp}}{stages}: an optimizer step has {size} rollouts, and the ranks take {least} at a "
+            "time": sampled and size < least,
+            "data.held_out is given and {evaluation.num_problems}: nothing would be evaluated, leave one out": (
+                data.held_out is not None and self.evaluation.num_problems == 0
+            ),
+            "{verify.every} and {verify.steps}: give --verify": self.verify.every and not self.verify.steps,
+            **steps,
+            **ranks,
+            "{verify.every}, {lora.rank} and {dtype}, in which the oracle does not compute gradients of adapters: set "
+            "verify.every=0, or give dtype=fp32": self.verify.every and self.lora.rank and self.dtype != "float32",
+        }

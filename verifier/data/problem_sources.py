@@ -17,7 +17,7 @@ REASONING_GYM, VERIFIERS = "reasoning-gym:", "verifiers:"
 SOURCES = (REASONING_GYM, VERIFIERS)
 """Prefixes of such a source's name, before its task or its task set."""
 ANSWER_TAG, LAST_NUMBER = EXTRACT = ("answer_tag", "last_number")
-"""What of a completion a task of reasoning-gym scores; by default an `<answer>`, or else all of it."""
+"""Parts of a completion that a task of reasoning-gym may score; by default an `<answer>`, or else all of it."""
 CHUNK = 500
 """Problems of one seed of reasoning-gym, whose generators make problem i by the seed plus i."""
 SEED_STRIDE = 1_000_003

@@ -55,7 +55,7 @@ def score(
     Raises:
         ContractError: transformers finds a tensor missing or superfluous, or see `choosing`.
     """
-    _full_float32()
+    full_float32()
     model = hold_model(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
     for part in _parts([model], sequences, temperature, routes):
@@ -78,7 +78,7 @@ def score_twice(
         by the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are
         added. Where rounding moves along one direction, a pass may be near zero by chance: the greatest of `DRAWS`.
     """
-    _full_float32()
+    full_float32()
     models = [hold_model(path, dtype, device) for dtype in (torch.float64, torch.float32)]  # the second stays cached
     found: tuple[list[list[float]], ...] = tuple([[]] * len(sequences) for _ in range(3))
     for part in _parts(models, sequences, temperature, routes, again=DRAWS - 1):
@@ -95,7 +95,7 @@ def score_twice(
     return found[0], found[1], found[2]
 
 
-def _full_float32() -> None:
+def full_float32() -> None:
     """Let float32 be float32 on a GPU."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -203,7 +203,7 @@ def next_token(
 @torch.inference_mode()
 def end_probabilities(
     _: object, path: str, sequences: Sequence[Sequence[int]], ends: Sequence[int], dtype: str, temperature: float,
-    routes: Sequence[Sequence[Route]] = (),
+    routes: Sequence[Sequence[Route]] = (), device: str = "cpu",
 ) -> list[list[float]]:  # fmt: skip
     """Probability that a draw is an end token, after each token of some sequences but its last.
 
@@ -214,11 +214,13 @@ def end_probabilities(
         dtype: see `score`.
         temperature: divisor of the logits, above 0.
         routes: see `score`.
+        device: see `score`.
 
     Returns:
         Per sequence, entry t is p(token t + 1 is an end token | tokens 0..t).
     """
-    model = hold_model(path, getattr(torch, dtype), "cpu")
+    full_float32()
+    model = hold_model(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
     for batch in batches(model, sequences, routes):
         shares = torch.softmax(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from verifier.model.transformers_hf import hold_model
 from verifier.oracle.batches_hf import MAX_TOKENS, Batch, batches, logits_of
+from verifier.oracle.logprob_hf import full_float32
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -77,6 +78,7 @@ def judge_updates(
     objective: Mapping[str, Any],
     updates: Sequence[Mapping[str, Any]],
     adapter: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Measure every update of one step against the oracle; a request of an engine server.
 
@@ -92,13 +94,15 @@ def judge_updates(
         updates: of each in order its "number", from 1, and "learning_rate".
         adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
             has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
+        device: "cpu", or "cuda": where transformers computes.
 
     Returns:
         Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
         index.
     """
+    full_float32()
     records, path = [], Path(folder)
-    noises = (_noise(path, int(update["number"]), objective["temperature"]) for update in updates)
+    noises = (_noise(path, int(update["number"]), objective["temperature"], device) for update in updates)
     margin = NOISES * max(noises, default=0.0)
     for update in updates:
         number = int(update["number"])
@@ -109,10 +113,10 @@ def judge_updates(
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
         before = path / f"weights-{number - 1}"
-        exact = _loss(before, rows, objective, torch.float32, margin)
+        exact = _loss(before, rows, objective, torch.float32, margin, device)
         if adapter is not None:
             exact = _of_adapter(exact, old, adapter)
-        rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf)
+        rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf, device)
         actual = tensors_of(path / f"gradients-{number}")
         norm, scale = clip_of(actual, rule["clip_grad"])
         noise = torch.where(rounded.told & ~exact.told, 0.0, rounded.nats - exact.nats).abs()
@@ -141,7 +145,9 @@ def judge_updates(
 
 
 @torch.inference_mode()
-def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int], dtype: str) -> list[dict[str, Any]]:
+def entropies(
+    _: object, folder: str, temperature: float, numbers: Sequence[int], dtype: str, device: str = "cpu"
+) -> list[dict[str, Any]]:  # fmt: skip
     """Entropy of the distribution that each token in the loss of a step's updates is one of; a request of a server.
 
     Args:
@@ -149,22 +155,24 @@ def entropies(_: object, folder: str, temperature: float, numbers: Sequence[int]
         temperature: divisor of the logits.
         numbers: of the updates, from 1.
         dtype: second dtype of the weights, whose distance from float32 is the noise.
+        device: "cpu", or "cuda": where transformers computes.
 
     Returns:
         Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `_scale`; and "noise", nats:
         the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
     """
+    full_float32()
     found = []
     for number in numbers:
         rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
         rows = [row for row in rows if row["mask"][1:].any()]
-        models = [hold_model(str(weights), kind, "cpu") for kind in (getattr(torch, dtype), torch.float32)]
+        models = [hold_model(str(weights), kind, device) for kind in (getattr(torch, dtype), torch.float32)]
         parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
         for batch in _batches(models[1], rows):
             other, exact = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
             entropy = _entropy(exact)
             noise = max(noise, float((entropy - _entropy(other)).abs().max()))
-            for at, pair in zip(batch.places, torch.stack([entropy, _scale(exact, other)], dim=1), strict=True):
+            for at, pair in zip(batch.places, torch.stack([entropy, _scale(exact, other)], dim=1).cpu(), strict=True):
                 parts[at] = pair
         in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
         found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
@@ -207,7 +215,7 @@ def _rows(file: Path) -> list[Row]:
 
 
 @torch.inference_mode()
-def _noise(folder: Path, number: int, temperature: float) -> float:
+def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     """Greatest distance, in an update, of a log-probability by the weights as they are stored from float32, nats.
 
     Of all tokens, those of prompts too: answers are sure, and have little noise but for a few of them. 0 where the
@@ -217,7 +225,7 @@ def _noise(folder: Path, number: int, temperature: float) -> float:
     if not any("score" in row for row in rows):
         return 0.0
     greatest, stored = 0.0, [tensor.dtype for tensor in tensors_of(weights).values()]
-    models = [hold_model(str(weights), kind, "cpu") for kind in (torch.float32, max(set(stored), key=stored.count))]
+    models = [hold_model(str(weights), kind, device) for kind in (torch.float32, max(set(stored), key=stored.count))]
     for batch in _batches(models[0], rows):
         sides = [_logprobs(logits_of(model, batch)[:, :-1].double() / temperature, batch) for model in models]
         greatest = max(greatest, float((sides[0] - sides[1]).abs().max()))
@@ -226,11 +234,12 @@ def _noise(folder: Path, number: int, temperature: float) -> float:
 
 def _logprobs(scaled: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[B, T - 1] log-probabilities of tokens by logits that are divided by the temperature, nats."""
-    return torch.log_softmax(scaled, dim=-1).gather(2, batch.tokens[:, 1:, None])[..., 0]
+    return torch.log_softmax(scaled, dim=-1).gather(2, batch.tokens[:, 1:, None].to(scaled.device))[..., 0]
 
 
 def _loss(
-    checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, margin: float = 0.0
+    checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, margin: float = 0.0,
+    device: str = "cpu",
 ) -> _Found:  # fmt: skip
     """Loss and gradient by transformers; in float32 sequence by sequence, and what two right sides may differ by.
 
@@ -252,7 +261,7 @@ def _loss(
     of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
     is. And it says on which side of a clip's edge the token is. The gradient is taken at the model's own.
     """
-    model = trainable(checkpoint, dtype)
+    model = trainable(checkpoint, dtype).to(device)
     parameters = list(model.parameters())
     rounds, off = dtype == torch.float32, SHIFT / min(objective["temperature"], 1.0)
     shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
@@ -268,7 +277,7 @@ def _loss(
         counts = kept.sum(1).tolist()
         columns = {name: values[kept].double() for name, values in stacked.items()}
         wanted = kept.any(0).nonzero()[:, 0]
-        scaled = logits_of(model, batch, wanted=wanted).double()[kept[:, wanted]] / objective["temperature"]
+        scaled = logits_of(model, batch, wanted=wanted).cpu().double()[kept[:, wanted]] / objective["temperature"]
         logprob = torch.log_softmax(scaled, dim=-1).gather(1, batch.tokens[:, 1:][kept][:, None])[:, 0]
         entropy = _entropy(scaled) if objective["entropy_weight"] else torch.zeros(())
         own, near = logprob.detach(), torch.zeros(len(logprob), dtype=torch.bool)
@@ -313,7 +322,7 @@ def _loss(
     while sums:  # each is freed once it is known by name
         for parameter, gradient in zip(parameters, sums.pop(0), strict=True):
             parameter.grad = gradient
-        gradients.append({name: tensor.clone() for name, tensor in gradients_of(model)})
+        gradients.append({name: tensor.cpu().clone() for name, tensor in gradients_of(model)})
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
@@ -332,7 +341,7 @@ def add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None
 
 def _entropy(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
     """[..., K] entropy of [..., K, V] logits, nats, once the shift is added to those of every second id."""
-    turns = torch.arange(scaled.shape[-1]) % 2
+    turns = torch.arange(scaled.shape[-1], device=scaled.device) % 2
     every = torch.log_softmax(scaled + shift * turns, dim=-1)
     return -(every.exp() * every).sum(-1)
 

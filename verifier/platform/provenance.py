@@ -59,6 +59,11 @@ def gpu_bytes() -> int | None:
         return None
 
 
+def may_have_gpu() -> bool:
+    """Test for NVIDIA's driver, and for GPUs that are not hidden, without loading torch."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
 def gpu_names(tier: str) -> tuple[str, ...]:
     """Name of each GPU that torch sees; none on the CPU tier, which is not asked."""
     if tier != "cuda":

@@ -1,7 +1,8 @@
 """Findings of a run as data, and their renderers: terminal text, JSON, JUnit."""
 
 from verifier.report.detail import Detail
-from verifier.report.render_data import render_json, render_junit
+from verifier.report.render_json import render_json
+from verifier.report.render_junit import render_junit
 from verifier.report.render_text import render_text
 from verifier.report.report import Report, report_of
 from verifier.report.terminal import for_terminal

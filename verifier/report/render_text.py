@@ -25,7 +25,7 @@ def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:
     """The report: identity, one line per check, what went wrong first, what came of it, the verdict, the cause."""
     if detail is Detail.ANSWER:
         return _answer(report) + "\n"
-    roots, later = _split(report.violated)
+    roots, later = report.roots, report.later
     if detail is Detail.WHOLE:
         roots, later = [*roots, *later], []
     parts = [_broke(report), header(report.manifest), _table(report)]
@@ -37,15 +37,6 @@ def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:
         parts.append(_LEGEND)
     parts.append(_answer(report))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _split(violated: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """Split violations into those where data first went wrong, and those in later stages or versions."""
-    places = [item.finding.first.place for item in violated if item.finding]
-    return (
-        [item for item, place in zip(violated, places, strict=True) if place == places[0]],
-        [item for item, place in zip(violated, places, strict=True) if place != places[0]],
-    )
 
 
 def _folded(later: Sequence[Outcome]) -> str:

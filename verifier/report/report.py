@@ -58,8 +58,17 @@ class Report:
     def violated(self) -> list[Outcome]:
         """Violations in the order in which data met them, so that a cause stands before its consequences."""
         bad = [item for item in self.outcomes if item.verdict is Verdict.VIOLATED and item.finding is not None]
-        found = [(item.finding.first.place, item.code, item) for item in bad if item.finding is not None]
-        return [item for _, _, item in sorted(found, key=lambda entry: entry[:2])]
+        return sorted(bad, key=lambda item: (_place(item), item.code))
+
+    @property
+    def roots(self) -> list[Outcome]:
+        """Violations where data first went wrong."""
+        return [item for item in self.violated if _place(item) == _place(self.violated[0])]
+
+    @property
+    def later(self) -> list[Outcome]:
+        """Violations in later stages or versions, so perhaps consequences."""
+        return [item for item in self.violated if _place(item) != _place(self.violated[0])]
 
     @property
     def suspected(self) -> dict[str, str]:
@@ -84,6 +93,11 @@ class Report:
         assert violated[0].finding is not None
         found = resemblance([item.code for item in violated], violated[0].finding.first_bad_stage.label)
         return found if found.faults else None
+
+
+def _place(outcome: Outcome) -> tuple[int, ...]:
+    """Place in the flow of data of an outcome's first mismatch."""
+    return () if outcome.finding is None else tuple(outcome.finding.first.place)
 
 
 def report_of(

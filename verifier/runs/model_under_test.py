@@ -25,8 +25,10 @@ from verifier.platform.pins import TRAINER, require_installed
 
 MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip."""
-MAX_HOST_ORACLE_BYTES = 2**30
+MAX_HOST_ORACLE_BYTES = 2**26
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
+MAX_HOST_BYTES = 2**30
+"""Largest checkpoint whose gradients, moments and weights the oracle compares on the host on the GPU tier."""
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
 _PLACED = re.compile(
@@ -79,12 +81,17 @@ class ModelUnderTest:
 
     @property
     def judges_gradients(self) -> bool:
-        """True if the gradients of each step go to the oracle, which judges them in float64 on the host.
+        """True if the gradients of each step go to the oracle, which keeps several copies of them on the host.
 
         An adapter's only in fp32, where there is no noise to measure.
         """
         exact = not self.lora_rank or self.dtype == "float32"
-        return bool(self.layout_scopes) and self.oracle_device == "cpu" and exact
+        return bool(self.layout_scopes) and self.fits_host and exact
+
+    @property
+    def fits_host(self) -> bool:
+        """True if the oracle may hold several copies of all weights on the host."""
+        return self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_BYTES
 
     @property
     def oracle_device(self) -> str:

@@ -23,20 +23,19 @@ from verifier.engine.kv_cache import (
     most_on_gpu,
 )
 from verifier.errors import UsageError
+from verifier.knob import refuse
 from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import config_alone, config_of
 from verifier.model.rotary import misfit
 from verifier.platform import Tier
-from verifier.platform.provenance import gpu_bytes
+from verifier.platform.provenance import gpu_bytes, may_have_gpu
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 from verifier.trainer.wandb_offline import require_wandb
 
-_GPU = Path("/dev/nvidiactl")
-"""Device file of NVIDIA's driver; without it no GPU can be used."""
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
 _TEXT_OF_TEMPLATE = 256
@@ -67,103 +66,88 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
     Raises:
         UsageError: names the knob, its value and what it contradicts.
     """
-    options, name = config.megatron, architecture_of(sizes)
-    _refuse_replicas(config, tier)
-    if not num_experts_of(sizes):
-        for knob, value in options.mixture_knobs.items():
-            raise UsageError(f"{knob} is {value}, but {name} has no experts: leave it out")
-        if config.grpo.replay_routes:
-            raise UsageError(f"grpo.replay_routes is true, but {name} has no experts to route to: leave it out")
-    family = family_of(sizes)
-    if config.grpo.replay_routes and family is None:
-        raise UsageError(
-            f"grpo.replay_routes is true, but which layers of {name} have routers is unknown: leave it out"
-        )
-    if options.moe_bias_update_rate and family and not has_score_bias(sizes):
-        raise UsageError(
-            f"megatron.moe_bias_update_rate is {options.moe_bias_update_rate:g}, but the routers of {name} have no "
-            "score bias to update: leave it out"
-        )
-    if "mla_up_proj" in options.recompute_modules and sizes.get("kv_lora_rank") is None:
-        raise UsageError(
-            f"megatron.recompute_modules has mla_up_proj, but {name} has no latent attention: leave it out"
-        )
-    if options.rope_fusion and (reason := misfit(sizes)):
-        raise UsageError(
-            f"megatron.rope_fusion is true, but {name} has {reason}, which its kernel does not compute: leave it out"
-        )
-    layers = size_if_any(sizes, "num_hidden_layers")
-    if layers is not None and options.recompute_layers is not None:
-        held = max(config.mesh.stage_sizes(layers)) // config.mesh.vpp
-        if options.recompute_layers > held:
-            raise UsageError(
-                f"megatron.recompute_layers is {options.recompute_layers}, more than the {held} layers that "
-                f"mesh.pp = {config.mesh.pp} and mesh.vpp = {config.mesh.vpp} leave to a stage"
-            )
-    needing = [module for module in options.recompute_modules if module in _WITHOUT_OUTPUT]
-    if needing and tier == "cpu":
-        raise UsageError(
-            f"megatron.recompute_modules has {needing[0]}, which takes Transformer Engine, so a GPU, and none "
-            "is here: leave it out"
-        )
-    if not options.distributed_optimizer:
-        raise UsageError(
-            "megatron.distributed_optimizer is false, and checkpoints of a run hold the shards of a distributed one: "
-            "leave it on"
-        )
-    if options.use_fsdp and tier == "cpu":
-        raise UsageError("megatron.use_fsdp is true, which takes a GPU, and none is here: leave it out")
-    if options.use_fsdp and num_experts_of(sizes):
-        raise UsageError(
-            f"megatron.use_fsdp is true, but {name} has experts, whose shards are not judged so far: leave it out"
-        )
-    if options.optimizer_offload and tier == "cpu":
-        raise UsageError(
-            f"megatron.optimizer_offload is {options.optimizer_offload:g} and this machine has no GPU: its optimizer "
-            "is on the host already, leave it out"
-        )
-    if (asked := config.engine.gpu_options()) and not config.samples:
-        raise UsageError(f"{asked[0]} is given and the run samples from no engine: leave it out")
-    if asked and tier == "cpu":
-        raise UsageError(f"{asked[0]} needs a GPU and none is here: leave it out")
-    if config.engine.sleep_level and config.grpo.mode != "sync":
-        raise UsageError(
-            f"--sleep-level is {config.engine.sleep_level} and grpo.mode is {config.grpo.mode}, in which the engine "
-            "samples while the trainer steps: leave it out, or use grpo.mode=sync"
-        )
-    if config.engine.sleep_level and config.checkpoint.asynchronous:
-        raise UsageError(
-            f"--sleep-level is {config.engine.sleep_level} and checkpoint.asynchronous is true: a checkpoint would be "
-            "written from memory that the engine gets; leave one of the two out"
-        )
-    if config.lora.rank:
-        _require_adaptable(config.lora.rank, sizes)
-    alignment = alignment_of(config)
-    if config.batch.max_tokens is not None and config.batch.max_tokens < alignment.total_multiple:
-        raise UsageError(
-            f"batch.max_tokens is {config.batch.max_tokens}, below {alignment.total_multiple}, the multiple that "
-            f"mesh.tp = {config.mesh.tp} and mesh.cp = {config.mesh.cp} pad every rollout to"
-        )
+    refuse(config, _of_host(config, tier) | _of_model(config, sizes, tier), model=architecture_of(sizes))
+    engine = config.engine
+    for option in engine.gpu_options()[:1]:
+        rows: dict[str, object] = {
+            f"{option} is given and the run samples from no engine: leave it out": not config.samples,
+            f"{option} needs a GPU and none is here: leave it out": tier == "cpu",
+            "--sleep-level is {=engine.sleep_level} and {grpo.mode}, in which the engine samples while the trainer "
+            "steps: leave it out, or use grpo.mode=sync": engine.sleep_level and config.grpo.mode != "sync",
+            "--sleep-level is {=engine.sleep_level} and {checkpoint.asynchronous}: a checkpoint would be written from "
+            "memory that the engine gets; leave one of the two out": (
+                engine.sleep_level and config.checkpoint.asynchronous
+            ),
+        }
+        refuse(config, rows)
+    rank = config.lora.rank
+    if rank:
+        refuse_adapters(sizes, f"lora.rank is {rank}, which")
+    multiple, most = alignment_of(config).total_multiple, config.batch.max_tokens
+    rows = {
+        "{lora.rank}, and the family of {model} has no layout by which adapters could be judged: leave it out": (
+            rank and family_of(sizes) is None
+        ),
+        f"{{batch.max_tokens}}, below {multiple}, the multiple that mesh.tp = {config.mesh.tp} and mesh.cp = "
+        f"{config.mesh.cp} pad every rollout to": most is not None and most < multiple,
+    }
+    refuse(config, rows, model=architecture_of(sizes))
 
 
-def _refuse_replicas(config: TrainConfig, tier: Tier) -> None:
-    """Refuse more engines than this machine can hold."""
+def _of_host(config: TrainConfig, tier: Tier) -> dict[str, object]:
+    """More engines than this machine can hold."""
     count, ranks, cores = config.engine.replicas, config.engine.tp, os.cpu_count() or 1
-    if count > 1 and count * ranks > cores and (tier == "cpu" or config.engine.kind == "hf"):
-        raise UsageError(
-            f"engine.replicas is {count} and engine.tp is {ranks}, {count * ranks} processes that compute at once, and "
-            f"this host has {cores} cores: use fewer"
-        )
+    computes = tier == "cpu" or config.engine.kind == "hf"
+    return {
+        f"{{engine.replicas}} and {{engine.tp}}, {count * ranks} processes that compute at once, and this host has "
+        f"{cores} cores: use fewer": count > 1 and count * ranks > cores and computes,
+    }
 
 
-def _require_adaptable(rank: int, sizes: Mapping[str, Any]) -> None:
-    """Refuse a model whose adapters have no layout."""
-    refuse_adapters(sizes, f"lora.rank is {rank}, which")
-    if family_of(sizes) is None:
-        raise UsageError(
-            f"lora.rank is {rank}, and the family of {architecture_of(sizes)} has no layout by which adapters could be "
-            "judged: leave it out"
-        )
+def _of_model(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> dict[str, object]:
+    """Settings of Megatron that the model or the tier does not have."""
+    options, family, has_experts = config.megatron, family_of(sizes), bool(num_experts_of(sizes))
+    replays, modules = config.grpo.replay_routes, options.recompute_modules
+    layers, mesh = size_if_any(sizes, "num_hidden_layers"), config.mesh
+    asked = options.recompute_layers or 0
+    held = max(mesh.stage_sizes(layers)) // mesh.vpp if asked and layers is not None else asked
+    of_mixtures = {
+        f"{knob} is {value}, but {{model}} has no experts: leave it out": not has_experts
+        for knob, value in options.mixture_knobs.items()
+    }
+    of_gpus = {
+        f"megatron.recompute_modules has {module}, which takes Transformer Engine, so a GPU, and none is here: leave "
+        "it out": tier == "cpu"
+        for module in modules
+        if module in _WITHOUT_OUTPUT
+    }
+    reason = misfit(sizes) if options.rope_fusion else ""
+    return {
+        **of_mixtures,
+        "{grpo.replay_routes}, but {model} has no experts to route to: leave it out": replays and not has_experts,
+        "{grpo.replay_routes}, but which layers of {model} have routers is unknown: leave it out": (
+            replays and family is None
+        ),
+        "{megatron.moe_bias_update_rate}, but the routers of {model} have no score bias to update: leave it out": (
+            options.moe_bias_update_rate and family and not has_score_bias(sizes)
+        ),
+        "megatron.recompute_modules has mla_up_proj, but {model} has no latent attention: leave it out": (
+            "mla_up_proj" in modules and sizes.get("kv_lora_rank") is None
+        ),
+        f"{{megatron.rope_fusion}}, but {{model}} has {reason}, which its kernel does not compute: leave it "
+        "out": reason,
+        f"{{megatron.recompute_layers}}, more than the {held} layers that mesh.pp = {mesh.pp} and mesh.vpp = {mesh.vpp}"
+        " leave to a stage": asked > held,
+        **of_gpus,
+        "{megatron.distributed_optimizer}, and checkpoints of a run hold the shards of a distributed one: leave it "
+        "on": not options.distributed_optimizer,
+        "{megatron.use_fsdp}, which takes a GPU, and none is here: leave it out": options.use_fsdp and tier == "cpu",
+        "{megatron.use_fsdp}, but {model} has experts, whose shards are not judged so far: leave it out": (
+            options.use_fsdp and has_experts
+        ),
+        "{megatron.optimizer_offload} and this machine has no GPU: its optimizer is on the host already, leave it "
+        "out": options.optimizer_offload and tier == "cpu",
+    }
 
 
 def alignment_of(config: TrainConfig) -> Alignment:
@@ -254,7 +238,7 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     sizes = config_of(config.model, config.dtype) if alone is None else alone
     require_ranks(config.mesh.world_size, config.ray.nodes)
     validate(sizes, config.mesh)
-    has_gpu = _GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    has_gpu = may_have_gpu()
     tier: Tier = "cpu" if alone is None and not has_gpu else "cuda"
     require_fit(config, sizes, tier)
     lines = [resolved(config, owners), "\n", _mesh_line(config), "\n"]

@@ -260,7 +260,7 @@ def test_a_broken_run_is_a_violation_where_its_trace_shows_one(tmp_path, capsys)
         record(trace, digest("b"), complete=False)
         raise InternalError("rank 3 died")
 
-    assert cli_results.run_and_judge("golden", run, trace, json=None, junit=None) == 1
+    assert cli_results.run_and_judge("golden", run, trace, cli_results.Results()) == 1
     assert "the run did not finish" in capsys.readouterr().out
 
 
@@ -271,7 +271,7 @@ def test_a_broken_run_without_a_violation_stays_an_internal_error_and_begins_wit
         record(trace, digest("a"), complete=False)
         raise InternalError("rank 3 died")
 
-    assert cli_results.run_and_judge("golden", run, trace, json=None, junit=None) == 3
+    assert cli_results.run_and_judge("golden", run, trace, cli_results.Results()) == 3
     said = capsys.readouterr()
     assert said.err == "verifier: rank 3 died\n"
     assert "the run did not finish" in said.out
@@ -282,7 +282,7 @@ def test_a_broken_run_without_a_trace_is_just_the_error(tmp_path, capsys):
         raise InternalError("no memory")
 
     with pytest.raises(InternalError, match="no memory"):
-        cli_results.run_and_judge("golden", run, tmp_path / "trace", json=None, junit=None)
+        cli_results.run_and_judge("golden", run, tmp_path / "trace", cli_results.Results())
     assert capsys.readouterr().out == ""
 
 
@@ -327,7 +327,7 @@ def test_golden_records_nothing_of_which_a_check_does_not_hold(code, said, tmp_p
     monkeypatch.chdir(tmp_path)
     Path("golden").mkdir()
 
-    def ended(what, run, trace, **files) -> int:
+    def ended(what, run, trace, results) -> int:
         record(trace, digest("b"))
         return code
 

@@ -12,5 +12,5 @@ def test_the_page_is_current():
 
 
 def test_every_command_that_takes_a_config_is_on_it():
-    taking = [item.callback.__name__ for item in app.registered_commands if hasattr(item.callback, "__wrapped__")]
+    taking = [item.callback.__name__ for item in app.registered_commands if hasattr(item.callback, "knobs")]
     assert taking == list(CONFIGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import verifier.faults
 from verifier.algorithms.loss_options import LossOptions
@@ -20,7 +21,8 @@ from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
-from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
+from verifier.oracle.batches_hf import Batch
+from verifier.oracle.policy_hf import _entropy, _logprobs, _loss, _scale, entropies, judge_updates, token_losses
 from verifier.runs.model_under_test import cache_folder
 from verifier.train.vocab_logprob import vocab_parallel_logprob
 
@@ -370,3 +372,11 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
         both.append(gap / (3e-5 * scale + doubt))
     assert max(alone) > 1, alone
     assert min(both) > 5 if bonus > 0.05 else max(both) < 0.7, both
+
+
+def test_entropies_and_log_probabilities_are_computed_where_the_logits_are():
+    batch = Batch(places=(0, 1), tokens=torch.zeros(2, 4, dtype=torch.int64), experts={}, margin=0.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = torch.empty(2, 3, 8, dtype=torch.float64, device="cuda")
+        found = [_entropy(logits, 1e-5), _scale(logits, logits), _logprobs(logits, batch)]
+    assert {tensor.device.type for tensor in found} == {"cuda"}

@@ -11,11 +11,13 @@ from itertools import pairwise
 
 import pytest
 
+from tests.byte_tokenizer import write_byte_tokenizer
 from verifier.checks.turns import turn_differs_from_episode
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.arithmetic import calculator_examples
+from verifier.data.chat_template import chat_template_of
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.recorded import RolloutRow, rollout_of, steps_of
 from verifier.data.rollout import Role
@@ -185,6 +187,30 @@ def test_an_environment_may_say_several_messages_of_any_role(tokenizer):
         assert tokenizer.decode(found[1].reply) == f"<tool>4<user>{answer}<assistant>"
         record = turns_of(options, "round 0", 1, episodes.played([("x", found)]))
         assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
+
+
+@pytest.mark.parametrize("given", [(), ("enable_thinking=false",)])
+def test_under_qwen3s_template_sampled_reasoning_stays_before_a_reply(given, tmp_path):
+    chat = chat_template_of(None, given)
+    tokenizer = open_tokenizer(write_byte_tokenizer(write_tiny("qwen3", tmp_path)), chat)
+    opened = "<think>\n\n</think>\n\n" if given else ""
+    said = ("<think>\n37 and 85\n</think>\n\n37+85=", "<think>\nso\n</think>\n\n122")
+    options = GrpoOptions(environment=f"{__name__}:User", max_turns=2, max_reply_tokens=200)
+    found = Episodes(options, tokenizer, tokenizer.folder, chat)
+    with RewardPool("answer", options.environment, processes=1) as pool:
+        found.start(pool)
+        prompt = encode_prompt(ASKED[0], tokenizer)
+        turns = play(found, Says(tokenizer, *said), prompt, ASKED[0])
+        record = found.record(1, "round 0", [("x", turns)])
+    assert record is not None
+    asked, reply = f"user\n{ASKED[0].messages[0].content}", f"user\n{ASKED[0].answer}"
+    tool = f"user\n<tool_response>\n{len(ASKED[0].messages)}\n</tool_response>"
+    texts = (f"<|im_start|>{text}<|im_end|>\n" for text in (asked, tool, reply))
+    first, between = next(texts), "".join(texts)
+    begins = f"<|im_start|>assistant\n{opened}"
+    assert tokenizer.decode(turns[1].prompt) == f"{first}{begins}{said[0]}<|im_end|>\n{between}{begins}"
+    assert record.read_replies == record.replies
+    assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
 
 
 def test_a_reply_that_is_longer_than_the_config_allows_is_refused(tokenizer):

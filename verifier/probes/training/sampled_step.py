@@ -215,7 +215,8 @@ class SampledStep:
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
             adapters = adapters_of(row, lora.targets, lora.rank)
             told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
-        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], rule, objective, asked, told, read=read)
+        told_rule = (rule, objective, asked, told, model.oracle_device)
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *told_rule, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
@@ -247,7 +248,8 @@ class SampledStep:
         """Record the entropy at each token in the loss, of each update."""
         dtype = "float64" if self._model.dtype == "float32" else self._model.dtype
         numbers = [update.number for update in updates]
-        rows = self._oracle.ask("policy_hf:entropies", [self.folder], temperature, numbers, dtype, read=read)
+        wanted = (temperature, numbers, dtype, self._model.oracle_device)
+        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *wanted, read=read)
         for update, row in zip(updates, rows, strict=True):
             record = OracleEntropy(
                 name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
@@ -327,7 +329,8 @@ class SampledStep:
             np.concatenate([np.array(rows[at][a - 1 : b - 1]) for at, a, b in runs])
             for rows in (
                 self._oracle.ask(
-                    "logprob_hf:end_probabilities", [before], sequences, ends, dtype, temperature, routes
+                    "logprob_hf:end_probabilities", [before], sequences, ends, dtype, temperature, routes,
+                    self._model.oracle_device,
                 )
                 for dtype in ("float32", "float64" if self._model.dtype == "float32" else self._model.dtype)
             )
@@ -361,7 +364,8 @@ class SampledStep:
 
     def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]) -> Sides:
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        return self._oracle.score_twice(checkpoint, sequences, dtype, temperature=temperature, routes=routes)
+        device = self._model.oracle_device
+        return self._oracle.score_twice(checkpoint, sequences, dtype, device, temperature, routes)
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:

@@ -1,0 +1,1 @@
+"""Commands that make many runs: the gate, the sweep, rounds of `--watch`, an upgrade."""

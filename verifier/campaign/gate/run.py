@@ -1,0 +1,140 @@
+"""A gate from its config to its result: the matrix, the cells that the ledger lacks, the decision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from functools import partial
+
+import verifier.checks  # noqa: F401  (fills the registry)
+from verifier import __version__
+from verifier.campaign.gate.cell_order import FIRST_S, estimate_s, ordered
+from verifier.campaign.gate.decision import decided, require_known_waivers, waived
+from verifier.campaign.gate.gate_ledger import CONFIG, GateLedger, identity_of, opened_ledger
+from verifier.campaign.gate.matrix import Matrix, matrix_of
+from verifier.campaign.gate.workers import Pool, WorkerPool, places_of
+from verifier.config import GateConfig
+from verifier.config.load import resolved
+from verifier.core.outputs import write_whole
+from verifier.core.work_folder import sweep as sweep_work_folders
+from verifier.errors import UsageError
+from verifier.platform import Tier, select
+from verifier.platform.pins import TRAINER, installed_versions, require_installed
+from verifier.platform.provenance import code_digest, gpu_names, host, this_code
+from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
+from verifier.report.progress import Progress
+from verifier.report.render_json import gate_json
+
+
+def planned(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:
+    """Return the matrix in the order in which it is run.
+
+    Raises:
+        UsageError: something that the config names is unknown, or no cell is left.
+    """
+    matrix = matrix_of(config, tier, num_gpus)
+    require_known_waivers(config.waivers, matrix.families)
+    if not matrix.cells:
+        why = f"; the first that is left out: {matrix.left_out[0].what}: {matrix.left_out[0].reason}"
+        raise UsageError(f"the gate has no cell{why if matrix.left_out else ''}")
+    matrix.cells[:] = ordered(matrix.cells)
+    return matrix
+
+
+def gate(config: GateConfig, progress: Progress) -> GateResult:
+    """Run every cell that the folder does not hold yet, and decide; the folder holds the result too.
+
+    Raises:
+        UsageError: what the user can mend, before anything is started.
+    """
+    require_installed(*TRAINER)
+    tier = select()
+    gpus = gpu_names(tier)
+    matrix = planned(config, tier, len(gpus))
+    began = _now()
+    machine = {"code": code_digest(), "versions": installed_versions(), "tier": tier, "gpus": gpus}
+    identify = partial(identity_of, machine=machine)
+    sweep_work_folders()
+    with opened_ledger(config.folder) as ledger:
+        write_whole(config.folder / CONFIG, _config_text(config))
+        with _pool(config, gpus) as pool:
+            _run(config, matrix.cells, ledger, identify, pool, progress)
+        sweep_work_folders()  # of workers that died
+        results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
+        cells, uses = waived(results, config.waivers, datetime.now(UTC).date())
+        decision, reasons, stage = decided(cells, uses)
+        result = GateResult(
+            decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=_now(), host=host(),
+            tier=tier, gpus=gpus, verifier=__version__, commit=this_code().commit, versions=installed_versions(),
+            fixes=config.fixes, models=config.models, budget_minutes=config.budget_minutes,
+            seconds=round(sum(item.seconds for item in cells), 1), folder=str(config.folder), cells=tuple(cells),
+            left_out=tuple(matrix.left_out), waivers=tuple(uses),
+        )  # fmt: skip
+        write_whole(config.folder / RESULT, gate_json(result))
+    return result
+
+
+def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[Pool]:
+    """Workers on this machine, or one on each node of a Ray cluster."""
+    folder = config.folder.absolute()
+    if not config.ray.use:
+        return WorkerPool(places_of(len(gpus)), folder)
+    from verifier.campaign.gate.nodes import node_pool
+
+    return node_pool(config.ray, folder, gpus)
+
+
+def _run(
+    config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str], pool: Pool,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Run what the ledger lacks, in order, as far as the budget goes."""
+    begun_at = time.monotonic()
+    spent_before = sum(found.seconds for cell in cells if (found := ledger.rows.get(identify(cell))) is not None)
+    done = ledger.done
+    left = [cell for cell in cells if identify(cell) not in done]
+    last_engine, cold = "", FIRST_S
+    while left or pool.busy:
+        passed_s = time.monotonic() - begun_at
+        for cell in list(left):
+            needed_s = estimate_s(cell, last_engine) + cold
+            if not _fits(config, passed_s, spent_before, needed_s):
+                left.remove(cell)
+            elif pool.begin(cell, min(config.cell_timeout_s, max(1.0, config.timeout_s - passed_s))):
+                left.remove(cell)
+                last_engine, cold = cell.engine or last_engine, 0.0
+                progress(f"{len(cells) - len(left)} of {len(cells)}, {cell.id}")
+        if not pool.busy:
+            break
+        for result in pool.wait(progress):
+            if result.status != "not run":  # the machine, or the gate's owner, may mend it
+                ledger.add(identify(result.cell), result)
+            else:
+                ledger.rows[identify(result.cell)] = result
+            progress(f"{result.cell.id}: {result.status}, {result.seconds:.0f} s")
+
+
+def _fits(config: GateConfig, passed_s: float, spent_before: float, needed_s: float) -> bool:
+    """True if a cell that takes so long is within the deadline and the budget, which earlier attempts have used too."""
+    budget = config.budget_minutes
+    fits = budget is None or spent_before + passed_s + needed_s <= 60 * budget
+    return fits and passed_s < config.timeout_s
+
+
+def _not_run(config: GateConfig, cell: Cell) -> CellResult:
+    if config.budget_minutes is None:
+        return CellResult(cell=cell, status="not run", reason=f"the deadline of {config.timeout_s:g} s had passed")
+    return CellResult(
+        cell=cell, status="not run", reason=f"it does not fit into the budget of {config.budget_minutes:g} minutes"
+    )
+
+
+def _config_text(config: GateConfig) -> str:
+    """Every knob, as `--config` takes it again, the folder included."""
+    return resolved(config, {"folder": "the folder itself"})
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -1,0 +1,203 @@
+"""A sweep from its layouts to its summary: each trial has ranks of its own, so its end is a row and no more."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from verifier.campaign.sweep.budget_search import next_budget
+from verifier.campaign.sweep.layouts import (
+    InvalidLayout,
+    SweptLayout,
+    first_budget,
+    layouts_of,
+    longest_of,
+    train_config,
+)
+from verifier.campaign.sweep.rows import Status, SweepRow, SweepRows, memory_file, opened_rows
+from verifier.config.sweep import SweepConfig
+from verifier.core.outputs import write_whole
+from verifier.core.work_folder import sweep as sweep_work_folders
+from verifier.errors import ContractError, InternalError, UsageError
+from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
+from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.stack_failure import StackFailed
+from verifier.model.named import config_of
+from verifier.platform import Tier, select
+from verifier.platform.pins import TRAINER, require_installed
+from verifier.report.progress import Progress
+from verifier.runs.resources import Deadline
+from verifier.train import memory
+
+MOST_TOKENS, MOST_TOKENS_UNLIMITED_CPU = 2**20, 8192
+"""Greatest budget where --most-tokens is not given; the second without a limit of memory on a CPU, whose host would
+run out of memory first."""
+
+
+_NAME_S = 120.0
+"""Seconds until the name of a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """Every row of a sweep that has ended, and what was not tried."""
+
+    rows: list[SweepRow]
+    """Rows of the layouts that were asked for; a continued folder may hold more."""
+    invalid: list[InvalidLayout]
+    device: str
+
+
+def device_of(tier: Tier) -> str:
+    """Return the name of what the ranks run on, such as "NVIDIA H100 80GB HBM3" or "cpu".
+
+    CUDA says it in a process of its own, whose memory on the GPU is free again before the first trial.
+
+    Raises:
+        UsageError: it does not say it.
+    """
+    if tier == "cpu":
+        return "cpu"
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=_NAME_S, check=False)  # noqa: S603 - our own
+    if done.returncode:
+        raise UsageError(f"the GPU does not answer: {(done.stderr.strip() or 'no reason').splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def most_tokens_of(config: SweepConfig, tier: Tier) -> int:
+    """Return the greatest budget that is tried."""
+    if config.most_tokens is not None:
+        return config.most_tokens
+    unlimited = tier == "cpu" and config.memory_limit is None
+    return max(config.least_tokens, MOST_TOKENS_UNLIMITED_CPU if unlimited else MOST_TOKENS)
+
+
+def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
+    """Run every trial that the folder does not hold yet, row by row.
+
+    Raises:
+        UsageError: what the user can mend, before anything is started.
+        InternalError: the process that forks the ranks is gone, or --timeout has passed; the rows so far are kept.
+    """
+    until = Deadline(config.timeout_s)
+    require_installed(*TRAINER)
+    sizes, tier = config_of(config.model, config.dtype), select()
+    valid, invalid = layouts_of(config, sizes, tier)
+    longest = longest_of(config, sizes)
+    _require_device(config, valid, tier)
+    sweep_work_folders()
+    most, device = most_tokens_of(config, tier), device_of(tier)
+    with opened_rows(config, device) as rows:
+        write_whole(config.run / "config.json", json.dumps(sizes, indent=1) + "\n")
+        with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
+            trials = SweepTrials(config, launcher, tier, longest)
+            for number, layout in enumerate(valid, start=1):
+                first = first_budget(config, layout)
+                while (budget := _next(rows, layout, first, most)) is not None:
+                    progress(f"layout {number} of {len(valid)}, {layout.name}, {budget:,} tokens")
+                    rows.add(trials.run(layout, budget, until.left(f"the trial of {budget:,} tokens, {layout.name}")))
+        names = {layout.name for layout in valid}
+        asked = [row for row in rows.rows if row.layout in names]
+    return SweepResult(rows=asked, invalid=invalid, device=device)
+
+
+def _next(rows: SweepRows, layout: SweptLayout, first: int, most: int) -> int | None:
+    return next_budget(rows.tried(layout.name), least=first, most=most, multiple=layout.multiple)
+
+
+def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier) -> None:
+    """Refuse ranks that would share a GPU, whose memory is then no rank's own, and a type that the GPU tier lacks."""
+    if tier == "cpu":
+        return
+    import torch
+
+    most, found = max((layout.mesh.world_size for layout in layouts), default=0), torch.cuda.device_count()
+    if most > found:
+        raise UsageError(f"a layout has {most} ranks and this machine {found} GPUs: a sweep gives each rank its own")
+    if config.dtype == "float32":
+        raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
+
+
+class SweepTrials:
+    """Trials of one sweep, one after another.
+
+    Args:
+        config: of the sweep.
+        launcher: with Megatron imported.
+        tier: of this machine.
+        longest: tokens of the longest made-up rollout.
+    """
+
+    def __init__(self, config: SweepConfig, launcher: ForkLauncher, tier: Tier, longest: int) -> None:
+        self._config, self._launcher, self._tier, self._longest = config, launcher, tier, longest
+
+    def run(self, layout: SweptLayout, budget: int, left_s: float) -> SweepRow:
+        """Take the steps of one trial in ranks of its own; how it ends is its row.
+
+        Args:
+            layout: to build.
+            budget: tokens of a micro-batch.
+            left_s: seconds until the end of the sweep's deadline.
+
+        Raises:
+            InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
+        """
+        config, folder = self._config, self._config.run / "trials"
+        shutil.rmtree(folder, ignore_errors=True)
+        deadline_s = min(config.trial_timeout_s, left_s)
+        self._launcher.wait_ready()
+        began, kills, reason = time.monotonic(), memory.kills_of_kernel(), ""
+        status: Status = "ok"
+        results: list[Mapping[str, Any]] = []
+        try:
+            results = self._launcher.run(
+                "verifier.campaign.sweep.trial_megatron:run", world_size=layout.mesh.world_size, run_dir=folder,
+                args={
+                    "config": train_config(config, layout, budget).to_dict(), "model": str(config.run.absolute()),
+                    "tier": self._tier, "memory_limit": config.memory_limit, "steps": config.steps,
+                    "micro_batches": config.micro_batches, "longest": self._longest, "deadline_s": deadline_s,
+                },
+                deadline_s=deadline_s, collective_deadline_s=deadline_s, mesh=layout.mesh,
+            )  # fmt: skip
+        except (RankFailed, StackFailed) as problem:
+            failed = problem if isinstance(problem, RankFailed) else problem.__cause__
+            if not isinstance(failed, RankFailed):  # no rank was started
+                raise
+            killed = failed.cause == "killed by SIGKILL" and memory.kills_of_kernel() > kills
+            exhausted = memory.is_out_of_memory(f"{failed.cause}\n{failed.log_tail}")
+            status, reason = "out_of_memory" if killed or exhausted else "failed", _sentence(failed)
+        except (JobTimeout, CollectiveTimeout) as late:
+            if deadline_s < config.trial_timeout_s:  # the sweep's own end, which is no row
+                raise InternalError(f"--timeout is {config.timeout_s:g} s, which passed in a trial") from late
+            status, reason = "failed", str(late).splitlines()[0]
+        except (LaunchError, UsageError, ContractError) as failed:
+            status, reason = "failed", str(failed).splitlines()[0]
+        marks = [
+            msgspec.json.decode(path.read_bytes(), type=memory.MemoryPeaks)
+            for rank in range(layout.mesh.world_size)
+            if (path := memory_file(folder, rank)).exists()
+        ]
+        step_s = statistics.median(results[0]["seconds"]) if results else None
+        return SweepRow(
+            layout=layout.name, mesh=layout.mesh.to_dict(), recompute=layout.recompute, max_tokens=budget,
+            status=status, step_s=step_s, tokens_per_s=results[0]["tokens"] / step_s if step_s else None,
+            peak_bytes=max((item.peak for item in marks), default=None),
+            reserved_bytes=max((item.reserved for item in marks), default=None), reason=reason,
+            trial_s=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+
+
+def _sentence(failed: RankFailed) -> str:
+    """First line of what a rank failed of, with the rank."""
+    where = f" ({failed.place})" if failed.place else ""
+    return f"rank {failed.rank}{where}: {failed.cause.splitlines()[0][:300]}"

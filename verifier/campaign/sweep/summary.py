@@ -1,0 +1,133 @@
+"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, as a table and as a list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verifier.campaign.sweep.budget_search import TOLERANCE
+from verifier.campaign.sweep.layouts import InvalidLayout, SweptLayout
+from verifier.campaign.sweep.rows import SweepRow
+from verifier.config.sweep import SweepConfig
+from verifier.report.tables import framed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSummary:
+    """Rows of one layout: the largest budget that ran, the fastest row, and the smallest that did not run."""
+
+    layout: str
+    largest: SweepRow | None
+    fastest: SweepRow | None
+    beyond: SweepRow | None
+
+
+def summaries(rows: Sequence[SweepRow]) -> list[LayoutSummary]:
+    """Return a summary per layout, the fastest first, those in which nothing ran last."""
+    found: list[LayoutSummary] = []
+    for layout in dict.fromkeys(row.layout for row in rows):
+        ran = [row for row in rows if row.layout == layout and row.status == "ok"]
+        failed = [row for row in rows if row.layout == layout and row.status != "ok"]
+        found.append(
+            LayoutSummary(
+                layout=layout, largest=max(ran, key=lambda row: row.max_tokens, default=None),
+                fastest=max(ran, key=speed, default=None),
+                beyond=min(failed, key=lambda row: row.max_tokens, default=None),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda item: -speed(item.fastest))
+
+
+def speed(row: SweepRow | None) -> float:
+    """Tokens a second of a row; 0 where nothing ran."""
+    return 0.0 if row is None or row.tokens_per_s is None else row.tokens_per_s
+
+
+def knobs_of(row: SweepRow) -> dict[str, Any]:
+    """Knobs of `verifier train` that take the layout and the budget of a row."""
+    sizes = {f"mesh.{axis}": size for axis, size in row.mesh.items() if size not in (None, 1)}
+    return {**sizes, "megatron.recompute": row.recompute, "batch.max_tokens": row.max_tokens}
+
+
+def words_of(row: SweepRow) -> str:
+    """Words of a `verifier train` command line that take the layout and the budget of a row."""
+    return " ".join(f"{key}={value}" for key, value in knobs_of(row).items())
+
+
+def as_json(
+    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[InvalidLayout]
+) -> str:  # fmt: skip
+    """Return the content of sweep.json."""
+    found = summaries(rows)
+    best = [row for item in found if (row := item.fastest) is not None]
+    largest = [row for item in found if (row := item.largest) is not None]
+    fastest, roomiest = best[0] if best else None, max(largest, key=lambda row: row.max_tokens, default=None)
+    value = {
+        "model": config.model, "dtype": config.dtype, "device": device, "tolerance": TOLERANCE,
+        "fastest": _record(fastest), "largest_budget": _record(roomiest),
+        "layouts": [
+            {
+                "layout": item.layout, "largest_budget": _record(item.largest), "fastest": _record(item.fastest),
+                "beyond": None if item.beyond is None else {
+                    "max_tokens": item.beyond.max_tokens, "status": item.beyond.status, "reason": item.beyond.reason,
+                },
+            }
+            for item in found
+        ],
+        "invalid": [{"layout": item.name, "status": "invalid", "reason": item.reason} for item in invalid],
+    }  # fmt: skip
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _record(row: SweepRow | None) -> Mapping[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "layout": row.layout, "knobs": knobs_of(row), "max_tokens": row.max_tokens, "tokens_per_s": row.tokens_per_s,
+        "step_s": row.step_s, "peak_bytes": row.peak_bytes, "reserved_bytes": row.reserved_bytes,
+    }  # fmt: skip
+
+
+def table(device: str, rows: Sequence[SweepRow]) -> str:
+    """Return a table with a line per layout."""
+    shown = []
+    for item in summaries(rows):
+        fastest, beyond = item.fastest, item.beyond
+        next_larger = "not tried" if beyond is None else f"{beyond.max_tokens:,} {beyond.status}"
+        best = ("-", "-") if fastest is None else (f"{fastest.max_tokens:,}", f"{speed(fastest):,.0f}")
+        shown.append((item.layout, *_cells(item.largest), next_larger, *best))
+    return framed(
+        ("layout", "largest", "step", "tokens/s", "peak", "next larger", "fastest at", "tokens/s"), shown,
+        left=("layout", "next larger"), least=140,
+        above=f"Largest budget of a micro-batch and fastest step of each layout on {device}",
+    )  # fmt: skip
+
+
+def _cells(row: SweepRow | None) -> tuple[str, str, str, str]:
+    if row is None or row.step_s is None or row.peak_bytes is None:
+        return "none", "-", "-", "-"
+    return f"{row.max_tokens:,}", f"{row.step_s:.3g} s", f"{speed(row):,.0f}", f"{row.peak_bytes / 2**30:.2f} GiB"
+
+
+def answer(rows: Sequence[SweepRow]) -> str:
+    """Return the lines that name the fastest layout and the largest budget, each as knobs of a training run."""
+    found = summaries(rows)
+    best = [row for item in found if (row := item.fastest) is not None]
+    if not best:
+        return ""
+    largest = max((row for item in found if (row := item.largest) is not None), key=lambda row: row.max_tokens)
+    return (
+        f"fastest: {speed(best[0]):,.0f} tokens/s with {words_of(best[0])}\n"
+        f"largest budget: {largest.max_tokens:,} tokens, {speed(largest):,.0f} tokens/s with {words_of(largest)}\n"
+    )
+
+
+def listed(valid: Sequence[SweptLayout], invalid: Sequence[InvalidLayout]) -> str:
+    """Return every layout that would be tried, and every other one with its reason."""
+    width = max((len(item.name) for item in invalid), default=0)
+    lines = [f"{len(valid):,} layouts to try:"]
+    lines += [f"  {layout.name}" for layout in valid]
+    lines += [f"{len(invalid):,} invalid:", *(f"  {item.name:<{width}}  {item.reason}" for item in invalid)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,225 @@
+"""The processes that keep libraries imported between rounds, and what one round is lent of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verifier.engine.process import ONE_THREAD, VLLM_ENVIRONMENT
+from verifier.errors import InternalError, VerifierError
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.child import Child
+from verifier.launch.fork_server import ForkServer
+
+_ASK_S = 60.0
+_END_S = 10.0
+"""Seconds that a round has to end what it started, once it is asked to."""
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Libraries:
+    """Imports of one of the processes, and those of its children after the fork, which are of this package."""
+
+    name: str
+    preloads: tuple[str, ...]
+    then: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rounds: bool = True
+    """Each round gets a fork of it; of others the loop has one."""
+
+
+RANKS = Libraries(
+    name="Megatron",
+    preloads=("verifier.launch.rank:preload", "verifier.campaign.watch.libraries_megatron:preload"),
+    then=("verifier.runs.session_megatron:preload",),
+    environment={"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+)
+ENGINES = Libraries(
+    name="vLLM",
+    preloads=("verifier.campaign.watch.libraries_vllm:preload",),
+    then=("verifier.engine.server:preload",),
+    rounds=False,
+    environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
+)
+ORACLES = Libraries(
+    name="transformers",
+    preloads=("verifier.campaign.watch.libraries_hf:preload",),
+    environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
+)
+
+
+class WarmServer:
+    """A fork server with libraries alone, of which every round gets a fork of its own.
+
+    Args:
+        libraries: what it imports.
+        load_deadline_s: seconds that this may take.
+    """
+
+    def __init__(self, libraries: Libraries, load_deadline_s: float) -> None:
+        self.libraries, self._load_deadline_s = libraries, load_deadline_s
+        self.changed: set[str] = set()
+        """Files of loaded modules that were changed since, which children import again."""
+        self._loaded: frozenset[str] = frozenset()
+        self.started = False
+        self._server = self._new()
+
+    def _new(self) -> ForkServer:
+        item = self.libraries
+        return ForkServer(
+            *item.preloads, name=f"the process that keeps {item.name}",
+            environment={**os.environ, **item.environment}, load_deadline_s=self._load_deadline_s,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to import, unless that was begun."""
+        self._server.start()
+        self.started = True
+
+    def fork(
+        self, function: str, arguments: Mapping[str, Any], log: Path, fds: Sequence[int] = ()
+    ) -> tuple[Child, Channel]:
+        """See `ForkServer.fork`."""
+        return self._server.fork(function, arguments, log_path=log, fds=fds)
+
+    def lend(self, log: Path) -> tuple[Child, Channel]:
+        """Fork a fork server for one round, which imports our modules as they are now."""
+        arguments = {"preloads": list(self.libraries.then), "changed": sorted(self.changed)}
+        return self.fork("verifier.campaign.watch.reloading:serve", arguments, log)
+
+    def note(self, changed: Collection[Path], log: Path) -> bool:
+        """Look at files that were changed; True if that ended the process, so that the next round imports all again."""
+        files = {str(path.resolve()) for path in changed}
+        if not self._loaded:
+            self._loaded = frozenset(self._ask([], log)["loaded"])
+        if not (found := files & self._loaded):
+            return False
+        self.changed |= found
+        ours = any(file.startswith(_OURS) for file in found)
+        if ours or not self._ask(sorted(self.changed), log)["can_reload"]:
+            self.close()
+            return True
+        return False
+
+    def _ask(self, changed: list[str], log: Path) -> Any:
+        child, channel = self.fork("verifier.campaign.watch.reloading:tell", {"changed": changed}, log)
+        try:
+            return channel.receive(_ASK_S)
+        except (ChannelClosed, DeadlinePassed) as problem:
+            raise InternalError(f"{self.libraries.name}'s process does not say what it has loaded") from problem
+        finally:
+            channel.close()
+            child.stop()
+
+    def close(self) -> None:
+        """End it with all its children; `start` begins anew."""
+        self._server.close()
+        self.changed, self._loaded, self.started, self._server = set(), frozenset(), False, self._new()
+
+
+@contextlib.contextmanager
+def ending(child: Child, channel: Channel) -> Iterator[None]:
+    """End a child of a round afterwards."""
+    try:
+        yield
+    finally:
+        channel.close()
+        child.stop(_END_S)
+
+
+class WarmServers:
+    """All of them that a command needs; nothing is left of them, nor of a round, after `with`.
+
+    Args:
+        wanted: libraries, by the name under which a round is lent them; a round is forked from "oracles" itself.
+        folder: for logs.
+        load_deadline_s: seconds that imports may take.
+    """
+
+    def __init__(self, wanted: Mapping[str, Libraries], folder: Path, load_deadline_s: float) -> None:
+        self._folder = folder
+        self._servers = {name: WarmServer(item, load_deadline_s) for name, item in wanted.items()}
+
+    def __enter__(self) -> WarmServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all of them; the next round begins anew."""
+        for server in self._servers.values():
+            server.close()
+
+    def missing(self) -> list[str]:
+        """Libraries that no process has begun to import, as before the first round."""
+        return [item.libraries.name for item in self._servers.values() if not item.started]
+
+    def note(self, changed: Collection[Path]) -> list[str]:
+        """See `WarmServer.note`; returns the libraries that will be imported again."""
+        log = self._folder / "looks.log"
+        return [item.libraries.name for item in self._servers.values() if item.note(changed, log)]
+
+    def __getitem__(self, name: str) -> WarmServer:
+        return self._servers[name]
+
+    def play(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        deadline_s: float,
+        fds: Sequence[int],
+        answer: Callable[[Mapping[str, Any]], Any],
+    ) -> Any:
+        """Run a function in a process that has imported nothing of ours but what a fork needs; returns what it sends.
+
+        Args:
+            function: "package.module:function"; it gets its channel, `fds`, a descriptor for each server that it is
+                lent, the arguments, and `lent`: for each of them, in order, name, process id and log.
+            arguments: JSON values.
+            deadline_s: seconds that it may take.
+            fds: descriptors that it gets.
+            answer: answers messages with "engine", which are requests; any other is the last one.
+
+        Raises:
+            InternalError: it died or did not end in time.
+        """
+        for server in self._servers.values():
+            server.start()
+        with contextlib.ExitStack() as stack:
+            lent, wires = [], []
+            for name, server in self._servers.items():
+                if not server.libraries.rounds:
+                    continue
+                log = self._folder / f"{name}.log"
+                log.write_bytes(b"")
+                child, channel = server.lend(log)
+                stack.enter_context(ending(child, channel))
+                lent.append({"name": name, "pid": child.pid, "log": str(log)})
+                wires.append(channel)
+            log = self._folder / "round.log"
+            numbers = [*fds, *(wire.fileno() for wire in wires)]
+            player, told = self._servers["oracles"].fork(function, {**arguments, "lent": lent}, log, numbers)
+            stack.enter_context(ending(player, told))
+            for wire in wires:
+                wire.close()  # the round has its own
+            until = time.monotonic() + deadline_s
+            try:
+                while "engine" in (message := told.receive(until - time.monotonic())):
+                    try:
+                        reply = {"answer": answer(message)}
+                    except VerifierError as problem:
+                        reply = {"refused": str(problem)}
+                    told.send(reply)
+                return message
+            except DeadlinePassed:
+                raise InternalError(f"the round did not end within {deadline_s:g} s") from None
+            except ChannelClosed:
+                cause = player.cause_of_death() if player.ended(_END_S) else "without an exit status"
+                raise InternalError(f"the round's process ended by itself ({cause})") from None

@@ -1,0 +1,62 @@
+"""`verifier gate`: the plan alone, or the cells and the decision, as text, JSON, JUnit and annotations."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from verifier.cli.results import Results, show, show_results
+from verifier.config import GateConfig
+from verifier.errors import UsageError
+from verifier.platform.provenance import may_have_gpu
+from verifier.report.progress import Progress
+
+
+def dry_run(config: GateConfig) -> int:
+    """Print the cells in their order, and what is left out with reasons; loads no torch where there is no GPU."""
+    import verifier.checks  # noqa: F401  (fills the registry)
+    from verifier.campaign.gate.matrix import listed
+    from verifier.campaign.gate.run import planned
+
+    num_gpus = 0
+    if may_have_gpu():
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+    show(listed(planned(config, "cuda" if num_gpus else "cpu", num_gpus)))
+    return 0
+
+
+def config_in(folder: Path) -> Path:
+    """File of the config in the folder of a gate.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from verifier.campaign.gate.gate_ledger import CONFIG
+
+    if not (folder / CONFIG).is_file():
+        raise UsageError(f"there is no gate in `{folder}` to resume: give the folder that a gate made")
+    return folder / CONFIG
+
+
+def gate(config: GateConfig, progress: Progress, results: Results) -> int:
+    """Run a gate, or what is left of it; print and write what it found, and return the decision's exit code."""
+    from verifier.campaign.gate.decision import EXIT_CODES
+    from verifier.campaign.gate.run import gate as run
+    from verifier.report.gate_text import render_gate
+    from verifier.report.pages import page_of_gate
+    from verifier.report.render_html import html
+    from verifier.report.render_json import gate_json
+    from verifier.report.render_junit import gate_junit, github_annotations
+
+    result = run(config, progress)
+    show_results(
+        lambda: render_gate(result),
+        (results.json, lambda: gate_json(result)),
+        (results.junit, lambda: gate_junit(result)),
+        (results.html, lambda: html(page_of_gate(result))),
+    )
+    if os.environ.get("GITHUB_ACTIONS") == "true" and not results.takes_stdout:
+        show(github_annotations(result))
+    return int(EXIT_CODES[result.decision])

@@ -1,0 +1,215 @@
+"""The result of a gate: its cells with their axes, verdicts, findings and reasons; every report is drawn from it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Literal
+
+import msgspec
+
+from verifier.core.stage import Stage
+
+FORMAT: Literal[1] = 1
+RESULT = "result.json"
+"""File of the result in a gate's folder."""
+Kind = Literal["golden", "roundtrip", "train", "faults"]
+Status = Literal["holds", "violated", "inconclusive", "failed", "not run"]
+Decision = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One judged run of the matrix."""
+
+    id: str
+    """Name, unlike all others of the gate, such as "roundtrip tiny:qwen3-moe fp32 tp2 vllm"."""
+    kind: Kind
+    model: str
+    dtype: str
+    """"float32" or "bfloat16"."""
+    mesh: str
+    """Label of the trainer's mesh, such as "tp2 ep2" or "1 rank"."""
+    engine: str = ""
+    """Engine and its options, such as "vllm,tp=2"; empty where none takes part."""
+    transport: str = ""
+    """Transport to the engine that was asked for; empty where it is chosen by the free GPUs."""
+    algorithm: str = ""
+    """"sft" or "grpo", of a training run."""
+    fault: str = ""
+    """Id of the fault that is injected."""
+    stage: str = ""
+    """Stage in which that fault has to be caught."""
+    carries: tuple[str, ...] = ()
+    """Things that it shows, in words of the field: "export", "packing", "gradient parity", "route replay" and so on."""
+    words: tuple[str, ...] = ()
+    """key=value of the command that does the same."""
+    num_gpus: int = 1
+    """Places that it takes: GPUs, or the one place of a machine without."""
+    family: str = ""
+    """Family of the model, or its model_type."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the command that runs the cell alone."""
+        return [*(("faults", "run") if self.kind == "faults" else (self.kind,)), *self.words]
+
+    @property
+    def command(self) -> str:
+        """The command that runs the cell alone, as it is typed."""
+        return shlex.join(["verifier", *self.arguments])
+
+
+class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Verdict of one check in one cell, the worst of all its steps."""
+
+    code: str
+    name: str
+    verdict: Literal["holds", "inconclusive", "violated", "caught", "missed"]
+    """The last two where a fault was injected that the check has to catch."""
+    num_compared: int = 0
+
+
+class GateFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One violation, or one check that could not be judged."""
+
+    check: str
+    name: str
+    sentence: str
+    """First line of its text, which can stand alone."""
+    text: str
+    """The whole finding, as `verifier replay` prints it."""
+    violated: bool
+    """False where the check could not be judged."""
+    stage: str = ""
+    """First bad stage."""
+    place: tuple[int, ...] = ()
+    """Place of its first mismatch in the flow of data; smaller is earlier."""
+    known_bug: str = ""
+    """Upstream bugs that explain all of it, and how to switch on their fixes."""
+    trace: str = ""
+    """Trace that it was found in, within the gate's folder."""
+    waived_by: int | None = None
+    """Index of the waiver that it falls under."""
+
+
+class CellResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One cell as it ended."""
+
+    cell: Cell
+    status: Status
+    """"failed": the run, or the process that it ran in, died or hung."""
+    reason: str = ""
+    """Why it does not hold; of a fault that was caught, where and by what."""
+    checks: tuple[CheckVerdict, ...] = ()
+    findings: tuple[GateFinding, ...] = ()
+    """In the order in which data met them, so a cause stands before its consequences."""
+    first_bad_stage: str = ""
+    not_judged: tuple[str, ...] = ()
+    """Clauses on what no check could judge."""
+    began: str = ""
+    """Time in UTC, as in ISO 8601."""
+    seconds: float = 0.0
+    trace: str = ""
+    """Trace, or folder of a training run or a fault's trial, within the gate's folder."""
+    failed_before: tuple[str, ...] = ()
+    """First line of each failure of earlier attempts; a gate that goes on runs failed cells again."""
+    waived: bool = False
+    """Every violation of the cell is waived, and nothing else is wrong with it."""
+
+    @property
+    def unwaived(self) -> list[GateFinding]:
+        """Violations that no waiver covers, causes before consequences."""
+        return [item for item in self.findings if item.violated and item.waived_by is None]
+
+    @property
+    def verdict(self) -> str:
+        """The status, or "waived"."""
+        return "waived" if self.waived else self.status
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of the matrix that the model, or this machine, does not have."""
+
+    what: str
+    reason: str
+
+
+class WaiverUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A waiver, and what came of it."""
+
+    check: str
+    family: str
+    model: str
+    issue: str
+    owner: str
+    reason: str
+    until: str
+    expired: bool
+    num_waived: int
+    """Violations that it waives."""
+    num_expired: int
+    """Violations that it would waive, had it not expired."""
+
+    @property
+    def of(self) -> str:
+        """The family or the model."""
+        return f"family {self.family}" if self.family else self.model
+
+    @property
+    def came(self) -> str:
+        """Result of it, in words."""
+        if self.expired:
+            return f"EXPIRED, it waives nothing, {self.num_expired:,} would fall under it"
+        return (
+            f"waives {self.num_waived:,}"
+            if self.num_waived
+            else "matched nothing: remove it if what it waives is mended"
+        )
+
+    @property
+    def line(self) -> str:
+        """All of it in one line."""
+        return f"{self.check} of {self.of}, {self.issue}, {self.owner}: {self.reason}, until {self.until}; {self.came}"
+
+
+class GateResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A gate as it ended."""
+
+    format: Literal[1] = FORMAT
+    decision: Decision
+    reasons: tuple[str, ...]
+    """Sentences; none of a gate that passes."""
+    first_bad_stage: str
+    """Earliest stage of all violations that are not waived; empty without one."""
+    began: str
+    ended: str
+    host: str
+    tier: str
+    gpus: tuple[str, ...]
+    verifier: str
+    commit: str
+    versions: dict[str, str]
+    """Upstream packages and their versions."""
+    fixes: tuple[str, ...]
+    """Fixes of upstream bugs that were asked for."""
+    models: tuple[str, ...]
+    budget_minutes: float | None
+    seconds: float
+    """Seconds of all cells, those of earlier attempts included."""
+    folder: str
+    cells: tuple[CellResult, ...]
+    left_out: tuple[LeftOut, ...]
+    waivers: tuple[WaiverUse, ...]
+
+    @property
+    def counted(self) -> str:
+        """Number of cells, and of each verdict: "3 cells: 2 holds, 1 waived"."""
+        words = [item.verdict for item in self.cells]
+        said = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+        return f"{len(words)} cell{'' if len(words) == 1 else 's'}: {said}"
+
+    @property
+    def bad_cells(self) -> list[CellResult]:
+        """Cells with violations that no waiver covers, those of faults apart; the earliest stage first."""
+        order = {stage.label: int(stage) for stage in Stage}
+        bad = [item for item in self.cells if item.cell.kind != "faults" and item.unwaived]
+        return sorted(bad, key=lambda item: (order.get(item.unwaived[0].stage, len(order)), item.cell.id))
