@@ -43,7 +43,7 @@ LEAST_SHARE_OF_READING = 0.5
 PIECE_BYTES = 64 << 20
 ROUNDS = 3
 MANIFEST = Manifest(
-    command="golden", model="bench", dtype="bfloat16", mesh=MeshSizes(), world_size=1, scopes=("export",), tier="cpu"
+    command="golden", model="bench", dtype="bfloat16", mesh=MeshSizes(), world_size=1, tier="cpu"
 )
 
 

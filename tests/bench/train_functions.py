@@ -40,7 +40,7 @@ from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
 
-MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1, scopes=("tokens", "step"))
+MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1)
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""
 THERE = ("bare", "plain", "recorded")
 """Kinds of steps, as the first half of a turn takes them; the second takes them back."""

@@ -20,6 +20,7 @@ import torch
 from tests.dist.clean_case import Case, Measured, run
 from verifier.core import store
 from verifier.mesh import Mesh
+from verifier.report import report_of
 from verifier.runs.model_under_test import DERIVED
 from verifier.runs.runner import Runner
 
@@ -120,5 +121,5 @@ def _require_judged_by_derived(found: Measured, folder: Path) -> None:
     of_layouts = {"WGT001", "WGT005", "LSS001", "TRN001", "WGT007"}
     assert not of_layouts & {*found.without_subject}
     for command in ("golden", "roundtrip"):
-        manifest = store.read(folder / command).manifest
-        assert (manifest.layout, manifest.not_judged) == (DERIVED, ())
+        trace = store.read(folder / command)
+        assert (trace.manifest.layout, report_of(trace, "").not_judged) == (DERIVED, ())

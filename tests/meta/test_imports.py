@@ -222,7 +222,7 @@ LIGHT = {
 @pytest.mark.parametrize("entry", LIGHT)
 def test_light_entries_load_nothing_heavy(entry, tmp_path):
     trace = store.create(tmp_path / "trace", Manifest())
-    store.complete(trace, Manifest(scopes=("export",)))
+    store.complete(trace, Manifest(command="golden"))
     program = f"""
 import sys
 {LIGHT[entry].replace("TRACE", str(trace))}

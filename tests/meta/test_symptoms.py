@@ -8,7 +8,8 @@ import re
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
-from verifier.probe import declared, opened
+from verifier.core.condition import Parts
+from verifier.probe import opened
 from verifier.probe.recorder import LoopRecorder
 
 TEXT = (ROOT / "docs" / "symptoms.md").read_text()
@@ -32,15 +33,10 @@ def test_users_words_lead_to_a_row_whose_own_run_is_recorded_first():
 
 
 def test_checks_of_a_recorded_loop_are_those_that_a_loop_can_give_evidence_of():
-    scopes = set(re.findall(r'"([a-z]+)"', inspect.getsource(declared._recorded)))
-    assert "joined" in scopes
-    beyond = {code for row in ROWS for code in re.findall(CODE, row[1]) if not {*scopes_of(code)} & scopes}
-    assert beyond == set()
-
-
-def scopes_of(code: str) -> list[str]:
-    found = REGISTRY[code]
-    return [scope for scope in (found.scope, found.also) if scope]
+    parts = {code: item.applies for code, item in REGISTRY.items() if isinstance(item.applies, Parts)}
+    judged = {code for code, applies in parts.items() if "loop" in applies.conditions}
+    assert "WGT005" in judged
+    assert {code for row in ROWS for code in re.findall(CODE, row[1])} <= judged
 
 
 def test_calls_exist_with_these_arguments():

@@ -94,6 +94,8 @@ MANIFEST = Manifest(
         "aggregation": "token_mean", "checkpoint": {"every": 1, "keep": 2}, **measured_traces.CONFIG,
     },
 )  # fmt: skip
+ONE_RANK = replace(MANIFEST, world_size=1, mesh=MeshSizes(), synced_versions=())
+"""Of a run of one trainer rank."""
 LENGTHS = (3, 2)
 AT = tuple(f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0" for rank in range(2))
 ARRAYS: dict[str, dict[str, np.ndarray]] = {
@@ -143,10 +145,11 @@ def weights() -> list[Record]:
             seen.append(tensor(WrittenShard, name, 1, rank, **at, sources=(name,)))
             seen.append(replace(tensor(FrozenShard, name, 1, rank, **shard), digest=digest(name, 0)))
         seen += [tensor(SavedTensor, name, 1, shard="model.safetensors"), tensor(JoinedTensor, name, 1)]
-    for role, rank in (("trainer", 0), ("trainer", 1), ("engine", 0)):
-        seen.append(PlanDigest(name="plan", role=role, rank=rank, digest=PLAN, num_tensors=2, num_chunks=1))
+    for role, rank, version in (("trainer", 0, 0), ("trainer", 1, 0), ("engine", 0, 1)):
+        plan: Any = {"role": role, "rank": rank, "version": version}
+        seen.append(PlanDigest(name="plan", digest=PLAN, num_tensors=2, num_chunks=1, **plan))
     seen.append(Update(name="version 1", version=1, how="step"))
-    seen.append(ExportStream(name="the export", version=1, num_tensors=2))
+    seen += [ExportStream(name="the export", version=1, rank=rank, num_tensors=2) for rank in range(2)]
     return [*seen, SavedCheckpoint(name="shards", version=1, shards=1)]
 
 
@@ -200,7 +203,9 @@ def steps() -> list[Record]:
         )
         for name in SHAPES
     ]  # fmt: skip
-    return [*seen, StepReport(name="step", version=1, loss=7.0, grad_norm=2.000001, num_tokens=5)]
+    return seen + [
+        StepReport(name="step", version=1, rank=rank, loss=7.0, grad_norm=2.000001, num_tokens=5) for rank in range(2)
+    ]
 
 
 def tokens() -> list[Record]:
@@ -267,9 +272,9 @@ def logprobs() -> list[Record]:
     return seen
 
 
-def make_trace(records: list[Record]) -> Trace:
+def make_trace(records: list[Record], manifest: Manifest = MANIFEST) -> Trace:
     """A trace of these facts, with the arrays in memory."""
-    return Trace(MANIFEST, records, ARRAYS.__getitem__)
+    return Trace(manifest, records, ARRAYS.__getitem__)
 
 
 Change = Callable[[Any], Record | None]

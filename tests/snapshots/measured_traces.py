@@ -69,8 +69,12 @@ def measured() -> list[Record]:
             )
             for rank in range(2)
         ),
-        AdapterScales(
-            name="update 1", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0, adapters=(SCALE,)
+        *(
+            AdapterScales(
+                name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", asked=2.0,
+                adapters=(SCALE,),
+            )
+            for rank in range(2)
         ),
         *(
             ScoredRows(
@@ -80,9 +84,12 @@ def measured() -> list[Record]:
             for which, array in (("current", "scored"), ("reference", "scored by the reference"))
         ),
         RewardSeals(name="round 0", version=1, seals=GIVEN),
-        WrittenTensors(
-            name="rank 0", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,), found=(3,),
-            array="bits of a checkpoint",
+        *(
+            WrittenTensors(
+                name=f"rank {rank}", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,),
+                found=(3,), array="bits of a checkpoint",
+            )
+            for rank in range(2)
         ),
         WrittenState(name="state.json", version=1, numbers={"step": 1}, rollouts="xxh3:0", after="xxh3:0"),
     ]  # fmt: skip

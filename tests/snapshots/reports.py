@@ -93,7 +93,7 @@ def report(*outcomes: Outcome, complete: bool = True, switched_off: tuple[str, .
         manifest=MANIFEST if complete else replace(MANIFEST, complete=False, failure="rank 3 died\n  traceback"),
         outcomes=outcomes,
         switched_off=switched_off,
-        out_of_scope=("LGP003",),
+        out_of_scope={"LGP003": "no engine samples"},
     )
 
 
@@ -110,7 +110,8 @@ REPORTS = {
     "not-judged": Report(
         trace="traces/r12",
         outcomes=(HOLDS,),
-        manifest=replace(MANIFEST, not_judged=("training was not judged: no layout row for MistralForCausalLM",)),
+        manifest=MANIFEST,
+        gaps=("not judged: WGT001 (no layout for the model's family)",),
     ),
     "noted": Report(
         trace="traces/r12",

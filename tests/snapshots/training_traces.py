@@ -261,9 +261,12 @@ def training() -> list[Record]:
             weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=1,
             array="policy",
         ),
-        UpdateRatios(
-            name="update 1", version=1, update=1, first=True, ratio_over="old", at_reference=False, ratio_gap=0.0,
-            kl_gap=0.0, clipped=0, clamped=0,
+        *(
+            UpdateRatios(
+                name="update 1", version=1, rank=rank, update=1, first=True, ratio_over="old", at_reference=False,
+                ratio_gap=0.0, kl_gap=0.0, clipped=0, clamped=0,
+            )
+            for rank in range(2)
         ),
         TrainedText(
             name="examples", version=1, ids=("a", "b"), responses=("2", "4"), texts=("2<eos>", "4<eos>"), end="<eos>"
@@ -298,9 +301,12 @@ def training() -> list[Record]:
             name="held-out problems", version=1, claimed=1, temperature=1.0, ids=("x", "x again"), lengths=(2, 2),
             greedy=(False, True), array="evaluated", max_answer_tokens=4, end=2,
         ),
-        ReferenceShard(
-            name="decoder.weight (chunk 0)", version=1, digest=f"vd1:{5:032x}", dtype="float32", shape=(4, 2),
-            frozen=f"vd1:{5:032x}",
+        *(
+            ReferenceShard(
+                name="decoder.weight (chunk 0)", version=1, rank=rank, digest=f"vd1:{5:032x}", dtype="float32",
+                shape=(4, 2), frozen=f"vd1:{5:032x}",
+            )
+            for rank in range(2)
         ),
         *(
             kind(
@@ -311,8 +317,12 @@ def training() -> list[Record]:
             for rank in range(2)
         ),
         CheckpointNumber(name="checkpoint", version=1, step=1, optimizer_steps=1),
-        TrainedUntil(
-            name="saved", version=1, coordinate="tp=0 pp=0 ep=0 etp=0 cp=0 dp=0", step=1, optimizer_steps=1
+        *(
+            TrainedUntil(
+                name="saved", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0", step=1,
+                optimizer_steps=1,
+            )
+            for rank in range(2)
         ),
     ]  # fmt: skip
 

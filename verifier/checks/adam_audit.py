@@ -8,18 +8,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from verifier.checks.conditions import NO_FSDP, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.checks.step import STEP
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import AdamAudit
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("TRN005", needs=(AdamAudit,), scope="audited")
+@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP))
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 

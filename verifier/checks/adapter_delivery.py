@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from verifier.checks.conditions import ADAPTER, ADAPTERS_SENT, SENT, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, compare_contents, left_out, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_weights import (
     CheckpointView,
     ExportedAdapterMatrix,
@@ -24,7 +26,7 @@ SUMMANDS = 3
 """Roundings in float32 besides those of the sum over an adapter's rank: of the factor, its product, and the base."""
 
 
-@check("TPT004", needs=(), scope="handed")
+@check("TPT004", needs=(), applies=on(step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT))
 def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
     """The adapter of every version was exported, and read back from every engine rank.
 
@@ -51,7 +53,7 @@ def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT018", needs=(MergedMatrix,), scope="merged")
+@check("WGT018", needs=(MergedMatrix,), applies=on(step=SYNCED & WEIGHTS_SENT & ADAPTER, export=ADAPTER))
 def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
     """A matrix that is exported with its adapter added is base + alpha / rank * B A, rounded once; all others are base.
 

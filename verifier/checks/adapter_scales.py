@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.checks.conditions import ADAPTER, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_trainer import AdapterScales
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -15,7 +17,7 @@ ROUNDING = {"float32": 2.0**-22, "bfloat16": 2.0**-7}
 """Twice the greatest relative error of two roundings, of the scale and of the product, by type."""
 
 
-@check("LGP016", needs=(AdapterScales,), scope="scaled")
+@check("LGP016", needs=(AdapterScales,), applies=on(step=UPDATED & ADAPTER))
 def adapter_scaled_otherwise(trace: Trace) -> Iterator[Comparison]:
     """Each adapter multiplies all of its input by its matrices and by alpha over rank, as whoever merges it does.
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verifier.checks.conditions import SYNCED
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_policy import Drops, PolicyColumns, SamplingAsked
+from verifier.core.condition import on, recorded
+from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import Rollouts
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -24,7 +26,10 @@ class _Turn:
     is_last: bool
 
 
-@check("DAT008", needs=(SamplingAsked, PolicyColumns, Drops, Rollouts), scope="ends")
+@check(
+    "DAT008", needs=(SamplingAsked, PolicyColumns, Drops, Rollouts),
+    applies=on(step=SYNCED, loop=recorded(PolicyColumns, Advantages, Drops, SamplingAsked)),
+)  # fmt: skip
 def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A live answer is in the loss from its first token to its end token, and was cut off only at the greatest length.
 

@@ -7,8 +7,10 @@ from itertools import pairwise
 
 from msgspec import structs
 
+from verifier.checks.conditions import UPDATED
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, on
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_config import GivenArguments, ProviderFields
 from verifier.core.records_tokens import PackLayout
@@ -17,7 +19,7 @@ from verifier.core.trace import Trace
 from verifier.mesh import Coordinate, Mesh
 
 
-@check("LGP008", needs=(GivenArguments, PackLayout, ProviderFields), scope="tokens")
+@check("LGP008", needs=(GivenArguments, PackLayout, ProviderFields), applies=on(roundtrip=ALWAYS, step=UPDATED))
 def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     """Arguments of a forward pass over a packed micro-batch agree with the pack, and with each other.
 

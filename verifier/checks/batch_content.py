@@ -9,16 +9,26 @@ from unicodedata import normalize
 
 import numpy as np
 
+from verifier.checks.conditions import GRPO, SFT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingRound
 from verifier.core.records_trainer import LossColumns, TrainedText
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+TEXT = condition("no text of an example is known", lambda run: run.facts.text)
 
-@check("DAT003", needs=(TrainedText,), scope="text")
+
+WHOLE = condition(
+    lambda run: f"the chat template writes {run.facts.unread} conversations otherwise than they stand",
+    lambda run: not run.facts.unread, gap=True,
+)  # fmt: skip
+
+
+@check("DAT003", needs=(TrainedText,), applies=on(step=SFT & TEXT), wholly=WHOLE)
 def other_text_trained(trace: Trace) -> Iterator[Comparison]:
     """The tokens in the loss of an example are what an assistant says and the end of its turns, and no others.
 
@@ -64,7 +74,10 @@ def _has_turns(text: str, turns: Sequence[str], opening: str, closing: str) -> b
     return len(whole) in ends
 
 
-@check("DAT004", needs=(Drops, Advantages, PolicyColumns), scope="policy", also="dropped")
+@check(
+    "DAT004", needs=(Drops, Advantages, PolicyColumns),
+    applies=on(step=GRPO, loop=recorded(PolicyColumns, Advantages, Drops)),
+)  # fmt: skip
 def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
     """A rollout leaves the loss for the first reason that applies to it, and for no other.
 
@@ -124,7 +137,10 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
             )  # fmt: skip
 
 
-@check("DAT005", needs=(SamplingRound, Advantages), scope="resampled")
+SEVERAL_ROUNDS = GRPO & condition("one round of sampling", lambda run: knob(run, "grpo.max_sampling_rounds") > 1)
+
+
+@check("DAT005", needs=(SamplingRound, Advantages), applies=on(step=SEVERAL_ROUNDS))
 def group_replaced_without_cause(trace: Trace) -> Iterator[Comparison]:
     """Dynamic sampling replaces a group if all of its rewards are equal and a round is left, and no other.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from verifier.checks.conditions import ADAPTER, EXPORTS, FIRST, LAYOUT, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_weights import AdapterShard, AdapterSpread
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -16,7 +18,10 @@ DEVIATIONS = 6
 """Standard errors by which a sample's spread may differ from that of its distribution: once in 5e8 matrices."""
 
 
-@check("WGT017", needs=(AdapterShard, AdapterSpread), scope="adapter", also="begun")
+@check(
+    "WGT017", needs=(AdapterShard, AdapterSpread),
+    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=UPDATED & ADAPTER & FIRST),
+)  # fmt: skip
 def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
     """An adapter begins with a random A of the right spread, no two shards of which are alike, and with B of zeros.
 

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
+from verifier.checks.conditions import AWAKE, EXPECTED, EXPORTS, NO_ADAPTER, SENT, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, compare_contents, left_out, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on, recorded
 from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
@@ -29,8 +31,11 @@ from verifier.core.records_weights import (
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+DELIVERED = {"roundtrip": EXPORTS & NO_ADAPTER, "step": SYNCED & WEIGHTS_SENT, "answers": SENT & WEIGHTS_SENT}
+"""Runs whose engine gets whole weights, by what their trace is of."""
 
-@check("PLN001", needs=(PlanDigest,), scope="plan", also="sent")
+
+@check("PLN001", needs=(PlanDigest,), applies=on(**DELIVERED, loop=recorded(PlanDigest)))
 def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     """All trainer ranks, and every engine rank, hold the same chunk plan before a byte moves.
 
@@ -65,7 +70,10 @@ def _sizes(item: PlanDigest, first: PlanDigest) -> str:
     return ", of the same size"
 
 
-@check("PLN002", needs=(PlannedTensor, SourceTensor), scope="plan", also="planned")
+@check(
+    "PLN002", needs=(PlannedTensor, SourceTensor),
+    applies=on(**DELIVERED, loop=recorded(PlannedTensor, SourceTensor)),
+)  # fmt: skip
 def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The plan names every checkpoint tensor once, with the checkpoint's dtype and shape.
 
@@ -95,7 +103,10 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT001", needs=(ExportedTensor, ReceivedTensor), scope="transport")
+@check(
+    "TPT001", needs=(ExportedTensor, ReceivedTensor),
+    applies=on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover)),
+)  # fmt: skip
 def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """Every engine rank received what was exported: names both ways, dtypes, shapes, bits, at every version.
 
@@ -118,7 +129,10 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT003", needs=(Handover,), scope="transport", also="handed")
+@check(
+    "TPT003", needs=(Handover,),
+    applies=on(**{**DELIVERED, "step": SYNCED, "answers": SENT}, loop=recorded(ReceivedTensor) | recorded(Handover)),
+)  # fmt: skip
 def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     """No transfer was refused: the stream kept to one plan, and the engine dropped the prefixes it had cached.
 
@@ -139,7 +153,7 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("TPT002", needs=(), scope="transport")
+@check("TPT002", needs=(), applies=on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover)))
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version was transferred to every engine rank.
 
@@ -164,7 +178,10 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("ENG001", needs=(CheckpointView, ExpectedView), scope="held")
+@check(
+    "ENG001", needs=(CheckpointView, ExpectedView),
+    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT, loop=recorded(CheckpointView) & EXPECTED),
+)  # fmt: skip
 def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
 
@@ -187,7 +204,10 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("ENG002", needs=(SyncedTensor, ColdTensor), scope="cold")
+@check(
+    "ENG002", needs=(SyncedTensor, ColdTensor),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, answers=SENT & AWAKE),
+)  # fmt: skip
 def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine equals, bit for bit, an engine that loads the same weights cold.
 
@@ -222,7 +242,7 @@ def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
     return {name for item in reports for name in item.names}
 
 
-@check("ENG003", needs=(Poison,), scope="engine")
+@check("ENG003", needs=(Poison,), applies=on(**DELIVERED))
 def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     """Before each sync the receiver was really poisoned, so that what it holds afterwards came from the sync.
 
@@ -247,7 +267,7 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("ENG004", needs=(LoadedNames, SyncedTensor), scope="engine")
+@check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED))
 def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     """At every sync the engine's own loader reported every parameter of the engine as loaded.
 
@@ -271,7 +291,7 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ENG005", needs=(SyncedSettings, ColdSettings), scope="settings")
+@check("ENG005", needs=(SyncedSettings, ColdSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE))
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
@@ -308,7 +328,10 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ENG006", needs=(CheckpointView, ExpectedView), scope="held")
+@check(
+    "ENG006", needs=(CheckpointView, ExpectedView),
+    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT, loop=recorded(CheckpointView) & EXPECTED),
+)  # fmt: skip
 def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     """Together the engine's ranks hold all of every tensor.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verifier.checks.conditions import LIVE
 from verifier.checks.content import times
 from verifier.checks.named_weights import adapters_named
 from verifier.checks.packing import POSITION_BITS
@@ -16,6 +17,7 @@ from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
 from verifier.core.records_tokens import Rollouts, SampledNoise
 from verifier.core.records_trainer import LossColumns
@@ -40,7 +42,7 @@ GREATEST_NATS = 500.0
 """Greatest log(p/q) that is counted: exp of more overflows float64."""
 
 
-@check("LGP011", needs=(SamplingAsked, RequestSeeds), scope="draws")
+@check("LGP011", needs=(SamplingAsked, RequestSeeds), applies=on(step=LIVE))
 def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Every answer of a step is a draw of its own from the policy at the run's temperature.
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from verifier.checks.conditions import FRESH, NOISE
 from verifier.checks.content import times
 from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature, rounding, wider
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, slope_of
+from verifier.core.condition import ALWAYS, condition, on, recorded
+from verifier.core.record import kind_of
 from verifier.core.records_policy import LossTerms, PolicyColumns
-from verifier.core.records_tokens import ROUNDINGS, SampledNoise
+from verifier.core.records_tokens import ROUNDINGS, SampledNoise, SampledTokens
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -71,7 +74,17 @@ class _Statistic:
     hint: str
 
 
-@check("LGP009", needs=(PolicyColumns,), scope="mismatch")
+FLOOR = condition(
+    lambda run: f"no noise of {run.dtype} was measured",
+    lambda run: run.dtype in ("", "float32") or kind_of(SampledNoise) in run.facts.recorded or run.facts.lost_logprobs,
+    gap=True,
+)  # fmt: skip
+
+
+@check(
+    "LGP009", needs=(PolicyColumns, SampledNoise),
+    applies=on(step=FRESH & NOISE, answers=ALWAYS, loop=recorded(PolicyColumns, SampledTokens) & FLOOR),
+)  # fmt: skip
 def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
 

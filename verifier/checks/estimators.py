@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from verifier.checks.conditions import GRPO
 from verifier.checks.content import times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.records_policy import Advantages
+from verifier.core.condition import condition, on, recorded
+from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+KNOWN = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 """Unit roundoff of each dtype: greatest relative error of one rounding to nearest."""
 EPSILON = 1e-6
@@ -54,7 +57,13 @@ class _Expected:
         return f"{self.low:.9g}" if self.low == self.high else f"{self.low:.9g} to {self.high:.9g}"
 
 
-@check("ADV002", needs=(Advantages,), scope="estimator")
+ESTIMATOR = condition("the estimator has no second formula", lambda run: {*run.facts.estimators} & {*KNOWN})
+
+
+@check(
+    "ADV002", needs=(Advantages,),
+    applies=on(step=GRPO & ESTIMATOR, loop=recorded(PolicyColumns, Advantages, Drops) & ESTIMATOR),
+)  # fmt: skip
 def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 

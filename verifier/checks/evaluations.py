@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.answer_ends import spans, wrong_end
+from verifier.checks.conditions import EXAMINED, NOISE
 from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
 from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
@@ -19,8 +20,10 @@ from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import on
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
+from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.knob import flat
@@ -29,7 +32,10 @@ SIDES = 2
 """Logits that a greedy token is chosen by: its own and the greatest one, each off by as much as a log-probability."""
 
 
-@check("LGP015", needs=(EvaluatedAnswers,), scope="examined")
+@check(
+    "LGP015", needs=(EvaluatedAnswers, SampledNoise, PreviousStep),
+    applies=on(step=EXAMINED, export=EXAMINED), wholly=EXAMINED & NOISE,
+)  # fmt: skip
 def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     """An evaluation measures the policy of the version that it names, greedily where it says so.
 

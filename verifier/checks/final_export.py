@@ -6,12 +6,17 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from verifier.checks.conditions import LAYOUT
 from verifier.checks.content import by_name, compare_contents, left_out
 from verifier.checks.weights import compare_adapters
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, on
 from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_weights import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    LiveAdapterMatrix,
     LiveAdapterScaling,
     MergedMatrix,
     SavedCheckpoint,
@@ -27,7 +32,14 @@ FILES = "the files of hf_model"
 """Reporter of what was written."""
 
 
-@check("WGT019", needs=(SavedCheckpoint, SourceTensor), scope="final")
+@check(
+    "WGT019",
+    needs=(
+        SavedCheckpoint, SavedTensor, SourceTensor, WrittenShard, LiveAdapterMatrix, LiveAdapterScaling,
+        ExportedAdapterMatrix, ExportedAdapterScaling,
+    ),
+    applies=on(export=ALWAYS), wholly=LAYOUT,
+)  # fmt: skip
 def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that a run leaves holds the weights that its last update left.
 
@@ -59,7 +71,7 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             yield from compare_adapters(trace, files.version)
 
 
-@check("WGT021", needs=(SourceFiles, SavedFiles), scope="final")
+@check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS))
 def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     """Tokenizer, chat template, generation settings and code of the checkpoint that a run leaves are the source's.
 

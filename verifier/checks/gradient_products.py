@@ -12,13 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.adam_audit import compare_used
+from verifier.checks.conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.checks.content import times
 from verifier.checks.entropies import compare_entropies
 from verifier.checks.gradient_sums import is_summed
 from verifier.checks.loss_rows import UpdateRows, updates_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_gradients import GradientProducts
+from verifier.core.condition import condition, on
+from verifier.core.records_gradients import GradientProducts, LogitSpreads
 from verifier.core.records_trainer import TrainerStep
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -110,7 +112,13 @@ class _Pair(NamedTuple):
     right: tuple[str, ...]
 
 
-@check("LSS007", needs=(GradientProducts, TrainerStep), scope="products")
+ON_CPU = condition("what it costs a step on a GPU was not measured", lambda run: run.tier == "cpu")
+
+
+@check(
+    "LSS007", needs=(GradientProducts, TrainerStep, LogitSpreads),
+    applies=on(step=UPDATED & NO_FSDP & LAYOUT & ON_CPU),
+)  # fmt: skip
 def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     """Weights that scale the same numbers have gradients that tell of one change, down from the rows of the loss.
 

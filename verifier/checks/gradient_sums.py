@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from verifier.checks.conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.checks.step import NORM
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import TrainerStep
 from verifier.core.stage import Stage
@@ -29,7 +31,7 @@ Place = tuple[str, str, int]
 """Update, label of the ranks that hold the same bits, index of the first element."""
 
 
-@check("TRN006", needs=(GradientSums, TrainerStep), scope="summed")
+@check("TRN006", needs=(GradientSums, TrainerStep), applies=on(step=UPDATED & NO_FSDP & LAYOUT))
 def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     """Every optimizer is given the sum of its gradient over micro-batches and ranks, and clips by the norm of all.
 

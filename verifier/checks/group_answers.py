@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from verifier.checks.conditions import LIVE
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import Advantages, SamplingAsked
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("DAT007", needs=(SamplingAsked, Advantages), scope="draws")
+@check("DAT007", needs=(SamplingAsked, Advantages), applies=on(step=LIVE))
 def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
     """A live batch has the prompts, and of each prompt the answers, that were asked of the engine.
 

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
+from verifier.checks.conditions import EXAMINED, LIVE
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import (
     EpisodeTurns,
     GivenRewards,
@@ -52,7 +54,7 @@ class _Turn:
     seal: int
 
 
-@check("DAT014", needs=(RequestSeeds, PolicyColumns), scope="draws")
+@check("DAT014", needs=(RequestSeeds, PolicyColumns), applies=on(step=LIVE))
 def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     """Every live answer is trained with the token ids, log-probabilities and routes that the engine gave for it.
 
@@ -160,7 +162,7 @@ def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     )  # fmt: skip
 
 
-@check("RWD003", needs=(RewardSeals, GivenRewards), scope="draws", also="examined")
+@check("RWD003", needs=(RewardSeals, GivenRewards), applies=on(step=LIVE | EXAMINED, export=EXAMINED))
 def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a live answer was given by the reward's own process, for this text and this gold answer.
 

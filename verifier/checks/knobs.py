@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.checks.conditions import UPDATED
 from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_trainer import KnobsAsked, KnobsReached
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("CFG001", needs=(KnobsAsked, KnobsReached), scope="config")
+@check("CFG001", needs=(KnobsAsked, KnobsReached), applies=on(step=UPDATED))
 def knob_not_applied(trace: Trace) -> Iterator[Comparison]:
     """Every knob of the config holds the value that was asked for in the live objects of every rank.
 

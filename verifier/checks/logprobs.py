@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from verifier.checks.conditions import EXPORTS, GRPO, SAMPLED, SCORED, SYNCED
 from verifier.checks.content import owner_of, times
 from verifier.checks.logprob_bounds import STATISTICS, bounds_of
 from verifier.checks.repeated_tokens import counted_once, repeated_tokens, tokens_apart
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
+from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.record import Record
 from verifier.core.records_tokens import (
     DrawnTokens,
+    DtypeNoise,
     EngineLogprobs,
     LogprobRecord,
     OracleLogprobs,
@@ -170,7 +173,10 @@ def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
 
 
-@check("LGP001", needs=(TrainerLogprobs, OracleLogprobs), scope="logprob", also="scored")
+@check(
+    "LGP001", needs=(TrainerLogprobs, ReturnedLogprobs, OracleLogprobs, DtypeNoise),
+    applies=on(roundtrip=ALWAYS, step=GRPO & SAMPLED, loop=recorded(TrainerLogprobs) & SCORED),
+)  # fmt: skip
 def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The trainer scores tokens as transformers in fp32 does with the same weights.
 
@@ -209,7 +215,7 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("LGP002", needs=(EngineLogprobs, OracleLogprobs), scope="rollout")
+@check("LGP002", needs=(EngineLogprobs, OracleLogprobs), applies=on(roundtrip=EXPORTS))
 def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The engine scores tokens as transformers in fp32 does with the trainer's weights, before and after each sync.
 
@@ -227,7 +233,10 @@ def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("LGP003", needs=(SampledTokens, OracleOfSampled), scope="rollout", also="sampled")
+@check(
+    "LGP003", needs=(SampledTokens, OracleOfSampled, ShapedTokens, OracleOfShaped),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & SAMPLED, loop=recorded(SampledTokens, OracleOfSampled)),
+)  # fmt: skip
 def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The log-probabilities reported with sampled tokens are those of the synced weights.
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verifier.checks.conditions import GRPO, REFERENCE, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.checks.packing import POSITION_BITS
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import condition, knob, on
 from verifier.core.records_gradients import LogitSpreads
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
 from verifier.core.records_trainer import LossColumns, TrainerStep
@@ -106,7 +108,7 @@ def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dic
     return found
 
 
-@check("PCK004", needs=(LossRows, LossColumns), scope="batch")
+@check("PCK004", needs=(LossRows, LossColumns), applies=on(step=UPDATED))
 def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     """Every token in the loss is read once, with the weight, divisor, advantage and reference that it was given.
 
@@ -152,7 +154,12 @@ def _greatest_gaps(update: UpdateRows, column: str) -> np.ndarray:
     return greatest
 
 
-@check("LSS004", needs=(LossRows, LossTerms, LossColumns), scope="formula")
+FORMULA = condition(
+    "the loss has no second formula", lambda run: knob(run, "algorithm") == "sft" or knob(run, "grpo.loss") in KNOWN
+)  # fmt: skip
+
+
+@check("LSS004", needs=(LossRows, LossTerms, LossColumns), applies=on(step=UPDATED & FORMULA))
 def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """Every token's loss and its gradient are the textbook's, and the step reports their weighted sum.
 
@@ -282,7 +289,7 @@ def _at_limit(difference: np.ndarray) -> np.ndarray:
     return near
 
 
-@check("LGP010", needs=(ReferenceShard,), scope="reference")
+@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE))
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from verifier.checks.conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, SENT, STEPPED, SYNCED, UPDATED
 from verifier.checks.content import Moment, by_name, compare_moments
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.record import TensorRecord
 from verifier.core.records_weights import (
+    ExportedTensor,
     FrozenShard,
     JoinedTensor,
     LiveAdapterMatrix,
@@ -32,7 +35,7 @@ def _shards(version: int) -> Moment:
     return UpdatedShard if version else LoadedShard, version
 
 
-@check("WGT007", needs=(ShardAfterIdleStep,), scope="step")
+@check("WGT007", needs=(ShardAfterIdleStep,), applies=on(roundtrip=STEPPED & NO_ADAPTER))
 def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """A step with learning rate 0 leaves every live parameter bit alone.
 
@@ -56,7 +59,10 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("WGT008", needs=(Update,), scope="update")
+@check(
+    "WGT008", needs=(Update,),
+    applies=on(roundtrip=EXPORTS & LAYOUT, loop=recorded(JoinedTensor, ExportedTensor, Update)),
+)  # fmt: skip
 def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
     """Every update changes the weights, so that a sync which delivers nothing cannot pass.
 
@@ -93,7 +99,7 @@ def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]
     return by_name(trace.of(JoinedTensor if version else SourceTensor, version=version))
 
 
-@check("WGT009", needs=(ShardAfterScoring, LoadedShard), scope="logprob")
+@check("WGT009", needs=(ShardAfterScoring, LoadedShard), applies=on(roundtrip=ALWAYS))
 def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """Scoring tokens leaves every live parameter and buffer bit alone.
 
@@ -113,7 +119,10 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("WGT010", needs=(LoadedShard, ShardAfterExport), scope="export", also="exported")
+@check(
+    "WGT010", needs=(LoadedShard, ShardAfterExport),
+    applies=on(golden=ALWAYS, roundtrip=EXPORTS, step=SYNCED & ADAPTER, answers=SENT & ADAPTER),
+)  # fmt: skip
 def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """An export leaves every live parameter and buffer bit alone.
 
@@ -133,7 +142,10 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     )  # fmt: skip
 
 
-@check("WGT012", needs=(LoadedShard, FrozenShard), scope="adapter", also="frozen")
+@check(
+    "WGT012", needs=(LoadedShard, FrozenShard),
+    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=UPDATED & ADAPTER),
+)  # fmt: skip
 def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
     """No step moves the base of an adapter that is trained.
 

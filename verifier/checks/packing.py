@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verifier.checks.conditions import UPDATED
 from verifier.checks.content import owner_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, on
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_tokens import (
     PackedBatchDigest,
@@ -161,7 +163,7 @@ def _mesh_of(trace: Trace) -> MeshSizes:
     return trace.manifest.mesh
 
 
-@check("PCK001", needs=(Rollouts, TokenLedger), scope="tokens")
+@check("PCK001", needs=(Rollouts, TokenLedger), applies=on(roundtrip=ALWAYS, step=UPDATED))
 def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
@@ -281,7 +283,7 @@ def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([rows[[cp_rank, -1 - cp_rank]] for rows in chunks], axis=None)
 
 
-@check("PCK002", needs=(PackLayout,), scope="tokens")
+@check("PCK002", needs=(PackLayout,), applies=on(roundtrip=ALWAYS, step=UPDATED))
 def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
@@ -322,7 +324,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("PCK003", needs=(PackedBatchDigest,), scope="tokens")
+@check("PCK003", needs=(PackedBatchDigest,), applies=on(roundtrip=ALWAYS, step=UPDATED))
 def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     """Ranks that differ only in tensor or pipeline coordinate work on the same micro-batches.
 

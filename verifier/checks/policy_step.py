@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from verifier.checks.answers import gold_stated, stated_value
+from verifier.checks.conditions import EXAMINED, GRPO, REWARDED, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.checks.loss_rows import updates_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_policy import Advantages, GivenRewards, PolicyColumns, UpdateRatios
+from verifier.core.condition import condition, knob, on, recorded
+from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns, UpdateRatios
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -30,7 +32,16 @@ FLOOR = -1e4
 """Least log-probability that counts, nats."""
 
 
-@check("RWD001", needs=(GivenRewards,), scope="reward")
+SECOND_READER = condition(
+    "the reward has no second reader",
+    lambda run: knob(run, "grpo.reward") == "answer" or knob(run, "data.rollouts") is not None,
+)  # fmt: skip
+
+
+@check(
+    "RWD001", needs=(GivenRewards,),
+    applies=on(step=GRPO & REWARDED & SECOND_READER, export=EXAMINED & SECOND_READER),
+)  # fmt: skip
 def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a right number is what a second reader of the answer gives, which shares no code with the first.
 
@@ -65,7 +76,10 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("ADV003", needs=(PolicyColumns, Advantages), scope="policy", also="dropped")
+@check(
+    "ADV003", needs=(PolicyColumns, Advantages),
+    applies=on(step=GRPO, loop=recorded(PolicyColumns, Advantages, Drops)),
+)  # fmt: skip
 def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     """Every token's inputs of the policy loss are those that the config names: divisor, advantage, importance factor.
 
@@ -191,7 +205,7 @@ def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Co
     )  # fmt: skip
 
 
-@check("LSS003", needs=(UpdateRatios,), scope="policy")
+@check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED))
 def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 

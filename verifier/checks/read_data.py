@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from verifier.checks.conditions import GRPO, LIVE, SFT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import condition, knob, on
 from verifier.core.records_data import ExamplesRead, HeldOutRead, RolloutsRead, RowsRead
 from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns
 from verifier.core.records_tokens import GivenRoutes, Rollouts
@@ -17,7 +19,7 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("DAT010", needs=(ExamplesRead,), scope="read")
+@check("DAT010", needs=(ExamplesRead,), applies=on(step=SFT | LIVE))
 def example_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The examples of a step are the rows of their source, whole, and the data set has all rows that were asked for.
 
@@ -37,7 +39,10 @@ def example_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         yield from _compared(trace, item)
 
 
-@check("DAT011", needs=(HeldOutRead,), scope="evaluated")
+EVALUATED = condition("no problem is held out in this step", lambda run: run.facts.evaluated)
+
+
+@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED))
 def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     """The problems of the evaluation are the rows of the held-out source, and none is a question of the training set.
 
@@ -97,7 +102,10 @@ def _whence(row: int) -> str:
     return " of no row" if row < 0 else f" of row {row}"
 
 
-@check("DAT012", needs=(RolloutsRead, Advantages, PolicyColumns), scope="recorded")
+RECORDED = condition("rollouts are sampled", lambda run: knob(run, "data.rollouts") is not None)
+
+
+@check("DAT012", needs=(RolloutsRead, Advantages, PolicyColumns), applies=on(step=GRPO & RECORDED))
 def recorded_rollout_differs_from_file(trace: Trace) -> Iterator[Comparison]:
     """A step on recorded rollouts trains on all that its file has, as the file has it, the loss mask included.
 

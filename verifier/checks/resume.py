@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from verifier.checks.conditions import RESUMED, STORED, UPDATED
 from verifier.checks.content import compare_contents, owner_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, condition, knob, on
 from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import (
     CheckpointNumber,
@@ -23,8 +25,10 @@ from verifier.core.records_trainer import (
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sleep_level"))
 
-@check("CKP001", needs=(SavedState, LoadedState), scope="resume")
+
+@check("CKP001", needs=(SavedState, LoadedState), applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS))
 def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     """After a resume every rank holds what it held when the checkpoint was saved, and the data go on where they were.
 
@@ -93,7 +97,7 @@ def _shown(part: str, bits: int) -> str:
     return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
-@check("CKP002", needs=(CheckpointNumber, TrainedUntil), scope="continued")
+@check("CKP002", needs=(CheckpointNumber, TrainedUntil), applies=on(step=RESUMED, load=ALWAYS))
 def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
     """After a resume the data go on behind the last step that the saved state was trained on.
 
@@ -126,7 +130,7 @@ def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
                 )  # fmt: skip
 
 
-@check("CKP004", needs=(WrittenTensors,), scope="stored")
+@check("CKP004", needs=(WrittenTensors, WrittenState), applies=on(step=STORED, export=STORED))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 

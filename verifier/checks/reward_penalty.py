@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from verifier.checks.conditions import GRPO, REFERENCE
 from verifier.checks.content import times
 from verifier.checks.policy_step import FLOOR, LIMIT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import condition, knob, on
 from verifier.core.records_policy import Advantages, PolicyColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -19,7 +21,10 @@ PENALTY = Tolerance(
 )
 
 
-@check("ADV004", needs=(Advantages, PolicyColumns), scope="penalty")
+IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo.kl_in") == "reward")
+
+
+@check("ADV004", needs=(Advantages, PolicyColumns), applies=on(step=GRPO & REFERENCE & IN_REWARD))
 def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
 

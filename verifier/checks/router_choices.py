@@ -6,9 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+from verifier.checks.conditions import EXPERTS, GRADIENTS, LOWER, NO_ADAPTER, NOT_REPLAYED, SAMPLED, STEPPED
 from verifier.checks.content import times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_tokens import RouterChoices
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -19,7 +21,13 @@ SPARE = 8
 """Tokens that may depart from transformers' groups of experts where transformers' own dtype makes none depart."""
 
 
-@check("LSS005", needs=(RouterChoices,), scope="choices")
+@check(
+    "LSS005", needs=(RouterChoices,),
+    applies=on(
+        roundtrip=EXPERTS & LOWER & NO_ADAPTER & STEPPED & GRADIENTS,
+        step=EXPERTS & LOWER & NOT_REPLAYED & SAMPLED,
+    ),
+)  # fmt: skip
 def router_chooses_experts_far_from_the_best(trace: Trace) -> Iterator[Comparison]:
     """In an update in less than fp32, each token's experts are the best ones, but for ties that rounding decides.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from verifier.checks.conditions import NOT_REPLAYED, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import condition, knob, on
 from verifier.core.records_trainer import RouterGradients
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -33,7 +35,13 @@ _Counts = Mapping[tuple[int, int, int], tuple[int, np.ndarray]]
 """(group of ranks, layer, micro-batch) -> ranks that recorded it, and [experts] the rows of each."""
 
 
-@check("LSS006", needs=(RouterGradients,), scope="routers")
+ROUTER_LOSSES = NOT_REPLAYED & condition(
+    "routers have no losses of their own",
+    lambda run: knob(run, "megatron.moe_aux_loss") or knob(run, "megatron.moe_z_loss"),
+)  # fmt: skip
+
+
+@check("LSS006", needs=(RouterGradients,), applies=on(step=UPDATED & ROUTER_LOSSES))
 def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """The routers' own losses pull at their logits as the config asks: by balance of experts, and by the z-loss.
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from verifier.checks.conditions import EXPERTS, GRPO, LAYOUT, NO_ADAPTER, REPLAYED, UPDATED
 from verifier.checks.logprobs import ORACLE, compare_with_oracle
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, describe_difference
+from verifier.core.condition import on
 from verifier.core.records_tokens import (
     ForcedRouteLogprobs,
     GivenRoutes,
@@ -29,7 +31,10 @@ Place = tuple[int, int, int]
 """Rollout, position in it, global layer."""
 
 
-@check("RPL001", needs=(GivenRoutes, UsedRoutes), scope="replay", also="routes")
+@check(
+    "RPL001", needs=(GivenRoutes, UsedRoutes),
+    applies=on(roundtrip=EXPERTS & NO_ADAPTER, step=GRPO & UPDATED & REPLAYED),
+)  # fmt: skip
 def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """Each router uses for each token the experts that the token's own rollout says for that layer.
 
@@ -85,7 +90,7 @@ def _routes(trace: Trace, item: GivenRoutes | UsedRoutes) -> Iterator[tuple[Plac
         yield (rollout, position, layer), sorted(experts)
 
 
-@check("RPL002", needs=(NaturalRouteLogprobs, ReplayedRouteLogprobs), scope="replay")
+@check("RPL002", needs=(NaturalRouteLogprobs, ReplayedRouteLogprobs), applies=on(roundtrip=EXPERTS & NO_ADAPTER))
 def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     """Replaying the routes that the routers chose by themselves changes no log-probability, nor does having replayed.
 
@@ -116,7 +121,7 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
                 )  # fmt: skip
 
 
-@check("RPL003", needs=(ForcedRouteLogprobs, OracleOfForced), scope="forced")
+@check("RPL003", needs=(ForcedRouteLogprobs, OracleOfForced), applies=on(roundtrip=EXPERTS & NO_ADAPTER & LAYOUT))
 def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Under routes that no router would choose, the trainer scores as transformers does under the same routes.
 

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from verifier.checks.conditions import UPDATED
 from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import condition, knob, on
 from verifier.core.records_trainer import RouterBalance
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+BALANCED = condition(
+    "routers have no score biases", lambda run: run.facts.score_bias or knob(run, "megatron.moe_bias_update_rate")
+)  # fmt: skip
 
-@check("TRN004", needs=(RouterBalance,), scope="balance")
+
+@check("TRN004", needs=(RouterBalance,), applies=on(step=UPDATED & BALANCED))
 def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each step moves each router's score bias by rate * sign(mean - tokens of the expert), bit by bit.
 

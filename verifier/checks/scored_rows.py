@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from verifier.checks.conditions import GRPO, UPDATED
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import PolicyColumns, ScoredRows
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -17,7 +19,7 @@ COLUMNS = {"old": "current", "reference": "reference", "penalty_reference": "ref
 """Column of a batch -> weights of the pass that made it."""
 
 
-@check("LGP017", needs=(PolicyColumns, ScoredRows), scope="passes")
+@check("LGP017", needs=(PolicyColumns, ScoredRows), applies=on(step=GRPO & UPDATED))
 def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
     """Every log-probability that the policy loss reads is the one that a scoring pass of this step made for its token.
 

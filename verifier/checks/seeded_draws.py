@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from verifier.checks.conditions import EXPORTS
 from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.samples import TILTS, compare_with_chance, nats_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_tokens import SampledTokens
 from verifier.core.trace import Trace
 
@@ -27,7 +29,7 @@ class _Answer:
     """Nats that its log-probabilities may be off by: each of them in fp32, on average in less."""
 
 
-@check("LGP018", needs=(SampledTokens,), scope="rollout")
+@check("LGP018", needs=(SampledTokens,), applies=on(roundtrip=EXPORTS))
 def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     """A request that is asked again with its seed is answered alike, whatever else is in the engine's batch.
 

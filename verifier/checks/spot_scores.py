@@ -14,6 +14,7 @@ from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_tempe
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import condition, on
 from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import LossColumns
@@ -44,7 +45,12 @@ class _Side:
     """[K] float64."""
 
 
-@check("LGP013", needs=(SpotScore,), scope="spot")
+SPOT = condition(
+    lambda run: run.facts.why_no_spot, lambda run: not run.facts.why_no_spot, gap=True
+) & condition("no rollout of this step is scored by itself", lambda run: run.facts.spot)  # fmt: skip
+
+
+@check("LGP013", needs=(SpotScore,), applies=on(step=SPOT))
 def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     """A rollout has the same log-probabilities alone in its pack as among all others of its step, and without its end.
 

@@ -8,6 +8,7 @@ import msgspec
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import condition
 from verifier.core.manifest import Manifest
 from verifier.core.records_run import StackFailure
 from verifier.core.stage import Stage
@@ -17,7 +18,10 @@ _CUTS = ("tp", "pp", "ep", "etp", "cp", "vpp")
 """Sizes of a mesh that cut the model or its input."""
 
 
-@check("STK001", needs=(StackFailure,), scope="stack")
+STACK_FAILED = condition("", lambda run: run.facts.stack_failed)
+
+
+@check("STK001", needs=(StackFailure,), applies=STACK_FAILED)
 def stack_failed(trace: Trace) -> Iterator[Comparison]:
     """No process of the run died inside the stack under test.
 

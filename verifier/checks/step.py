@@ -8,12 +8,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
+from verifier.checks.conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
 from verifier.checks.content import owner_of, times
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
-from verifier.core.records_tokens import GradientRecord
-from verifier.core.records_weights import StepReport
+from verifier.core.records_tokens import GradientRecord, Objective
+from verifier.core.records_weights import KeptGradients, OptimizerRule, StepReport
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -47,7 +49,14 @@ STEP = Tolerance(
 )  # fmt: skip
 
 
-@check("LSS001", needs=(GradientRecord,), scope="gradient")
+COMPUTED = on(
+    roundtrip=(STEPPED | ADAPTER) & GRADIENTS, step=SAMPLED,
+    loop=(recorded(KeptGradients) | recorded(GradientRecord)) & COMPARED,
+)  # fmt: skip
+"""Transformers computes the step too."""
+
+
+@check("LSS001", needs=(GradientRecord, Objective), applies=COMPUTED)
 def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """Every parameter's gradient, reduced over all ranks, is that of transformers in fp32 on the same tokens.
 
@@ -184,7 +193,7 @@ def _reports(trace: Trace) -> Iterator[tuple[StepReport, GradientRecord]]:
     return ((report, item) for report, item in reports if item is not None)
 
 
-@check("TRN001", needs=(GradientRecord, StepReport), scope="gradient")
+@check("TRN001", needs=(GradientRecord, StepReport, OptimizerRule), applies=COMPUTED)
 def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
 
@@ -230,7 +239,7 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("LSS002", needs=(GradientRecord, StepReport), scope="gradient")
+@check("LSS002", needs=(GradientRecord, StepReport), applies=COMPUTED)
 def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The loss that a step reports, and the number of tokens that it is a mean of, are the oracle's.
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from verifier.checks.conditions import LIVE, SFT, UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.condition import on
 from verifier.core.record import Real
 from verifier.core.records_policy import LossTerms
 from verifier.core.records_trainer import (
@@ -36,7 +38,7 @@ RATE = Tolerance(
 )
 
 
-@check("DAT001", needs=(DataOrder,), scope="data")
+@check("DAT001", needs=(DataOrder,), applies=on(step=SFT | LIVE))
 def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
     """The examples of a step are those that (seed, step) name, and none is held out.
 
@@ -95,7 +97,7 @@ def _order(item: DataOrder, batch_size: int) -> list[int]:
     return [orders[place // item.num_examples][place % item.num_examples] for place in places]
 
 
-@check("ADV001", needs=(LossColumns,), scope="batch")
+@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED))
 def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     """The weight of every token is what the aggregation makes of the masks of the whole batch.
 
@@ -144,7 +146,7 @@ def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
     ]  # fmt: skip
 
 
-@check("TRN002", needs=(TrainerStep, OptimizerSettings), scope="schedule")
+@check("TRN002", needs=(TrainerStep, OptimizerSettings), applies=on(step=UPDATED))
 def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
     """Each step has the learning rate and the weight decay that its number calls for.
 
@@ -226,7 +228,7 @@ def _rate(settings: OptimizerSettings, step: int) -> float:
     return low + left * (high - low)
 
 
-@check("TRN003", needs=(TrainerStep, LossColumns), scope="schedule")
+@check("TRN003", needs=(TrainerStep, LossColumns), applies=on(step=UPDATED))
 def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 

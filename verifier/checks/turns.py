@@ -11,9 +11,11 @@ from unicodedata import normalize
 
 import numpy as np
 
+from verifier.checks.conditions import GRPO, TURNS, UPDATED
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
 from verifier.core.records_tokens import Rollouts
 from verifier.core.seal import seal_of_reply
@@ -38,7 +40,7 @@ class _Turn:
     """Text of the turn by the same reader."""
 
 
-@check("DAT006", needs=(EpisodeTurns, Rollouts), scope="turns")
+@check("DAT006", needs=(EpisodeTurns, Rollouts), applies=on(step=GRPO & UPDATED & TURNS))
 def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     """Every later turn is given all earlier token ids and what the tool says; sampled tokens alone are trained on.
 
@@ -249,7 +251,7 @@ def _whole(item: EpisodeTurns, given: Advantages) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("RWD002", needs=(EpisodeTurns, GivenRewards, Advantages), scope="turns")
+@check("RWD002", needs=(EpisodeTurns, GivenRewards, Advantages), applies=on(step=GRPO & UPDATED & TURNS))
 def reward_counts_more_than_once(trace: Trace) -> Iterator[Comparison]:
     """Every episode has its reward once: on the rollout of its last turn, and none on those before it.
 

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verifier.checks.conditions import LIVE
 from verifier.checks.named_weights import compare_answers
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import on
 from verifier.core.records_policy import PolicyColumns, SamplingAsked
 from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
@@ -32,7 +34,7 @@ class _Schedule(NamedTuple):
     """The step before it took an update, so that its batch met new weights on its way; also where nothing says so."""
 
 
-@check("DAT015", needs=(SamplingAsked, PolicyColumns), scope="draws")
+@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE))
 def version_of_another_schedule(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens are of the weights that the run's mode samples them by, and claim those that sampled them.
 

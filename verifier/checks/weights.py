@@ -7,9 +7,28 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from verifier.checks.conditions import (
+    ADAPTER,
+    ADAPTERS_SENT,
+    CUT,
+    EXPORTS,
+    FIRST,
+    LAYOUT,
+    LOADED,
+    NO_ADAPTER,
+    OF_SOURCE,
+    REPLICAS,
+    SAMPLED,
+    SAVED,
+    SENT,
+    SYNCED,
+    UPDATED,
+    WEIGHTS_SENT,
+)
 from verifier.checks.content import by_name, compare_contents, describe, facts_of, left_out, owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.records_config import ExportedConfig, SourceConfig
 from verifier.core.records_weights import (
     ExpectedShard,
@@ -37,7 +56,7 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 """Keys of config.json that say who wrote it, and where it was read."""
 
 
-@check("WGT001", needs=(ExpectedShard, LoadedShard), scope="layout")
+@check("WGT001", needs=(ExpectedShard, LoadedShard), applies=on(golden=LAYOUT, roundtrip=LAYOUT, step=LOADED & LAYOUT))
 def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
 
@@ -61,7 +80,10 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT002", needs=(LoadedShard | UpdatedShard,), scope="replicas")
+@check(
+    "WGT002", needs=(LoadedShard, UpdatedShard),
+    applies=on(golden=REPLICAS, roundtrip=REPLICAS, step=UPDATED & REPLICAS),
+)  # fmt: skip
 def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
 
@@ -89,7 +111,16 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT004", needs=(SourceTensor, ExportedTensor), scope="export", also="untouched")
+@check(
+    "WGT004", needs=(SourceTensor, ExportedTensor),
+    applies=on(
+        golden=ALWAYS,
+        roundtrip=EXPORTS,
+        step=SYNCED & SENT & FIRST & NO_ADAPTER,
+        answers=SENT & FIRST & NO_ADAPTER,
+        loop=recorded(SourceTensor, ExportedTensor) & OF_SOURCE,
+    ),
+)  # fmt: skip
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
@@ -124,7 +155,14 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT005", needs=(JoinedTensor, ExportedTensor), scope="update", also="joined")
+@check(
+    "WGT005", needs=(JoinedTensor, ExportedTensor),
+    applies=on(
+        roundtrip=EXPORTS & LAYOUT,
+        step=SYNCED & NO_ADAPTER & SAMPLED,
+        loop=recorded(JoinedTensor, ExportedTensor),
+    ),
+)  # fmt: skip
 def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
 
@@ -146,7 +184,7 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT020", needs=(UpdatedShard, ExportedShard), scope="cut")
+@check("WGT020", needs=(UpdatedShard, ExportedShard), applies=on(step=CUT))
 def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """At every sync of a training run the export is what each rank's own shards hold.
 
@@ -175,7 +213,7 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             )  # fmt: skip
 
 
-@check("WGT006", needs=(ExportedTensor,), scope="export")
+@check("WGT006", needs=(ExportedTensor,), applies=on(golden=ALWAYS, roundtrip=EXPORTS))
 def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     """Every trainer rank's export yields the same tensors in the same order.
 
@@ -229,7 +267,16 @@ def _compare_streams(
     return Comparison(what=got_says, same=True, stage=stage, version=version)
 
 
-@check("WGT015", needs=(ExportedTensor,), scope="order")
+SEVERAL = condition(
+    "one version was exported",
+    lambda run: len(run.facts.exported) > 1 or "export" in (knob(run, "undertakes") or ()),
+)  # fmt: skip
+
+
+@check(
+    "WGT015", needs=(ExportedTensor,),
+    applies=on(roundtrip=EXPORTS & NO_ADAPTER, loop=recorded(ExportedTensor) & SEVERAL),
+)  # fmt: skip
 def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     """Every version is exported in the order of the first, with the same dtypes and shapes.
 
@@ -251,7 +298,10 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT016", needs=(ExportStream,), scope="plan")
+@check(
+    "WGT016", needs=(ExportStream,),
+    applies=on(golden=ALWAYS, roundtrip=EXPORTS & NO_ADAPTER, step=SYNCED & WEIGHTS_SENT, answers=SENT & WEIGHTS_SENT),
+)  # fmt: skip
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     """A tensor that an export has handed out stays as it was while its reader holds it.
 
@@ -275,7 +325,7 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT011", needs=(SourceConfig, ExportedConfig), scope="export", also="final")
+@check("WGT011", needs=(SourceConfig, ExportedConfig), applies=on(golden=ALWAYS, roundtrip=EXPORTS, export=ALWAYS))
 def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     """The config.json that goes with an export says what the source's says.
 
@@ -304,11 +354,9 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
 
 
 @check(
-    "WGT013",
-    needs=(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
-    scope="adapter",
-    also="handed",
-)
+    "WGT013", needs=(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
+    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT),
+)  # fmt: skip
 def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The adapter that an engine is given is the one that the trainer's ranks hold.
 
@@ -356,7 +404,7 @@ def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("WGT014", needs=(ExportedTensor, SavedCheckpoint), scope="saved")
+@check("WGT014", needs=(ExportedTensor, SavedCheckpoint), applies=on(golden=SAVED, roundtrip=EXPORTS & SAVED))
 def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that megatron-bridge writes to files holds what it exports: every tensor, where the index says.
 

@@ -45,7 +45,7 @@ def page_of(text: str) -> str:
         inspect.cleandoc(item.page),
         f"Caught faults: {'; '.join(caught) or 'none in the catalogue'}.",
         *([f"Contracts with upstream that it rests on: {contracts}."] if contracts else []),
-        f"Needs: {needs}. Scope: {item.scope}{f' or {item.also}' if item.also else ''}.",
+        f"Needs: {needs}. Judges: {item.applies}.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -8,8 +8,9 @@ from types import UnionType
 from typing import get_args
 
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, Applies
 from verifier.core.finding import Finding, Outcome, Shares
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 
@@ -26,23 +27,28 @@ class Check:
     name: str
     needs: tuple[type[Record] | UnionType, ...]
     """Classes of records without which the check is inconclusive; of a union one is enough."""
-    scope: Scope
-    """Part of a run's declaration that it belongs to; a run lists in its manifest the scopes that it exercises."""
     fn: CheckFn
-    also: Scope | None = None
-    """Another scope that it belongs to, of runs that have a subject for this check and not for its neighbours."""
+    applies: Applies = ALWAYS
+    """Says of a manifest why the check does not judge that run; None where it does."""
+    wholly: Applies = ALWAYS
+    """Says why it judges only a part of what it is about."""
 
     @property
     def page(self) -> str:
         """The check's page, as `verifier explain` prints it."""
         return self.fn.__doc__ or ""
 
+    def gap(self, run: Manifest) -> str:
+        """Clause on what the check has no means to judge in a run; empty for nothing."""
+        refusal = self.applies(run) or self.wholly(run)
+        return refusal.why if refusal is not None and refusal.gap else ""
+
 
 REGISTRY: dict[str, Check] = {}
 
 
 def check(
-    code: str, *, needs: tuple[type[Record] | UnionType, ...], scope: Scope, also: Scope | None = None
+    code: str, *, needs: tuple[type[Record] | UnionType, ...], applies: Applies, wholly: Applies = ALWAYS
 ) -> Callable[[CheckFn], CheckFn]:
     """Register a function as a check; its name states what is wrong and its docstring is its page."""
 
@@ -52,7 +58,7 @@ def check(
         if not fn.__doc__:
             raise ValueError(f"check {code} has no page: write the docstring first")
         name = fn.__name__.replace("_", "-")
-        REGISTRY[code] = Check(code=code, name=name, needs=needs, scope=scope, fn=fn, also=also)
+        REGISTRY[code] = Check(code=code, name=name, needs=needs, applies=applies, wholly=wholly, fn=fn)
         return fn
 
     return register
@@ -67,6 +73,20 @@ def _kinds(need: type[Record] | UnionType) -> tuple[type[Record], ...]:
     return get_args(need) if isinstance(need, UnionType) else (need,)
 
 
+def is_owed(need: type[Record] | UnionType, run: Manifest) -> bool:
+    """Tell whether a run is to have records of what a check needs at all."""
+    if run.command == LOOP:  # what only bounds or places what is compared, where it was recorded
+        return any(kind.is_side or kind_of(kind) in run.facts.recorded for kind in _kinds(need))
+    return any(owed.times(run) for kind in _kinds(need) for owed in kind.owed)
+
+
+def _missing(need: type[Record] | UnionType, trace: Trace) -> tuple[str, ...]:
+    """Sentences on records that a run owes and has not; of a union one kind is enough."""
+    if not any(map(trace.has, _kinds(need))):
+        return (needed(need),)
+    return min((trace.missing(kind) for kind in _kinds(need) if trace.has(kind)), key=len)
+
+
 def run_check(item: Check, trace: Trace) -> Outcome:
     """Fold a check's comparisons into an Outcome. Never raises.
 
@@ -76,8 +96,9 @@ def run_check(item: Check, trace: Trace) -> Outcome:
     moved = tuple(
         f"{broken.name} of {broken.package}" for broken in trace.manifest.moved_contracts if item.code in broken.checks
     )
-    missing = tuple(needed(need) for need in item.needs if not any(map(trace.has, _kinds(need))))
-    if missing:
+    needs = [need for need in item.needs if is_owed(need, trace.manifest)]
+    missing = tuple(text for need in needs for text in _missing(need, trace))
+    if any(kinds[0].is_side and not any(map(trace.has, kinds)) for kinds in map(_kinds, needs)):
         return Outcome(code=item.code, name=item.name, num_compared=0, not_recorded=missing, moved=moved)
     seen, bad, error = 0, [], None
     shares: list[float] = []
@@ -101,6 +122,7 @@ def run_check(item: Check, trace: Trace) -> Outcome:
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(
         code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, moved=moved,
+        not_recorded=missing,
         left_out=left_out, widened=tuple(widened), shares=Shares.of(shares),
         recurs=trace.manifest.command != LOOP or not _refuted({item.version for item in bad}, versions),
     )  # fmt: skip

@@ -9,18 +9,7 @@ from msgspec import Meta
 
 from verifier.core.record import Count
 
-FORMAT: Literal[2] = 2
-Scope = Literal[
-    "adapter", "audited", "balance", "batch", "begun", "choices", "cold", "config", "continued", "cut", "data",
-    "draws", "dropped", "emptied", "ends", "engine", "entropy", "estimator", "evaluated", "examined",
-    "export", "exported", "final", "forced", "formula", "frozen", "gradient", "handed", "held", "joined",
-    "layout", "lengths", "logprob", "merged", "mismatch", "order", "passes", "penalty", "plan",
-    "planned", "policy", "products", "prompts", "read", "recorded", "reference", "replay", "replicas", "reread",
-    "resampled", "restarted", "resume", "reward", "rollout", "routers", "routes", "sampled", "saved", "scaled",
-    "schedule", "scored", "sent", "served", "settings", "spot", "stack", "stated", "step", "stored",
-    "summed", "text", "tokens", "transport", "turns", "untouched", "update",
-]  # fmt: skip
-"""Part of a run's declaration; every check belongs to one."""
+FORMAT: Literal[3] = 3
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
 """More than any run has; each is looked for."""
 
@@ -67,10 +56,86 @@ class MovedContract(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Codes of the checks that rest on it: none of them holds in this run. None rests on a contract of a fix."""
 
 
+class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Facts of a run that its config does not tell; by them a check says whether it judges the run."""
+
+    part: Literal["step", "export", "load", "answers", "failure"] = "step"
+    """Part of a training run that the trace is of; "answers" ended for a lost log-probability."""
+    expert_stages: tuple[Count, ...] = ()
+    """Pipeline stages that have layers with routed experts."""
+    score_bias: bool = False
+    """Routers add a bias to the scores by which they choose."""
+    replicas: bool = False
+    """Some shard is held by two ranks of the mesh."""
+    saved: bool = False
+    """Megatron-bridge writes the last export of a round trip to files too."""
+    cut: bool = False
+    """Ranks compare their exports with their shards at every sync."""
+    why_no_layout: str = ""
+    """Why none could be derived, where that was tried."""
+    why_unread: str = ""
+    """Why the tokenizer has no second reader; empty where it has."""
+    why_unsampled: str = ""
+    """Why transformers computes no step of the run too; empty where it does."""
+    why_no_spot: str = ""
+    """Why no rollout is scored by itself in any step; empty where one is."""
+    judges_gradients: bool = False
+    """Transformers can compute the gradients of the run's steps."""
+    has_reference: bool = False
+    has_turns: bool = False
+    """An environment answers turns."""
+    frozen_base: bool = False
+    """Adapters are trained."""
+    adapters_sent: bool = False
+    """The engine gets adapters; otherwise whole weights."""
+    step: Count = 0
+    """Step of a training run, from 1."""
+    updates: tuple[Count, ...] = ()
+    """Numbers of the optimizer steps in it; none where no token was left in the loss."""
+    sampled: bool = False
+    """Transformers computes the step too."""
+    loaded: bool = False
+    """The first step after the ranks loaded the model's checkpoint."""
+    sent: bool = False
+    """The weights that sample the step were sent to the engine, and that is recorded."""
+    resumed: bool = False
+    """The first step after a resume."""
+    restarted: bool = False
+    """Engines that sampled the step had been started again."""
+    stored: bool = False
+    """A checkpoint was written since the step before, and some of it was read back."""
+    evaluated: bool = False
+    """The problems of the evaluation are recorded."""
+    examined: bool = False
+    """Answers of an evaluation are recorded."""
+    spot: bool = False
+    """A rollout is scored by itself, where the run does that."""
+    fresh: bool = True
+    """A token in the loss was sampled by the weights that it trains."""
+    noise: bool = False
+    """The noise of a log-probability in the run's dtype was measured; float32 needs none."""
+    text: bool = True
+    """Fine-tuning has examples whose text in the loss is known."""
+    unread: Count = 0
+    """Examples of fine-tuning whose text in the loss is not known."""
+    rewarded: bool = True
+    """A second reader can tell the reward of some rollout."""
+    recorded: dict[str, dict[str, tuple[Count, ...]]] = {}
+    """Kind of records that a recorded loop has, or undertook to have -> role and rank -> versions of those records."""
+    exported: tuple[Count, ...] = ()
+    """Versions that a recorded loop exported."""
+    estimators: tuple[str, ...] = ()
+    """Estimators of advantages."""
+    lost_logprobs: bool = False
+    """An engine gave a sampled token of a recorded loop no finite log-probability."""
+    stack_failed: bool = False
+    """A failure of the stack under test ended the run."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Identity of a run."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     command: str = "run"
     command_line: str = ""
     """The command as it was typed."""
@@ -100,8 +165,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine: str = ""
     """"vllm", "hf", or empty where no engine took part."""
     engine_ranks: Ranks = 0
-    scopes: tuple[Scope, ...] = ()
-    """Checks that have a subject in this run."""
+    facts: Facts = Facts()
+    """Facts beyond the config; each check says by them whether it judges the run."""
     synced_versions: tuple[Count, ...] = ()
     """Weight versions that the engine was to receive."""
     untouched_versions: tuple[Count, ...] = (0,)
@@ -122,8 +187,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Kind of layout, which says where checkpoint tensors live in the trainer; empty where the run has none."""
     stand_ins: tuple[str, ...] = ()
     """Stand-ins for upstream's code on this tier, one sentence each."""
-    not_judged: tuple[str, ...] = ()
-    """Stages of the run that no check has the means to judge, and why, a clause each."""
     notes: tuple[str, ...] = ()
     """Sentences on what the model's config.json and tensors become in the trainer; no check judges them."""
     upstream_bugs: tuple[UpstreamBug, ...] | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from verifier.core.owed import Owed
 from verifier.core.stage import Stage
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Record(
     """One immutable fact. Never an opinion: only checks compare."""
 
     stage: ClassVar[_StageOf] = _StageOf()
+    owed: ClassVar[tuple[Owed, ...]] = (Owed(),)
+    """Processes that owe records of this class, and when."""
+    is_side: ClassVar[bool] = True
+    """Nothing can be compared without them; others bound or place what is compared, and their lack alone is told."""
     name: str
     """Checkpoint spelling of a tensor, Megatron's of a shard, or the name of a sequence, of a pass or of a party."""
     version: Count = 0
@@ -54,6 +59,20 @@ class Record(
     rank: Count = 0
     """Rank within the role that recorded it."""
     role: Role = "trainer"
+
+    @property
+    def party(self) -> tuple[str, int]:
+        """Role and rank of the process that the fact is of."""
+        return self.role, self.rank
+
+    @property
+    def update_number(self) -> int | None:
+        """Number of the optimizer step that the fact belongs to; None of others."""
+        if number := getattr(self, "update", 0):
+            return int(number)
+        word, _, rest = self.name.partition(" ")
+        number = rest.partition(" ")[0]
+        return int(number) if word == "update" and number.isdigit() else None
 
 
 class TensorRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verifier.core.owed import Owed, anyone, every_rank, once, per_export, per_pass, provider_rank
 from verifier.core.record import Count, Digest, Record
 
 LAYER_WINDOWS = "windows of layers"
@@ -22,6 +23,8 @@ class ConfigRecord(Record, frozen=True, kw_only=True):
 class SourceConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/config"):
     """The source's config.json as transformers reads it."""
 
+    owed = (Owed(anyone, per_export),)
+
 
 class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-config"):
     """The source's config.json as it stands, with transformers' defaults for keys that it does not have."""
@@ -29,6 +32,8 @@ class StatedConfig(ConfigRecord, frozen=True, kw_only=True, tag="load/stated-con
 
 class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provider"):
     """Plain fields of megatron-bridge's provider, which is Megatron's TransformerConfig; functions by their name."""
+
+    owed = (Owed(provider_rank, once),)
 
 
 class FilesRecord(Record, frozen=True, kw_only=True):
@@ -49,6 +54,8 @@ class SavedFiles(FilesRecord, frozen=True, kw_only=True, tag="export/files"):
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):
     """Arguments of one model chunk's forward pass over one packed micro-batch: fields of PackedSeqParams."""
 
+    owed = (Owed(every_rank, per_pass),)
+
     chunk: Count
     """Virtual pipeline stage."""
     num_rows: Count
@@ -68,3 +75,5 @@ class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments")
 
 class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config"):
     """The config.json that megatron-bridge wrote with an export, as transformers reads it."""
+
+    owed = (Owed(anyone, per_export),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verifier.core.owed import Owed, anyone, per_answers, per_step
 from verifier.core.record import ArrayRecord, Count, Lengths
 
 
@@ -26,6 +27,8 @@ class ExamplesRead(RowsRead, frozen=True, kw_only=True, tag="data/read"):
     ``found``, the first row of the source that has the part that was used, -1 for none.
     """
 
+    owed = (Owed(anyone, per_step),)
+
 
 class HeldOutRead(RowsRead, frozen=True, kw_only=True, tag="data/evaluated"):
     """Problems of the evaluation beside the rows of their source.
@@ -34,6 +37,8 @@ class HeldOutRead(RowsRead, frozen=True, kw_only=True, tag="data/evaluated"):
     question, by the second reader, -1 for none.
     """
 
+    owed = (Owed(anyone, per_step),)
+
 
 class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
     """Recorded rollouts of a step as a second reader finds them in their file; lists have an entry a rollout.
@@ -41,6 +46,8 @@ class RolloutsRead(ArrayRecord, frozen=True, kw_only=True, tag="data/recorded"):
     Arrays, each [N] over all tokens: ``tokens`` int64; ``sampled`` and ``mask`` bool; ``logprobs`` float32, nats, and
     ``versions`` int32, which mean nothing where not sampled; where all rollouts have them, ``routes`` [N, M, K] int32.
     """
+
+    owed = (Owed(anyone, per_step),)
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
@@ -62,6 +69,8 @@ class TokensRead(ArrayRecord, frozen=True, kw_only=True, tag="data/tokens-read")
     trained, and ``read``, [N] int64 each; of whole examples ``mask``, their tokens in the loss, and ``read_mask``, [N]
     bool each, which older traces do not have.
     """
+
+    owed = (Owed(anyone, per_answers),)
 
     ids: tuple[str, ...]
     whole: bool

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from verifier.core.owed import Owed, every_rank, last_stage, per_update
 from verifier.core.record import ArrayRecord, Count, Real, Record
 
 
@@ -22,6 +23,8 @@ class TensorProduct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Inner products of the weights of one rank and their gradients in one update, before the optimizer clips them."""
+
+    owed = (Owed(every_rank, per_update),)
 
     coordinate: str
     """Mesh coordinate of the rank."""
@@ -67,6 +70,8 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
     the number of those passes, and the sum of what the optimizer was given. Records of older runs have none.
     """
 
+    owed = (Owed(every_rank, per_update),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     tensors: tuple[SummedTensor, ...]
@@ -84,6 +89,9 @@ class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):
     a row's log-probabilities under its own distribution, nats squared: what a scale of the row's logits changes its
     entropy by, with the other sign.
     """
+
+    owed = (Owed(last_stage, per_update),)
+    is_side = False
 
     coordinate: str
     """Mesh coordinate of the rank."""

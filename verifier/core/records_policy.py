@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from verifier.core.owed import Owed, anyone, every_rank, last_stage, per_answers, per_step, per_update
 from verifier.core.record import ArrayRecord, Count, Digest, Lengths, Real, Record, TensorRecord
 
 
 class GivenRewards(Record, frozen=True, kw_only=True, tag="reward/rewards"):
     """Rewards of a batch and what they were given for; lists have an entry a rollout."""
+
+    owed = (Owed(anyone, per_answers),)
 
     reward: str
     """Name of the reward function; empty for rewards that were recorded."""
@@ -20,6 +23,8 @@ class GivenRewards(Record, frozen=True, kw_only=True, tag="reward/rewards"):
 
 class Advantages(Record, frozen=True, kw_only=True, tag="advantage/advantages"):
     """Advantages of a batch; lists have an entry a rollout."""
+
+    owed = (Owed(anyone, per_step),)
 
     estimator: str
     ids: tuple[str, ...]
@@ -52,6 +57,8 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     reward ``penalty_reference``, and no ``reference``; of a recorded loop that names none, no ``engine``.
     """
 
+    owed = (Owed(anyone, per_step),)
+
     ids: tuple[str, ...]
     lengths: Lengths
     ratio_over: str
@@ -72,6 +79,8 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
 class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
     """Ratios and KL estimates of one optimizer step, over all tokens in the loss."""
 
+    owed = (Owed(every_rank, per_update),)
+
     update: Count
     """Number of the optimizer step, from 1."""
     first: bool
@@ -90,6 +99,8 @@ class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
 class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
     """Reasons for which rollouts of a batch left the loss; lists have an entry a rollout."""
 
+    owed = (Owed(anyone, per_step),)
+
     ids: tuple[str, ...]
     truncated: tuple[bool, ...]
     """The answer was cut off at the greatest length."""
@@ -103,6 +114,8 @@ class Drops(Record, frozen=True, kw_only=True, tag="data/drops"):
 
 class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
     """Answers of a step that the config asks of the engine."""
+
+    owed = (Owed(anyone, per_step),)
 
     seed: int
     """Seed of the run."""
@@ -135,6 +148,8 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
 class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     """Seeds of the answers of one round of sampling, as the processes of the engines named them in their answers."""
 
+    owed = (Owed(anyone, per_step),)
+
     round: Count
     """From 0."""
     turns: tuple[tuple[int, ...], ...]
@@ -158,6 +173,8 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
 class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
     """Rewards of one round of sampling, or of a number of an evaluation, as the process that gave them named them."""
 
+    owed = (Owed(anyone, per_answers),)
+
     seals: tuple[int, ...]
     """Checksum of each text, its gold answer and its reward; empty where a checkpoint that the run goes on from has
     none."""
@@ -165,6 +182,8 @@ class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
 
 class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
     """One round of dynamic sampling of a step: groups with one reward alone give their place to prompts of the next."""
+
+    owed = (Owed(anyone, per_step),)
 
     round: Count
     """From 0."""
@@ -182,6 +201,8 @@ class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
 
 class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Turns of a round's episodes with an environment, as the engine sampled them; lists have an entry a turn."""
+
+    owed = (Owed(anyone, per_step),)
 
     environment: str
     max_turns: Count
@@ -218,6 +239,8 @@ class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
 class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Loss of a token that the config asks for."""
 
+    owed = (Owed(anyone, per_step),)
+
     loss: str
     """Name of the loss; plugins add others."""
     clip_low: float
@@ -240,6 +263,8 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     loss ``divisor``, ``advantage`` and ``reference``.
     """
 
+    owed = (Owed(last_stage, per_update),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
 
@@ -249,6 +274,8 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
 
     Arrays [N] float64, nats: ``array``; of a float32 run ``scale``, most that float32's rounding of logits does to it.
     """
+
+    owed = (Owed(anyone, per_update),)
 
     temperature: float
     """Divisor of the logits."""
@@ -261,6 +288,8 @@ class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
 
     ``sentinel`` int64 as in `TokenLedger`, of the batch's rollouts; ``logprob`` float32, nats.
     """
+
+    owed = (Owed(last_stage, per_step),)
 
     which: str
     """Weights: "current", which make `old`, or "reference"."""
@@ -276,6 +305,8 @@ class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     Arrays [L - 1] float32, nats: ``current`` by the weights as they were, ``reference`` where there is one; and the
     first ones of ``current`` again, ``beginning``, where the rollout was scored without its end.
     """
+
+    owed = (Owed(anyone, per_step),)
 
     id: str
     """Id of the rollout, which a rule of seed, step and mini-batches chooses."""
@@ -323,6 +354,8 @@ class EvaluatedAnswers(ArrayRecord, frozen=True, kw_only=True, tag="rollout/eval
 
 class ReferenceShard(TensorRecord, frozen=True, kw_only=True, tag="logprob/reference"):
     """One live tensor of a rank while it scored as the reference."""
+
+    owed = (Owed(every_rank, per_step),)
 
     frozen: Digest
     """Content of the reference's tensor when the run was loaded."""

@@ -53,6 +53,9 @@ class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
 class WrittenState(Record, frozen=True, kw_only=True, tag="checkpoint/state"):
     """The controller's part of a checkpoint, read back from its file, beside the batch that came after it."""
 
+    is_side = False
+
+
     numbers: dict[str, int]
     """Name -> number that is to be the step of the checkpoint."""
     rollouts: str

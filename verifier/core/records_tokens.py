@@ -7,6 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from verifier.core.owed import (
+    Owed,
+    anyone,
+    at_ends,
+    every_rank,
+    expert_rank,
+    first_stage,
+    if_asked,
+    if_measured,
+    if_scored,
+    once,
+    per_gradient,
+    per_noise,
+    per_pass,
+    per_sample,
+    per_score,
+    per_version,
+)
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Lengths, Measurement, Real, Record
 
 Tokens = tuple[int, ...]
@@ -25,6 +43,8 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
     engine's, NaN where not sampled; ``versions`` int32, the weights that sampled the token, -1 where none did.
     """
 
+    owed = (Owed(anyone, per_pass),)
+
     ids: tuple[str, ...]
     groups: tuple[str, ...]
     """Rollouts of one prompt share it."""
@@ -36,6 +56,8 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
 class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
     """One digest over every field of all micro-batches of a rank."""
 
+    owed = (Owed(every_rank, per_pass),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     digest: Digest
@@ -44,6 +66,8 @@ class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
 
 class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
     """Cut of one micro-batch. The array [rows] int64 is the row of the whole pack that each row of the shard is."""
+
+    owed = (Owed(first_stage, per_pass),)
 
     cp_rank: Count
     cu_seqlens: tuple[int, ...]
@@ -68,12 +92,16 @@ class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
     length.
     """
 
+    owed = (Owed(first_stage, per_pass),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
 
 
 class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
     """Routes that rollouts carry. The array [N, 3 + K] int32 holds rollout, position, global layer, K experts."""
+
+    owed = (Owed(anyone, once),)
 
     rollouts: tuple[str, ...]
     """Ids, in the order of the rows' first column."""
@@ -84,6 +112,8 @@ class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
 class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
     """Experts that one rank's routers used. The array [N, 3 + K] int32 is as that of `GivenRoutes`."""
 
+    owed = (Owed(expert_rank, once),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     during: str = ""
@@ -92,6 +122,8 @@ class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
 
 class RouterChoices(Record, frozen=True, kw_only=True, tag="loss/choices"):
     """Experts that one layer's routers chose by themselves in an update, measured by the oracle in the run's dtype."""
+
+    owed = (Owed(anyone, once),)
 
     layer: Count
     """Global index."""
@@ -114,6 +146,9 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     -reward * logprob - entropy_weight * entropy + drift_weight / 2 * (logprob - the engine's logprob)**2
     """
 
+    owed = (Owed(anyone, if_asked),)
+    is_side = False
+
     temperature: float
     """Divisor of the logits."""
     entropy_weight: float
@@ -124,6 +159,8 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
 
 class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """One checkpoint tensor's gradient in one step, and what Adam makes of it, measured by the oracle."""
+
+    owed = (Owed(anyone, per_gradient),)
 
     gradient_scale: Real
     """Greatest element of transformers' gradient."""
@@ -172,12 +209,17 @@ class LogprobRecord(ArrayRecord, frozen=True, kw_only=True):
 class TrainerLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="logprob/trainer"):
     """Teacher-forced, by the trainer; float32."""
 
+    owed = (Owed(anyone, per_score),)
+
     temperature: float = 1.0
     """Divisor of the logits."""
 
 
 class ReturnedLogprobs(Record, frozen=True, kw_only=True, tag="logprob/returned"):
     """Digest of the log-probabilities that one trainer rank got back."""
+
+    owed = (Owed(every_rank, if_scored),)
+    is_side = False
 
     digest: Digest
 
@@ -196,17 +238,26 @@ class OracleRecord(LogprobRecord, frozen=True, kw_only=True):
 class OracleLogprobs(OracleRecord, frozen=True, kw_only=True, tag="logprob/oracle"):
     """Teacher-forced, by the oracle."""
 
+    owed = (Owed(anyone, per_score),)
+
 
 class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/sampled-oracle"):
     """Log-probabilities by the oracle of tokens that the engine sampled."""
+
+    owed = (Owed(anyone, per_sample),)
 
 
 class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
     """Oracle's log-probabilities of shaped requests; the nearest value where rounding decides what truncation keeps."""
 
+    owed = (Owed(anyone, at_ends),)
+    is_side = False
+
 
 class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
     """Distribution of the next token by the oracle; the array [vocabulary] float64 is in nats."""
+
+    owed = (Owed(anyone, per_version),)
 
 
 class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places"):
@@ -217,6 +268,8 @@ class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places
     probability of the token sampled 1, ..., L places before, NaN where there is none; ``repeats`` [N, L] bool, whether
     it is the one sampled.
     """
+
+    owed = (Owed(anyone, per_version),)
 
     vocabulary: Count
     """Ids that the model has; a sampled one beyond is described as id 0."""
@@ -232,6 +285,8 @@ That is where many directions add up; where one dominates, see ADR 0080."""
 class NoiseRecord(Record, frozen=True, kw_only=True):
     """Differences of log-probabilities of the same tokens between two arithmetics, nats."""
 
+    is_side = False
+
     greatest: Real
     mean: Real
     deviation: Real
@@ -246,12 +301,16 @@ class NoiseRecord(Record, frozen=True, kw_only=True):
 class DtypeNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/noise"):
     """Noise of transformers in the run's dtype against float32, or of float32 against float64."""
 
+    owed = (Owed(anyone, per_noise),)
+
 
 class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-noise"):
     """Noise of the run's dtype on the tokens of a step that the weights before it sampled, or of the last such step.
 
     Differences are transformers in that dtype minus transformers in float32, at the run's temperature.
     """
+
+    owed = (Owed(anyone, if_measured),)
 
     measured: Count
     """Version of the weights that it was measured on."""
@@ -303,6 +362,8 @@ class StoredFloor(NoiseRecord, frozen=True, kw_only=True, tag="logprob/floor"):
 class EngineLogprobs(LogprobRecord, frozen=True, kw_only=True, tag="rollout/engine"):
     """Teacher-forced, by the engine; float32."""
 
+    owed = (Owed(anyone, per_version),)
+
 
 class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     """Tokens that the engine sampled, one row a sample, and the log-probabilities that it reported with them."""
@@ -325,9 +386,14 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
 class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sampled"):
     """Sampled from the whole distribution."""
 
+    owed = (Owed(anyone, per_sample),)
+
 
 class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"):
     """Sampled with penalties, biases, allowed tokens or truncation."""
+
+    owed = (Owed(anyone, at_ends),)
+    is_side = False
 
     asked: tuple[dict[str, Any], ...]
     """Each request's `Sampling`."""
@@ -335,6 +401,8 @@ class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"
 
 class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
     """Many samples of the one token after a prompt; the array [samples] float32 is what was reported, nats."""
+
+    owed = (Owed(anyone, per_version),)
 
     prompt: Tokens
     tokens: Tokens

@@ -6,11 +6,14 @@ from typing import Literal
 
 import msgspec
 
+from verifier.core.owed import Owed, after_another, anyone, every_rank, expert_rank, once, per_step, per_update
 from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record, TensorRecord
 
 
 class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     """Examples of one step. The array [batch size] int64 has their indices in the data set."""
+
+    owed = (Owed(anyone, per_step),)
 
     num_examples: Count
     """Examples of the data set."""
@@ -36,6 +39,8 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
 class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
     """Texts of a batch's rollouts, decoded from the tokens that are trained; lists have an entry a rollout."""
 
+    owed = (Owed(anyone, per_step),)
+
     begin: str
     """Text of the tokens that the tokenizer puts before a whole text, such as `<bos>`."""
     ids: tuple[str, ...]
@@ -49,6 +54,9 @@ class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
 class PreviousStep(Record, frozen=True, kw_only=True, tag="train/previous"):
     """The step before the one of the trace, or the last one of a run; the version is that of the weights it left."""
 
+    owed = (Owed(anyone, after_another),)
+    is_side = False
+
     updated: bool
     """It took an update, so that weights were sent."""
     here: bool
@@ -57,6 +65,8 @@ class PreviousStep(Record, frozen=True, kw_only=True, tag="train/previous"):
 
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
     """Texts of a step's examples, conversations among them; lists have an entry an example."""
+
+    owed = (Owed(anyone, per_step),)
 
     ids: tuple[str, ...]
     responses: tuple[str, ...]
@@ -76,6 +86,8 @@ class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
 class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns"):
     """Inputs of the loss per token, made once for the whole batch. Arrays [N] float64 over all tokens, by name."""
 
+    owed = (Owed(anyone, per_update),)
+
     aggregation: str
     """Mean that the weights make: "token_mean", "sequence_mean", "prompt_mean" or "constant"."""
     constant: float = 1.0
@@ -87,6 +99,8 @@ class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns
 
 class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"):
     """Adam's settings and the schedule of its rates, by the number of the step from 1 on."""
+
+    owed = (Owed(anyone, per_step),)
 
     schedule: Literal["constant", "linear", "cosine"]
     learning_rate: float
@@ -118,6 +132,8 @@ class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Report of one rank's optimizer step."""
+
+    owed = (Owed(every_rank, per_update),)
 
     step: Count
     """Number of the optimizer step, from 1."""
@@ -159,6 +175,8 @@ class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
     """Some tensors of one rank around an update, beside Adam in float64."""
 
+    owed = (Owed(every_rank, per_update),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     tensors: tuple[AuditedTensor, ...]
@@ -181,6 +199,8 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
     of the rank's micro-batches, padding included, that routers gave to the expert in the forward passes of the step;
     ``left`` float32, the biases as the update before left them, where this process has taken one.
     """
+
+    owed = (Owed(expert_rank, per_update),)
 
     coordinate: str
     """Mesh coordinate of the rank."""
@@ -208,6 +228,8 @@ class AdapterScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class AdapterScales(Record, frozen=True, kw_only=True, tag="logprob/adapter-scales"):
     """Factors of the adapters of one rank, in the first pass of one optimizer step."""
 
+    owed = (Owed(every_rank, per_update),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     asked: float
@@ -223,6 +245,8 @@ class RouterGradients(ArrayRecord, frozen=True, kw_only=True, tag="loss/routers"
     ``logits``; ``found`` float64, the gradient by the logits less what comes through the experts' weights; ``size``
     [rows] float64, the greatest magnitude that was added up and taken off there.
     """
+
+    owed = (Owed(expert_rank, per_update),)
 
     coordinate: str
     """Mesh coordinate of the rank."""
@@ -251,9 +275,13 @@ class StateRecord(TensorRecord, frozen=True, kw_only=True):
 class SavedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/saved"):
     """State that a rank held when the checkpoint was saved."""
 
+    owed = (Owed(every_rank, once),)
+
 
 class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded"):
     """State that a rank holds after the checkpoint was loaded, before the next step."""
+
+    owed = (Owed(every_rank, once),)
 
 
 class LoadedElements(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/elements"):
@@ -283,6 +311,8 @@ class CheckpointNumber(Record, frozen=True, kw_only=True, tag="checkpoint/number
 class TrainedUntil(Record, frozen=True, kw_only=True, tag="checkpoint/trained"):
     """Steps that one rank had taken when it saved a checkpoint, by its own count."""
 
+    owed = (Owed(every_rank, once),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     step: Count
@@ -297,6 +327,8 @@ class WrittenTensors(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/wri
     Arrays, int64, the bits of all tensors one after another: ``given``, and ``written`` of those that are found.
     """
 
+    owed = (Owed(every_rank, once),)
+
     tensors: tuple[str, ...]
     """Name of each in the checkpoint."""
     counts: Lengths
@@ -304,9 +336,16 @@ class WrittenTensors(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/wri
     found: Lengths
     """Elements of each that are in the files: as many, or none where it is not there."""
 
+    @property
+    def party(self) -> tuple[str, int]:
+        """The trainer rank, which the name tells."""
+        return "trainer", int(self.name.rpartition(" ")[2])
+
 
 class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
     """Settings that the config asks of Megatron, its optimizer and its scheduler."""
+
+    owed = (Owed(anyone, per_step),)
 
     values: dict[str, str]
     """Knob -> value as text; knobs that leave upstream's own value are absent."""
@@ -314,6 +353,8 @@ class KnobsAsked(Record, frozen=True, kw_only=True, tag="load/asked"):
 
 class KnobsReached(Record, frozen=True, kw_only=True, tag="load/reached"):
     """Settings that one rank's live objects hold when an optimizer step has been taken."""
+
+    owed = (Owed(every_rank, per_update),)
 
     values: dict[str, str]
     """Knob -> value as text, or all values where objects differ, with ` | ` between them."""

@@ -7,6 +7,26 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from verifier.core.owed import (
+    Owed,
+    anyone,
+    at_load,
+    every_engine,
+    every_rank,
+    if_adapted,
+    if_asked,
+    if_cut,
+    once,
+    per_export,
+    per_gradient,
+    per_held,
+    per_later_export,
+    per_live,
+    per_sent,
+    per_step,
+    per_sync,
+    per_version,
+)
 from verifier.core.record import ArrayRecord, Count, Digest, Dtype, Real, Record, Shape, TensorRecord
 
 
@@ -19,6 +39,8 @@ class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
 
 class ExpectedShard(TensorRecord, frozen=True, kw_only=True, tag="load/expected"):
     """Tensor that a rank must hold by the independent layout, cut from the source checkpoint."""
+
+    owed = (Owed(every_rank, at_load),)
 
     coordinate: str
     """Mesh coordinate of the rank, such as "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"."""
@@ -38,9 +60,13 @@ class ShardRecord(TensorRecord, frozen=True, kw_only=True):
 class LoadedShard(ShardRecord, frozen=True, kw_only=True, tag="load/shard"):
     """A live shard right after the load."""
 
+    owed = (Owed(every_rank, at_load),)
+
 
 class AdapterShard(ShardRecord, frozen=True, kw_only=True, tag="load/adapter-shard"):
     """A live shard of an adapter before any step."""
+
+    owed = (Owed(every_rank, once),)
 
 
 class AdapterSpread(Record, frozen=True, kw_only=True, tag="load/adapter-spread"):
@@ -54,25 +80,37 @@ class AdapterSpread(Record, frozen=True, kw_only=True, tag="load/adapter-spread"
 class UpdatedShard(ShardRecord, frozen=True, kw_only=True, tag="train/shard"):
     """A live shard after the update that made its version."""
 
+    owed = (Owed(every_rank, per_step),)
+
 
 class FrozenShard(ShardRecord, frozen=True, kw_only=True, tag="train/frozen"):
     """A live shard of the base of an adapter, after a step of the adapter."""
+
+    owed = (Owed(every_rank, per_step),)
 
 
 class ShardAfterIdleStep(ShardRecord, frozen=True, kw_only=True, tag="train/idle"):
     """A live shard after an optimizer step of learning rate 0."""
 
+    owed = (Owed(every_rank, once),)
+
 
 class ShardAfterScoring(ShardRecord, frozen=True, kw_only=True, tag="train/scored"):
     """A live shard after a pass that scores tokens."""
+
+    owed = (Owed(every_rank, per_version),)
 
 
 class ShardAfterExport(ShardRecord, frozen=True, kw_only=True, tag="export/exported"):
     """A live shard after an export."""
 
+    owed = (Owed(every_rank, per_later_export),)
+
 
 class Update(Record, frozen=True, kw_only=True, tag="train/update"):
     """Change from the weights of the version before to those of a version."""
+
+    owed = (Owed(anyone, per_step),)
 
     how: Literal["step", "noise", "adapter step"]
     """"noise" moves every tensor of floats; a step of an adapter moves nothing else."""
@@ -81,9 +119,13 @@ class Update(Record, frozen=True, kw_only=True, tag="train/update"):
 class JoinedTensor(TensorRecord, frozen=True, kw_only=True, tag="train/live"):
     """A checkpoint tensor joined from the live shards of all ranks by the independent layout."""
 
+    owed = (Owed(anyone, per_live),)
+
 
 class LiveAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="train/adapter"):
     """A matrix of an adapter, joined from the live shards of all ranks by the independent layout."""
+
+    owed = (Owed(anyone, if_adapted),)
 
 
 class ScalingRecord(Record, frozen=True, kw_only=True):
@@ -96,9 +138,13 @@ class ScalingRecord(Record, frozen=True, kw_only=True):
 class LiveAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="train/adapter-scaling"):
     """The factor of an adapter's product in the live model."""
 
+    owed = (Owed(anyone, if_adapted),)
+
 
 class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
     """Report of one rank's training step."""
+
+    owed = (Owed(every_rank, per_gradient),)
 
     loss: Real
     """Mean over the tokens in the loss, nats."""
@@ -112,6 +158,9 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
     """Rule of each step: Adam, with rates by the number of rollouts that earlier steps have trained on."""
+
+    owed = (Owed(anyone, if_asked),)
+    is_side = False
 
     first_learning_rate: float
     """Learning rate at none."""
@@ -153,6 +202,8 @@ class KeptGradients(KeptTensors, frozen=True, kw_only=True, tag="loss/kept"):
 class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor"):
     """One tensor of a rank's export stream; the order of the records is the order of the stream."""
 
+    owed = (Owed(every_rank, per_export),)
+
 
 class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor that its reader still held when a later one came in memory that both share."""
@@ -166,6 +217,8 @@ class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ExportStream(Record, frozen=True, kw_only=True, tag="export/stream"):
     """One rank's export stream as a whole."""
 
+    owed = (Owed(every_rank, per_export),)
+
     num_tensors: Count
     reread: tuple[Reread, ...] = ()
 
@@ -173,9 +226,13 @@ class ExportStream(Record, frozen=True, kw_only=True, tag="export/stream"):
 class ExportedAdapterMatrix(TensorRecord, frozen=True, kw_only=True, tag="export/adapter"):
     """A matrix in the file of an exported adapter."""
 
+    owed = (Owed(anyone, if_adapted),)
+
 
 class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="export/adapter-scaling"):
     """The factor of an adapter's product in its exported configuration."""
+
+    owed = (Owed(anyone, if_adapted),)
 
     further: dict[str, str] = msgspec.field(default_factory=dict)
     """Further settings that the configuration asks a reader for, such as another alpha for some linears."""
@@ -183,6 +240,8 @@ class ExportedAdapterScaling(ScalingRecord, frozen=True, kw_only=True, tag="expo
 
 class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
     """An exported matrix that has an adapter, against base + alpha / rank * B A in float64 of the live shards."""
+
+    owed = (Owed(anyone, per_sent),)
 
     dtype: str
     rank_of_adapter: Count
@@ -211,6 +270,8 @@ class SavedCheckpoint(Record, frozen=True, kw_only=True, tag="export/saved-files
 class WrittenShard(TensorRecord, frozen=True, kw_only=True, tag="export/written"):
     """Part of a saved checkpoint that a rank's shard is by the independent layout, cut from the files."""
 
+    owed = (Owed(every_rank, if_cut),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     sources: tuple[str, ...]
@@ -220,6 +281,8 @@ class WrittenShard(TensorRecord, frozen=True, kw_only=True, tag="export/written"
 class ExportedShard(TensorRecord, frozen=True, kw_only=True, tag="export/shard"):
     """Part of an export that a rank's shard is by the independent layout, cut from its stream."""
 
+    owed = (Owed(every_rank, per_step),)
+
     coordinate: str
     """Mesh coordinate of the rank."""
     sources: tuple[str, ...]
@@ -228,6 +291,8 @@ class ExportedShard(TensorRecord, frozen=True, kw_only=True, tag="export/shard")
 
 class PlanDigest(Record, frozen=True, kw_only=True, tag="plan/plan"):
     """Digest of the chunk plan that one trainer or engine rank holds."""
+
+    owed = (Owed(every_rank, once), Owed(every_engine, per_sync))
 
     digest: Digest
     num_tensors: Count | None = None
@@ -245,6 +310,8 @@ class PlannedTensor(Record, frozen=True, kw_only=True, tag="plan/entry"):
 class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/receipt"):
     """One tensor as an engine rank received it, before its loader saw it."""
 
+    owed = (Owed(every_engine, per_sync),)
+
     chunk: Count
     """Index of the chunk that brought it."""
 
@@ -252,12 +319,16 @@ class ReceivedTensor(TensorRecord, frozen=True, kw_only=True, tag="transport/rec
 class Handover(Record, frozen=True, kw_only=True, tag="transport/handover"):
     """End of the transfer of one version."""
 
+    owed = (Owed(anyone, per_sync),)
+
     refused: str
     """Why it was refused; empty if it was not."""
 
 
 class LoadedNames(Record, frozen=True, kw_only=True, tag="engine/loaded"):
     """Report of the engine's own loader on one chunk."""
+
+    owed = (Owed(every_engine, per_sync),)
 
     names: tuple[str, ...]
     """Parameters, in the engine's spelling."""
@@ -275,9 +346,13 @@ class HeldTensorRecord(TensorRecord, frozen=True, kw_only=True):
 class SyncedTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/state"):
     """Held by an engine that was synced."""
 
+    owed = (Owed(every_engine, per_held),)
+
 
 class ColdTensor(HeldTensorRecord, frozen=True, kw_only=True, tag="engine/cold"):
     """Held by an engine that loaded the weights at its start."""
+
+    owed = (Owed(anyone, per_sent),)
 
 
 class SettingsRecord(Record, frozen=True, kw_only=True):
@@ -290,13 +365,19 @@ class SettingsRecord(Record, frozen=True, kw_only=True):
 class SyncedSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/settings"):
     """Plain attributes that one module of a synced engine computes with."""
 
+    owed = (Owed(every_engine, per_held),)
+
 
 class ColdSettings(SettingsRecord, frozen=True, kw_only=True, tag="engine/cold-settings"):
     """Plain attributes that one module computes with in an engine that loaded the weights at its start."""
 
+    owed = (Owed(anyone, per_sent),)
+
 
 class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view"):
     """The part of one checkpoint tensor that an engine rank holds, read back from what it computes with."""
+
+    owed = (Owed(every_engine, per_held),)
 
     tensor: str
     """Checkpoint spelling. The record's name adds the holder where several hold the same."""
@@ -308,6 +389,8 @@ class CheckpointView(TensorRecord, frozen=True, kw_only=True, tag="engine/view")
 
 class ExpectedView(TensorRecord, frozen=True, kw_only=True, tag="engine/view-expected"):
     """Tensor that was drawn for a sync, cut to the part that an engine rank holds; all of it where it holds none."""
+
+    owed = (Owed(every_engine, per_held),)
 
     whole: Shape
     """Shape of the checkpoint tensor."""
@@ -343,6 +426,8 @@ class HeldTwice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
     """Contents of one engine rank after it answered by a version, beside those before."""
 
+    owed = (Owed(every_engine, once),)
+
     num_tensors: Count
     """Parameters, buffers and derived tensors that were looked at."""
     changed: tuple[HeldTwice, ...] = ()
@@ -350,6 +435,8 @@ class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
 
 class KeptKeys(Record, frozen=True, kw_only=True, tag="engine/kept-keys"):
     """Keys and values that each engine has right after a sync, by engine."""
+
+    owed = (Owed(anyone, per_sync),)
 
     blocks: tuple[Count, ...]
     """Blocks that it would give to new prompts."""
@@ -361,6 +448,8 @@ class KeptKeys(Record, frozen=True, kw_only=True, tag="engine/kept-keys"):
 
 class Poison(Record, frozen=True, kw_only=True, tag="engine/poison"):
     """Effect of the poison before an update on each tensor of one engine rank."""
+
+    owed = (Owed(every_engine, per_sync),)
 
     outcomes: dict[str, str]
     """State per tensor: "nan"; "nan, restored before the update", where no checkpoint carries it; "left", still finite;

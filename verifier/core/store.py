@@ -22,7 +22,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from verifier.core.manifest import Manifest, Scope
+from verifier.core.manifest import Manifest
 from verifier.core.reader import MANIFEST, digests_of, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
@@ -178,14 +178,14 @@ def recording(
     traces: Sequence[Path],
     manifest: Manifest,
     logs: Callable[[], Mapping[str, bytes]] = dict,
-    broke: Callable[[Path, BaseException], Sequence[Scope]] = lambda trace, problem: (),
+    broke: Callable[[Path, BaseException], bool] = lambda trace, problem: False,
     notes: Sequence[str] = (),
 ) -> Iterator[Callable[[Path], None]]:
     """Make trace directories, which are absent or empty, with this manifest; yields what marks one as complete.
 
     A usage error removes those that are not complete. Any other error marks them, and they get the `logs`: contents by
-    the name of a process, asked for then. `broke` records what the error is evidence of, and returns the scopes that
-    this gives a subject. `notes` are read at the end, so that the run may add to them.
+    the name of a process, asked for then. `broke` records what the error is evidence of, and tells whether it is a
+    failure of the stack under test. `notes` are read at the end, so that the run may add to them.
     """
     incomplete: list[Path] = []
     manifest = replace(manifest, began=_now())
@@ -206,6 +206,6 @@ def recording(
         found = logs() if incomplete else {}
         for trace in incomplete:
             _keep(trace, found)
-            scopes = (*manifest.scopes, *broke(trace, problem))
-            fail(trace, replace(manifest, ended=_now(), scopes=scopes, notes=tuple(notes)), str(problem))
+            facts = replace(manifest.facts, stack_failed=broke(trace, problem))
+            fail(trace, replace(manifest, ended=_now(), facts=facts, notes=tuple(notes)), str(problem))
         raise

@@ -26,10 +26,11 @@ class Trace:
     def __init__(self, manifest: Manifest, records: Sequence[Record], arrays: Arrays | None = None) -> None:
         self.manifest = manifest
         self.records = tuple(records)
-        self._arrays = arrays
+        self.arrays_by_key = arrays
         self._index: dict[type[Record], dict[int, list[Record]]] = {}
         for item in self.records:
             self._index.setdefault(type(item), {}).setdefault(item.version, []).append(item)
+        self._missing: dict[type[Record], tuple[str, ...]] = {}
         self._last = max((item.version for item in self.records), default=0)
 
     def of[R: Record](self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
@@ -49,6 +50,14 @@ class Trace:
         """Weight versions with records of this class, ascending."""
         return sorted(self._index.get(kind, ()))
 
+    def missing(self, kind: type[Record]) -> tuple[str, ...]:
+        """Sentences on what ranks, engines, versions and updates owe of this class and have not; see `Record.owed`."""
+        if kind not in self._missing:
+            found = [item for items in self._index.get(kind, {}).values() for item in items]
+            texts = [owed.missing(kind_of(kind), found, self.manifest, self.came_past) for owed in kind.owed]
+            self._missing[kind] = tuple(text for part in texts for text in part)
+        return self._missing[kind]
+
     def came_past(self, version: int) -> bool:
         """True if the run ended in order or went on to a later weight version, so that all of this one was reached."""
         return self.manifest.complete or version < self._last
@@ -59,6 +68,6 @@ class Trace:
 
     def arrays(self, record: ArrayRecord) -> Mapping[str, np.ndarray]:
         """All arrays of a record, by name; KeyError if it has none."""
-        if not record.array or self._arrays is None:
+        if not record.array or self.arrays_by_key is None:
             raise KeyError(f"no array was recorded with {kind_of(type(record))} `{record.name}`")
-        return self._arrays(record.array)
+        return self.arrays_by_key(record.array)

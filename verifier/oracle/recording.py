@@ -124,14 +124,14 @@ class _Recording:
             checkpoint = self.source.path if version == 0 else self.weights / f"live-{version}"
             if checkpoint.is_dir():
                 self._record_version(checkpoint, version)
-        if "layout" in manifest.scopes:
+        if manifest.layout:
             for item in self.seen.of(GivenRoutes, version=0):
                 self._record_routed(item)
         if flat(manifest.config)["engine.quantization"]:
             for version in self.seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in self.seen.of(SampledTokens, version=version))):
                     self._emit_gaps(EngineNoise, name, version, self.engine_gaps)
-        if "gradient" in manifest.scopes:
+        if manifest.facts.judges_gradients:
             self._record_steps()
 
     def _record_version(self, checkpoint: Path, version: int) -> None:

@@ -28,7 +28,7 @@ from verifier.core.records_weights import (
 )
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
-from verifier.probe.declared import not_judged, scopes_of
+from verifier.probe.declared import facts_of
 
 COMMAND = LOOP
 """Command of a recorded loop, by its manifest."""
@@ -70,7 +70,7 @@ def _unfinished(path: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _declared(seen: Trace) -> Manifest:
-    """The manifest with what was recorded: scopes, versions, engine ranks."""
+    """The manifest with what was recorded: facts, versions, engine ranks."""
     manifest = seen.manifest
     exported = next(seen.of(ExportedTensor), None)
     dtype = manifest.dtype or (exported.dtype if exported else "")
@@ -82,10 +82,9 @@ def _declared(seen: Trace) -> Manifest:
         sent |= {version for version in seen.versions(ExportedTensor) if version}
     ranks = [item.rank for kind in (ReceivedTensor, CheckpointView) for item in seen.of(kind)]
     return replace(
-        manifest, dtype=dtype, ended=now(), scopes=scopes_of(seen, promised), synced_versions=tuple(sorted(sent)),
+        manifest, dtype=dtype, ended=now(), facts=facts_of(seen, promised), synced_versions=tuple(sorted(sent)),
         engine_ranks=max(ranks, default=0) + 1 if sent or ranks else 0,
         untouched_versions=(0,) if 0 in seen.versions(ExportedTensor) and seen.has(SourceTensor) else (),
-        not_judged=tuple(not_judged(seen)),
     )  # fmt: skip
 
 

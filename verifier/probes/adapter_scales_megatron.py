@@ -67,9 +67,8 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
                 stack.callback(module.linear_out.register_forward_hook(inner).remove)
                 stack.callback(module.register_forward_hook(outer).remove)
         yield
-    if found:
-        adapters = tuple(found.values())
-        probe.emit(AdapterScales(name=name, version=version, coordinate=str(at), asked=asked, adapters=adapters))
+    adapters = tuple(found.values())
+    probe.emit(AdapterScales(name=name, version=version, coordinate=str(at), asked=asked, adapters=adapters))
 
 
 def _scale(name: str, rows: torch.Tensor, output: torch.Tensor, asked: float, altered: float) -> AdapterScale:

@@ -36,7 +36,7 @@ def render_json(report: Report) -> str:
         "cause": _cause(report),
         "ended_by": why_it_ended(report.manifest),
         "switched_off": list(report.switched_off),
-        "out_of_scope": list(report.out_of_scope),
+        "out_of_scope": dict(report.out_of_scope),
     }
     del found["run"]["files"]  # digests of the trace's files; the manifest's own stands for them
     return json.dumps(found, indent=1, allow_nan=False) + "\n"

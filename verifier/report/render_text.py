@@ -198,7 +198,7 @@ def _conclusion(report: Report) -> str:
         said = [f"violated: {counts[Verdict.VIOLATED]} of {total} checks are violated", where, unsure]
     else:
         said = [f"inconclusive: {counts[Verdict.HOLDS]} of {total} checks hold", unsure]
-    said += report.manifest.not_judged
+    said += report.gaps
     if report.ended_in:
         said.append(f"the run ended in stage {report.ended_in}")
     elif not report.manifest.complete:

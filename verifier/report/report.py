@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from verifier.core.check import REGISTRY, Check, run_check
@@ -23,9 +23,11 @@ class Report:
     manifest: Manifest = field(default_factory=Manifest)
     outcomes: tuple[Outcome, ...] = ()
     switched_off: tuple[str, ...] = ()
-    """Codes of checks that the run's scopes declare and that were not run."""
-    out_of_scope: tuple[str, ...] = ()
-    """Codes of checks that the run had no subject for."""
+    """Codes of checks that judge such a run and that were not run."""
+    out_of_scope: Mapping[str, str] = field(default_factory=dict)
+    """Code -> clause of each check that does not judge such a run."""
+    gaps: tuple[str, ...] = ()
+    """Clauses on what checks have no means to judge in this run."""
     ended_in: str = ""
     """Label of the stage in which the stack under test ended the run, if it did."""
     unreached: tuple[str, ...] = ()
@@ -36,7 +38,7 @@ class Report:
         """Clauses on what was not judged: what no check can judge, and what the run did not come to."""
         num = len(self.unreached)
         ended = f"{num} {'check was' if num == 1 else 'checks were'} not judged: the run ended in stage {self.ended_in}"
-        return (*self.manifest.not_judged, ended) if num else self.manifest.not_judged
+        return (*self.gaps, ended) if num else self.gaps
 
     @property
     def verdict(self) -> Verdict:
@@ -108,27 +110,39 @@ def report_of(
     only_codes: Sequence[str] = (),
     only_names: str = "",
 ) -> Report:
-    """Run the checks that a trace's scopes declare, of the whole registry outside of tests, and report on them.
+    """Run the checks that say they judge the run of a trace, of the whole registry outside of tests.
 
-    `path` is where the trace is stored, for the line that tells how to replay. `only_codes` are run in scope or not,
-    and the scoped rest is reported as switched off; `only_names` keeps comparisons whose subject contains this text.
+    `path` is where the trace is stored, for the line that tells how to replay. `only_codes` are run whatever they say,
+    and the rest is reported as switched off; `only_names` keeps comparisons whose subject contains this text.
     """
-    scopes = set(trace.manifest.scopes)
-    scoped = [item for _, item in sorted(checks.items()) if scopes & {item.scope, item.also}]
+    run = trace.manifest
+    refusals = {code: item.applies(run) for code, item in sorted(checks.items())}
+    scoped = [checks[code] for code, refusal in refusals.items() if refusal is None]
     chosen = [item for code, item in sorted(checks.items()) if code in only_codes] if only_codes else scoped
     outcomes = [run_check(_restricted(item, only_names), trace) for item in chosen]
     ended_in = next((item.at for item in trace.of(StackFailure) if item.message), "")
     unreached = [item.code for item in outcomes if ended_in and item.verdict is Verdict.INCONCLUSIVE and not item.error]
-    left_out = [code for code, item in sorted(checks.items()) if item not in scoped and item not in chosen]
+    chosen_codes = {item.code for item in chosen}
     return Report(
         trace=path,
         manifest=trace.manifest,
         outcomes=tuple(item for item in outcomes if item.code not in unreached),
         switched_off=tuple(item.code for item in scoped if item not in chosen),
-        out_of_scope=tuple(code for code in left_out if checks[code].scope != "stack"),  # no run that ended well has it
+        out_of_scope={code: why.why for code, why in refusals.items() if why and why.why and code not in chosen_codes},
+        gaps=tuple(_gaps([item for item in checks.values() if item in scoped or item not in chosen], run)),
         ended_in=ended_in,
         unreached=tuple(unreached),
     )
+
+
+def _gaps(checks: Sequence[Check], run: Manifest) -> Iterator[str]:
+    """Clauses on what checks have no means to judge, each with the codes of those that it is true of."""
+    codes: dict[str, list[str]] = {}
+    for item in sorted(checks, key=lambda item: item.code):
+        if clause := item.gap(run):
+            codes.setdefault(clause, []).append(item.code)
+    for clause, own in codes.items():
+        yield f"not judged: {', '.join(own)} ({clause})"
 
 
 def _restricted(item: Check, names: str) -> Check:

@@ -54,7 +54,7 @@ def bisect(
     placement = place(asked, model.tier)
     model = with_layout(model, asked, placement, resources, until, progress, tuple(within))
     manifest = replace(
-        manifest_of(asked, model, placement, tokens_only=True), command="bisect", scopes=(), config=config.to_dict(),
+        manifest_of(asked, model, placement, tokens_only=True), command="bisect", config=config.to_dict(),
         synced_versions=(), engine="", engine_ranks=0,
     )  # fmt: skip
     workload = made_up(asked, model.checkpoint.config)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verifier.config import RoundtripConfig
-from verifier.core.manifest import Scope
 from verifier.engine.api import refuse_adapters, refuse_unsupported
 from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
@@ -18,6 +17,7 @@ from verifier.export.names import ModelLayout, layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
+from verifier.model.families import family_of, layer_scopes, moe_layers_of, num_experts_of
 from verifier.model.mesh_fit import validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
@@ -71,13 +71,22 @@ class ModelUnderTest:
         return DERIVED if self.derived is not None else WRITTEN
 
     @property
-    def layout_scopes(self) -> list[Scope]:
-        """Scopes of the checks that need a layout: shards, and replicas where the mesh has any."""
+    def has_replicas(self) -> bool:
+        """True if two ranks of the mesh hold the same shard, by the layout."""
         layout = self.layout
-        if layout is None:
-            return []
-        copies = self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1)
-        return ["layout", "replicas"] if copies else ["layout"]
+        return layout is not None and (self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1))
+
+    @property
+    def expert_stages(self) -> tuple[int, ...]:
+        """Pipeline stages with layers that have routers; of a family without a row, the last one alone."""
+        sizes = self.checkpoint.config
+        if not num_experts_of(sizes) or family_of(sizes) is None:
+            return (self.mesh.pp - 1,) if num_experts_of(sizes) else ()
+        routed, count = {*moe_layers_of(sizes)}, len(layer_scopes(sizes))
+        return tuple(
+            stage for stage in range(self.mesh.pp)
+            if any(routed & {*self.mesh.layers_of(stage, chunk, count)} for chunk in range(self.mesh.vpp))
+        )  # fmt: skip
 
     @property
     def judges_gradients(self) -> bool:
@@ -86,7 +95,7 @@ class ModelUnderTest:
         An adapter's only in fp32, where there is no noise to measure.
         """
         exact = not self.lora_rank or self.dtype == "float32"
-        return bool(self.layout_scopes) and self.fits_host and exact
+        return self.layout is not None and self.fits_host and exact
 
     @property
     def fits_host(self) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
+from verifier.core.manifest import Facts
 from verifier.core.store import Recorder, complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
@@ -197,7 +198,7 @@ def _load_again(
     checkpoints = CheckpointEvidence(config)
     continuation = Continuation(config, folder, progress, checkpoints)
     continuation.rewind()
-    manifest = msgspec.structs.replace(step_manifest(config, model, 1), scopes=("resume", "continued"))
+    manifest = step_manifest(config, model, Facts(part="load", step=1))
     trace = create(config.run / "loaded", manifest)
     job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=RANKS)
     try:

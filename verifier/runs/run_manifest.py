@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator
-from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -14,17 +12,13 @@ from msgspec.structs import replace
 from verifier import __version__
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.contracts.examine import declared
-from verifier.core.manifest import Manifest, MeshSizes, Scope
-from verifier.model.families import num_experts_of
+from verifier.core.manifest import Facts, Manifest, MeshSizes
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.runs.spec import Placement
-
-TOKEN_SCOPES = ("tokens", "replay", "forced", "logprob", "layout", "replicas", "step", "gradient", "choices")
-"""Scopes of a run of the token path alone, in which nothing is exported."""
 
 
 def manifest_of(
@@ -41,7 +35,6 @@ def manifest_of(
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
     sizes, run = model.checkpoint.config, _facts_of(model, config)
-    scopes = _scopes(config, model)
     refuse_impossible(sizes, run)
     manifest = Manifest(
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
@@ -61,48 +54,22 @@ def manifest_of(
         config=config.to_dict(),
         layout=model.layout_kind,
         stand_ins=tuple(stand_ins_of(sizes, run)),
-        not_judged=tuple(_not_judged(config, model)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
-        scopes=tuple(scope for scope in scopes if scope in TOKEN_SCOPES or not tokens_only),
+        facts=Facts(
+            expert_stages=model.expert_stages, frozen_base=bool(model.lora_rank), replicas=model.has_replicas,
+            saved=model.is_saved,
+            judges_gradients=model.judges_gradients, why_no_layout=model.why_no_layout,
+        ),
     )
     if isinstance(config, GoldenConfig):
         return manifest
     versions = tuple(range(config.cycles + 1))
     return replace(
         manifest, engine=config.engine.kind, engine_ranks=config.engine.tp,
-        transport="" if tokens_only else placement.transport, synced_versions=versions if restores else versions[1:],
+        transport="" if tokens_only else placement.transport,
+        synced_versions=() if tokens_only else versions if restores else versions[1:],
         untouched_versions=versions if model.lora_rank else manifest.untouched_versions,
     )  # fmt: skip
-
-
-def _scopes(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> list[Scope]:
-    layout = model.layout_scopes
-    saved: list[Scope] = ["saved"] if model.is_saved else []
-    gradient: list[Scope] = ["gradient"] if model.judges_gradients else []
-    if isinstance(config, GoldenConfig):
-        return ["export", *layout, *saved]
-    scopes: list[Scope] = ["tokens", "export", "held", "cold", "settings", "logprob", "rollout"]
-    if model.lora_rank:
-        return [*scopes, *layout, "update", "adapter", *gradient] if layout else scopes
-    scopes += ["order", "plan", "transport", "engine", *saved]
-    if num_experts_of(model.checkpoint.config):
-        scopes += ["replay", "forced"] if layout else ["replay"]
-        gradient += ["choices"] if gradient and model.dtype != "float32" else []
-    if layout:
-        scopes += [*layout, "update"]
-    return [*scopes, "step", *gradient] if config.update == "step" else scopes
-
-
-def _not_judged(config: GoldenConfig | RoundtripConfig, model: ModelUnderTest) -> Iterator[str]:
-    """Stages that no check judges, and why; a scope that the run has no subject for is none of them."""
-    trains = isinstance(config, RoundtripConfig) and config.update == "step"
-    if not model.layout_scopes:
-        kinds = ", ".join(map(str, cast("list[str]", model.checkpoint.config.get("architectures") or ["this model"])))
-        also = f", {model.why_no_layout}" if model.why_no_layout else ""
-        yield f"{'training was' if trains else 'shards were'} not judged: no layout row for {kinds}{also}"
-    elif trains and not model.judges_gradients:
-        what = f"no noise of an adapter in {model.dtype}" if model.lora_rank else "the host has no room for them"
-        yield f"gradients were not judged: {what}"
 
 
 def _facts_of(model: ModelUnderTest, config: GoldenConfig | RoundtripConfig) -> RunFacts:

@@ -139,7 +139,8 @@ class Trainer:
                 RunParts(
                     config=config, model=model, folder=folder, data=self._data, call=self._call, score=loop.score,
                     progress=self._progress, metrics=line, ahead=self._ahead, engines=loop.revival,
-                    whole_answers=self._whole_answers, done=done, has_loss="loss" in metrics,
+                    whole_answers=self._whole_answers, done=done, updates=self._continuation.updates,
+                    has_loss="loss" in metrics,
                 )
             )  # fmt: skip
             with in_stage(Stage.ROLLOUT):

@@ -272,6 +272,8 @@ class RunParts:
     """The end token ends no answer."""
     done: int
     """Steps that were taken before."""
+    updates: int
+    """Optimizer steps that were taken before."""
     has_loss: bool
     """The last of them took an update."""
 

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import make_trace
+from tests.snapshots.check_traces import ONE_RANK, make_trace
 from tests.snapshots.training_traces import AUDITED, GROUPS, training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
@@ -13,7 +13,7 @@ from verifier.core.records_trainer import AdamAudit, TrainerStep
 
 def audited(**values):
     audit = AdamAudit(name="update 2", version=2, coordinate="tp=0", tensors=AUDITED, remembered=1)
-    outcome = run_check(REGISTRY["TRN005"], make_trace([replace(audit, **values)]))
+    outcome = run_check(REGISTRY["TRN005"], make_trace([replace(audit, **values)], ONE_RANK))
     return outcome.verdict, outcome.finding and outcome.finding.first.sentence
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import make_trace
+from tests.snapshots.check_traces import ONE_RANK, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.records_weights import ExportedTensor, PlannedTensor, SourceTensor
@@ -25,7 +25,7 @@ def source(content, shape=(2,)):
 
 
 def verdict(code, *records):
-    outcome = run_check(REGISTRY[code], make_trace(records))
+    outcome = run_check(REGISTRY[code], make_trace(records, ONE_RANK))
     return outcome.verdict, outcome.finding and outcome.finding.first.sentence
 
 

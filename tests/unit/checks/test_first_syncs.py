@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import make_trace
+from tests.snapshots.check_traces import ONE_RANK, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.record import TensorRecord
@@ -32,7 +32,7 @@ def test_the_first_sync_after_a_resume_sends_what_was_loaded(sent: str, says: st
         shard(LoadedShard, 4, "a"), shard(ExportedShard, 4, sent), shard(UpdatedShard, 5, "c"),
         shard(ExportedShard, 5, "c"),
     ]  # fmt: skip
-    outcome = run_check(REGISTRY["WGT020"], make_trace(records))
+    outcome = run_check(REGISTRY["WGT020"], make_trace(records, ONE_RANK))
     assert outcome.verdict is verdict
     if says is not None:
         assert outcome.finding is not None
@@ -41,4 +41,4 @@ def test_the_first_sync_after_a_resume_sends_what_was_loaded(sent: str, says: st
 
 def test_a_sync_after_a_step_is_not_compared_with_the_load() -> None:
     records = [shard(LoadedShard, 0, "a"), shard(UpdatedShard, 1, "b"), shard(ExportedShard, 1, "a")]
-    assert run_check(REGISTRY["WGT020"], make_trace(records)).verdict is Verdict.VIOLATED
+    assert run_check(REGISTRY["WGT020"], make_trace(records, ONE_RANK)).verdict is Verdict.VIOLATED

@@ -7,7 +7,7 @@ import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
-from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.manifest import Facts, Manifest, MeshSizes
 from verifier.core.records_run import StackFailure
 from verifier.core.records_weights import SourceTensor
 from verifier.core.trace import Trace
@@ -17,7 +17,10 @@ FAILURE = {
     "package": "megatron-bridge", "package_version": "0.6.2", "file": "megatron/bridge/x.py", "line": 9,
     "function": "f", "message": "RuntimeError: no", "at": "logprob", "during": 1,
 }  # fmt: skip
-TP2 = Manifest(scopes=("export", "stack"), mesh=MeshSizes(tp=2), world_size=2, engine="vllm", engine_ranks=1)
+TP2 = Manifest(
+    command="golden", layout="x", facts=Facts(stack_failed=True), mesh=MeshSizes(tp=2), world_size=2, engine="vllm",
+    engine_ranks=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_what_the_end_left_out_is_one_line_in_every_form():
 
 
 def test_a_run_that_ended_otherwise_says_each_check():
-    report = report_of(Trace(Manifest(scopes=("export",)), []), "t")
+    report = report_of(Trace(Manifest(command="golden"), []), "t")
     assert not report.unreached
     assert "STK001" not in report.out_of_scope
     assert render_text(report).count("INCONCLUSIVE") > 1

@@ -104,9 +104,9 @@ def test_rounding_of_bf16_sums_holds_and_that_of_fp32_does_not():
 
 def used(change):
     """Verdict of TRN005 on the weights of both ranks' passes, with others on the second one."""
-    audit = AdamAudit(name="update 1", version=1, coordinate="tp=0", tensors=AUDITED)
+    audits = [AdamAudit(name="update 1", version=1, rank=rank, coordinate="tp=0", tensors=AUDITED) for rank in (0, 1)]
     records = [item for item in training() if isinstance(item, GradientSums)]
-    trace = make_trace([audit, *(replace(item, array=change) if item.rank else item for item in records)])
+    trace = make_trace([*audits, *(replace(item, array=change) if item.rank else item for item in records)])
     outcome = run_check(REGISTRY["TRN005"], trace)
     return outcome.verdict, [item.sentence for item in outcome.finding.bad] if outcome.finding else []
 

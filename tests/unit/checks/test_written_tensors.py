@@ -14,6 +14,7 @@ from verifier.core.records_trainer import WrittenTensors
 from verifier.core.trace import Trace
 
 GIVEN = [3, -1, 7, 9]
+STATE = WrittenState(name="state.json", version=4, numbers={"step": 4}, rollouts="b", after="b")
 
 
 def judged(*written: int, found: tuple[int, ...] = (3, 1)) -> Outcome:
@@ -23,12 +24,12 @@ def judged(*written: int, found: tuple[int, ...] = (3, 1)) -> Outcome:
         array="bits",
     )  # fmt: skip
     arrays = {"given": np.array(GIVEN, np.int64), "written": np.array(written, np.int64)}
-    return run_check(REGISTRY["CKP004"], Trace(Manifest(complete=True), [record], {"bits": arrays}.__getitem__))
+    return run_check(REGISTRY["CKP004"], Trace(Manifest(complete=True), [record, STATE], {"bits": arrays}.__getitem__))
 
 
 def test_the_same_bits_hold() -> None:
     outcome = judged(*GIVEN)
-    assert (outcome.verdict, outcome.num_compared) == (Verdict.HOLDS, 2)
+    assert (outcome.verdict, outcome.num_compared) == (Verdict.HOLDS, 4)
 
 
 def test_one_other_bit_is_seen() -> None:

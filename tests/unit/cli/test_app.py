@@ -21,7 +21,7 @@ from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.faults.catalog import CATALOG
 
-MANIFEST = Manifest(command="golden", scopes=("export",))
+MANIFEST = Manifest(command="golden")
 
 
 def record(path: Path, exported: str, *, complete: bool = True, source: str = "vd1:" + "a" * 32) -> Path:

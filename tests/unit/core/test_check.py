@@ -6,6 +6,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS
 from verifier.core.finding import ExitCode, Verdict, verdict_of
 from verifier.core.manifest import Manifest, MovedContract
 from verifier.core.records_weights import ExportedTensor, PlanDigest, SourceTensor, Update
@@ -26,7 +27,7 @@ def outcome_of(*comparisons: Comparison, then: Exception | None = None, needs=(E
         if then is not None:
             raise then
 
-    return run_check(Check(code="ABC001", name="a-b", needs=needs, scope="export", fn=judge), TRACE)
+    return run_check(Check(code="ABC001", name="a-b", needs=needs, fn=judge), TRACE)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +66,14 @@ def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict)
             allowed="bitwise", hint="",
         )  # fmt: skip
 
-    item = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), scope="export", fn=judge)
+    item = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), fn=judge)
     later = Update(name="step", version=last, how="step")
     assert run_check(item, Trace(Manifest(complete=complete), [exported, later])).verdict is verdict
 
 
 def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
     item = Check(
-        code="ABC001", name="a-b", needs=(ExportedTensor,), scope="export",
+        code="ABC001", name="a-b", needs=(ExportedTensor,),
         fn=lambda trace: iter([compared("a"), compared("b", same=True)]),
     )  # fmt: skip
     assert run_check(item, Trace(Manifest(), TRACE.records)).verdict is Verdict.VIOLATED
@@ -88,7 +89,7 @@ def test_no_check_holds_that_rests_on_a_moved_contract(code, same, verdict):
     moved = MovedContract(name="ranks_are_laid_out", package="megatron-core", why="x.py:1: Error", checks=("ABC001",))
     trace = Trace(Manifest(moved_contracts=(moved,)), TRACE.records)
     item = Check(
-        code=code, name="a-b", needs=(ExportedTensor,), scope="export", fn=lambda _: iter([compared("a", same=same)])
+        code=code, name="a-b", needs=(ExportedTensor,), fn=lambda _: iter([compared("a", same=same)])
     )
     outcome = run_check(item, trace)
     assert outcome.verdict is verdict
@@ -124,6 +125,6 @@ def test_a_later_version_begins_with_the_update_that_made_it():
 
 def test_a_code_is_given_once_and_not_without_a_page():
     with pytest.raises(ValueError, match="check code WGT001 is taken by `loaded-shard-differs`"):
-        check("WGT001", needs=(), scope="layout")(lambda trace: iter(()))
+        check("WGT001", needs=(), applies=ALWAYS)(lambda trace: iter(()))
     with pytest.raises(ValueError, match="check ABC001 has no page: write the docstring first"):
-        check("ABC001", needs=(), scope="layout")(lambda trace: iter(()))
+        check("ABC001", needs=(), applies=ALWAYS)(lambda trace: iter(()))

@@ -98,21 +98,21 @@ def naming(name: str):
 
 def nested(depth: int):
     """A manifest whose config holds lists in each other, few enough for a parser to take."""
-    return rewritten('{"format": 2, "config": {"seed": ' + "[" * depth + "]" * depth + "}}")
+    return rewritten('{"format": 3, "config": {"seed": ' + "[" * depth + "]" * depth + "}}")
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
         (rewritten("{"), "manifest.json` is not JSON"),
-        (rewritten('{"format": 1}'), "has trace format 1, this version reads format 2"),
+        (rewritten('{"format": 2}'), "has trace format 2, this version reads format 3"),
         (rewritten("[]"), "manifest.json` is no manifest of a trace"),
-        (rewritten('{"format": 2, "scopes": ["else"]}'), "manifest.json` is damaged: Invalid enum value"),
-        (rewritten('{"format": 2, "world_size": 1000000000}'), "manifest.json` is damaged: Expected `int` <= 65536"),
-        (rewritten('{"format": 2, "config": null}'), "manifest.json` is damaged: Expected `object`, got `null`"),
-        (rewritten('{"format": 2, "opinion": 1}'), "manifest.json` is damaged: Object contains unknown field"),
-        (rewritten('{"format": 2, "config": ' + "[" * 9999 + "]" * 9999 + "}"), "maximum recursion depth"),
-        (rewritten('{"format": 2, "complete": true}'), "manifest.json` is damaged: it is not what the run wrote"),
+        (rewritten('{"format": 3, "facts": {"part": "else"}}'), "manifest.json` is damaged: Invalid enum value"),
+        (rewritten('{"format": 3, "world_size": 1000000000}'), "manifest.json` is damaged: Expected `int` <= 65536"),
+        (rewritten('{"format": 3, "config": null}'), "manifest.json` is damaged: Expected `object`, got `null`"),
+        (rewritten('{"format": 3, "opinion": 1}'), "manifest.json` is damaged: Object contains unknown field"),
+        (rewritten('{"format": 3, "config": ' + "[" * 9999 + "]" * 9999 + "}"), "maximum recursion depth"),
+        (rewritten('{"format": 3, "complete": true}'), "manifest.json` is damaged: it is not what the run wrote"),
         (lambda trace: (trace / "manifest.json").write_bytes(b"\xff\xfe"), "is not JSON"),
         (lambda trace: (trace / "manifest.json").unlink(), "holds no trace: there is no manifest.json"),
         (lambda trace: (trace / EVIDENCE).unlink(), f"is not whole: `{EVIDENCE}` is missing"),

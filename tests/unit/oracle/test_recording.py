@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from verifier.core import store
-from verifier.core.manifest import Manifest
+from verifier.core.manifest import Facts, Manifest
 from verifier.core.reader import read
 from verifier.core.record import Record
 from verifier.core.records_tokens import (
@@ -98,7 +98,9 @@ def source(tmp_path: Path) -> Checkpoint:
 def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int]]]) -> Asked:
     """A trace as ranks and engine leave it, with routes of a step, and what the oracle adds."""
     store.create(
-        trace, Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", scopes=("logprob", "gradient"), config=CONFIG)
+        trace, Manifest(
+            model="tiny:qwen3", dtype="float32", tier="cpu", facts=Facts(judges_gradients=True), config=CONFIG
+        ),
     )
     trainer = store.Recorder(trace, "trainer", 0)
     for name, temperature in (("policy", 1.0), ("policy, warm", 2.0)):

@@ -263,7 +263,7 @@ def test_judge_of_another_commands_trace_is_its_replay(tmp_path):
     from verifier.core.manifest import Manifest
 
     path = store.create(tmp_path / "trace", Manifest(command="golden"))
-    store.complete(path, Manifest(command="golden", scopes=("export",)))
+    store.complete(path, Manifest(command="golden"))
     assert run(["judge", str(path), "-q"]) == run(["replay", str(path), "-q"]) == ExitCode.INCONCLUSIVE
     assert run(["judge", "--oracle", str(path)]) == ExitCode.USAGE
 

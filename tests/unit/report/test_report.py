@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from verifier.core.check import Check
 from verifier.core.comparison import Comparison
+from verifier.core.condition import ALWAYS, on
 from verifier.core.finding import ExitCode, Verdict
-from verifier.core.manifest import Manifest, MeshSizes, Scope
+from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -23,25 +24,29 @@ def dtypes_are_a(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(what=item.name, same=item.dtype == "a", stage=Stage.EXPORT, version=item.version)
 
 
-def make_check(code: str, scope: Scope) -> Check:
-    return Check(code=code, name="dtype-is-not-a", needs=(ExportedTensor,), scope=scope, fn=dtypes_are_a)
+def make_check(code: str, part: str) -> Check:
+    return Check(
+        code=code, name="dtype-is-not-a", needs=(ExportedTensor,), applies=on(**{part: ALWAYS}), fn=dtypes_are_a
+    )
 
 
-CHECKS = {code: make_check(code, scope) for code, scope in (("AAA001", "plan"), ("AAA002", "plan"), ("BBB001", "step"))}
+CHECKS = {
+    code: make_check(code, part) for code, part in (("AAA001", "golden"), ("AAA002", "golden"), ("BBB001", "loop"))
+}
 
 
-def make_trace(*dtypes: str, scopes: tuple[Scope, ...] = ("plan",), complete: bool = True) -> Trace:
+def make_trace(*dtypes: str, command: str = "golden", complete: bool = True) -> Trace:
     records = [
         ExportedTensor(name=f"layer.{index}", digest="vd1:" + "0" * 32, dtype=dtype, shape=())
         for index, dtype in enumerate(dtypes)
     ]
-    return Trace(Manifest(scopes=scopes, complete=complete), records)
+    return Trace(Manifest(command=command, complete=complete), records)
 
 
-def test_runs_what_the_scopes_declare():
+def test_runs_the_checks_that_say_they_judge_the_run():
     report = report_of(make_trace("a", "a"), "t", checks=CHECKS)
     assert [item.code for item in report.outcomes] == ["AAA001", "AAA002"]
-    assert report.out_of_scope == ("BBB001",)
+    assert report.out_of_scope == {"BBB001": "nothing of it in a golden run"}
     assert report.switched_off == ()
     assert (report.verdict, report.exit_code) == (Verdict.HOLDS, ExitCode.HOLDS)
 
@@ -57,8 +62,8 @@ def test_nothing_recorded_is_inconclusive():
     assert (report.verdict, report.exit_code) == (Verdict.INCONCLUSIVE, ExitCode.INCONCLUSIVE)
 
 
-def test_no_scope_is_inconclusive():
-    assert report_of(make_trace("a", scopes=()), "t", checks=CHECKS).exit_code is ExitCode.INCONCLUSIVE
+def test_a_run_that_no_check_judges_is_inconclusive():
+    assert report_of(make_trace("a", command="bisect"), "t", checks=CHECKS).exit_code is ExitCode.INCONCLUSIVE
 
 
 def test_unfinished_run_never_holds_but_may_violate():
@@ -98,7 +103,7 @@ def test_a_cause_stands_before_its_consequences():
         yield Comparison(what="w", same=False, stage=Stage.ENGINE, version=1, sentence="consequence")
 
     checks = {
-        code: Check(code=code, name="x", needs=(), scope="plan", fn=fn)
+        code: Check(code=code, name="x", needs=(), fn=fn)
         for code, fn in (("A001", late), ("B001", early))
     }
     text = render_text(report_of(make_trace("a"), "t", checks=checks))
@@ -124,7 +129,7 @@ def test_nothing_in_a_trace_steers_the_terminal_or_breaks_a_line(complete):
         Trace(
             Manifest(
                 command=text, config={"model": text, "dtype": text}, tier=text, versions={text: text},
-                stand_ins=(text,), scopes=("plan",), complete=complete, failure="" if complete else f"x {text}:",
+                stand_ins=(text,), complete=complete, failure="" if complete else f"x {text}:",
             ),
             [replace(item, name=text, dtype=text) for item in make_trace("b", "b").records],
         )
@@ -143,7 +148,7 @@ def test_nothing_in_a_trace_steers_the_terminal_or_breaks_a_line(complete):
         raise ValueError(next(trace.of(ExportedTensor)).name)
 
     checks = {
-        code: Check(code=code, name="x", needs=(), scope="plan", fn=fn)
+        code: Check(code=code, name="x", needs=(), fn=fn)
         for code, fn in (("A001", tells), ("B001", breaks))
     }
     reports = [report_of(trace, trace.manifest.tier, checks=checks) for trace in (plain, evil)]

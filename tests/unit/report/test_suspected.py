@@ -29,9 +29,9 @@ def report(*shares: float | None, command: str = "train", versions: tuple[int, .
                 version=versions[number] if versions else 0, badness=0.5,
             )  # fmt: skip
 
-    check = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), scope="plan", fn=gap_is_small)
+    check = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), fn=gap_is_small)
     tensor = ExportedTensor(name="a", digest="vd1:" + "0" * 32, dtype="float32", shape=())
-    manifest = Manifest(command=command, scopes=("plan",), complete=True)
+    manifest = Manifest(command=command, complete=True)
     return report_of(Trace(manifest, [tensor]), "t", checks={"ABC001": check})
 
 

@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import BROKEN, clean
+from tests.snapshots.check_traces import BROKEN, MANIFEST, clean
 from tests.unit.report.pages import metrics, parsed
-from tests.unit.report.test_live_and_replayed import SCOPED, stored
+from tests.unit.report.test_live_and_replayed import stored
 from verifier.cli.app import run
 from verifier.core.records_tokens import EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.core.trace import Trace
@@ -54,7 +54,7 @@ def scored_trace(trainer, engine):
         EngineLogprobs(array="e", rank=0, role="engine", **shared),
         OracleLogprobs(array="o", rank=0, role="oracle", **shared),
     ]
-    manifest = replace(SCOPED, dtype="float32")
+    manifest = replace(MANIFEST, dtype="float32")
     return Trace(manifest, records, lambda key: {"array": np.asarray(arrays[key], np.float32)})
 
 

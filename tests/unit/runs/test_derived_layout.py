@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import GoldenConfig
+from verifier.core.check import REGISTRY
+from verifier.core.condition import Refusal
 from verifier.errors import InternalError, VerifierError
 from verifier.export.derived import DerivedLayout
 from verifier.launch.rank import JobSpec
@@ -80,10 +83,10 @@ def test_an_adapter_needs_a_row(unknown: ModelUnderTest) -> None:
 
 def test_a_derived_layout_judges_as_a_row_does(unknown: ModelUnderTest) -> None:
     found = _with(unknown, LAYOUT.to_json())
-    assert (found.layout, found.layout_scopes, found.judges_gradients) == (LAYOUT, ["layout"], True)
+    assert (found.layout, found.judges_gradients) == (LAYOUT, True)
     manifest = manifest_of(CONFIG, found, Placement())
     assert manifest.layout == "derived from a numbered checkpoint, proven by tiling and the forward"
-    assert manifest.not_judged == ()
+    assert REGISTRY["WGT001"].applies(manifest) is None
     assert run_spec(CONFIG, found, Placement(), trace="t", work="w").layout == LAYOUT.to_json()
 
 
@@ -97,10 +100,11 @@ def test_a_derived_layout_judges_as_a_row_does(unknown: ModelUnderTest) -> None:
 )  # fmt: skip
 def test_a_layout_with_gaps_is_not_used(unknown: ModelUnderTest, answer: Any, why: str) -> None:
     found = _with(unknown, answer)
-    assert (found.layout, found.layout_scopes, found.judges_gradients) == (None, [], False)
+    assert (found.layout, found.judges_gradients) == (None, False)
     manifest = manifest_of(CONFIG, found, Placement())
     assert manifest.layout == ""
-    assert manifest.not_judged == (f"shards were not judged: no layout row for Qwen3ForCausalLM, {why}",)
+    refusal = REGISTRY["WGT001"].applies(manifest)
+    assert refusal == Refusal(why=f"no layout for the model's family, {why}", gap=True)
 
 
 def test_a_large_checkpoint_is_not_numbered(unknown: ModelUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:

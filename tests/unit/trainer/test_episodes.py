@@ -201,7 +201,7 @@ def test_under_qwen3s_template_sampled_reasoning_stays_before_a_reply(given, tmp
         found.start(pool)
         prompt = encode_prompt(ASKED[0], tokenizer)
         turns = play(found, Says(tokenizer, *said), prompt, ASKED[0])
-        record = found.record(1, "round 0", [("x", turns)])
+        record = turns_of(options, "round 0", 1, found.played([("x", turns)]))
     assert record is not None
     asked, reply = f"user\n{ASKED[0].messages[0].content}", f"user\n{ASKED[0].answer}"
     tool = f"user\n<tool_response>\n{len(ASKED[0].messages)}\n</tool_response>"

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.errors import InternalError, UsageError
+from verifier.core.check import REGISTRY
+from verifier.core.condition import Refusal
+from verifier.core.manifest import Facts, Manifest
 from verifier.export.derived import DerivedLayout
 from verifier.launch.rank import JobSpec
 from verifier.mesh import Mesh
-from verifier.probes.training.sampled_step import require_judgeable, unsampled_because
-from verifier.probes.training.step_trace import NO_LAYOUT, NO_SUMS, step_manifest
-from verifier.runs import derived_layout
+from verifier.probes.training.sampled_step import require_judgeable
+from verifier.probes.training.step_trace import step_manifest
 from verifier.runs.model_under_test import DERIVED, WRITTEN, ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
 from verifier.trainer import run_layout
@@ -30,6 +32,7 @@ from verifier.trainer.worker_spec import WorkerSpec
 
 LAYOUT = DerivedLayout(mesh=Mesh(), rows=[[[]]], tied=False, gaps=())
 GAPS = replace(LAYOUT, gaps=("`a` is in no parameter",))
+FIRST = Facts(step=1, updates=(1,), sampled=True, loaded=True)
 WHY = "and the derived one has gaps: `a` is in no parameter"
 
 
@@ -96,7 +99,7 @@ def test_nothing_is_derived_without_judging_with_adapters_or_with_a_row(
     assert _with(unknown, run, launcher, "lora.rank=8") is unknown
     known = open_model("tiny:qwen3", "float32", Mesh())
     assert _with(known, run, launcher) is known
-    assert step_manifest(_config(), known, 1).layout == WRITTEN
+    assert step_manifest(_config(), known, FIRST).layout == WRITTEN
     assert (launcher.jobs, run.exists()) == ([], False)
 
 
@@ -111,10 +114,10 @@ def test_ranks_get_the_layout(unknown: ModelUnderTest, tmp_path: Path) -> None:
 def test_a_derived_layout_judges_a_step_as_a_row_does(unknown: ModelUnderTest) -> None:
     config = _config("verify.every=1", "mesh.dp=2")
     model = replace(unknown, mesh=Mesh(dp=2))
-    written = step_manifest(config, open_model("tiny:qwen3", "float32", Mesh(dp=2)), 1, sampled=True, loaded=True)
-    derived = step_manifest(config, replace(model, derived=LAYOUT), 1, sampled=True, loaded=True)
-    assert (derived.scopes, derived.not_judged) == (written.scopes, written.not_judged)
-    assert {"layout", "replicas", "gradient", "summed"} <= set(derived.scopes)
+    written = step_manifest(config, open_model("tiny:qwen3", "float32", Mesh(dp=2)), FIRST)
+    derived = step_manifest(config, replace(model, derived=LAYOUT), FIRST)
+    assert refusals(derived) == refusals(written)
+    assert not {"WGT001", "WGT002", "LSS001", "TRN006"} & refusals(derived).keys()
     assert derived.layout == DERIVED
 
 
@@ -125,35 +128,20 @@ def test_a_run_goes_on_without_a_layout_that_has_gaps(unknown: ModelUnderTest, t
     assert found.layout is None
     assert said[1:] == [f"no layout row for Qwen3ForCausalLM, {WHY}"]
     assert list((tmp_path / "run" / "layouts").iterdir()) == []
-    first, second = (step_manifest(config, found, step, loaded=step == 1) for step in (1, 2))
+    first, second = (
+        step_manifest(config, found, Facts(step=step, updates=(step,), loaded=step == 1)) for step in (1, 2)
+    )
     assert first.layout == ""
-    assert not {"layout", "replicas", "gradient", "summed"} & {*first.scopes, *second.scopes}
+    missing = Refusal(why=f"no layout for the model's family, {WHY}", gap=True)
+    assert [refusals(first)[code] for code in ("WGT001", "WGT002", "TRN006")] == [missing] * 3
+    assert "WGT001" in refusals(second)
+    assert not refusals(second)["WGT001"].gap
     reason = (
-        "gradients were not judged against transformers (LSS001, LSS002, TRN001): the gradients of tiny:qwen3 cannot "
-        "be judged: its family has no layout, or it is too large for the host"
+        "the gradients of tiny:qwen3 cannot be judged: its family has no layout, or it is too large for the host"
     )
-    assert [text for text in first.not_judged if "DAT013" not in text] == [f"{NO_LAYOUT}, {WHY}", NO_SUMS, reason]
-    assert [text for text in second.not_judged if "DAT013" not in text] == [NO_SUMS, reason]
-    assert unsampled_because(config, found)
+    assert refusals(first)["LSS001"] == refusals(second)["LSS001"] == Refusal(why=reason, gap=True)
 
 
-def test_sampled_steps_are_refused_where_no_layout_can_be_derived(
-    unknown: ModelUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(derived_layout, "MAX_NUMBERED_BYTES", 2**20)
-    with pytest.raises(UsageError) as refused:
-        require_judgeable(_config("verify.every=2"), unknown)
-    assert str(refused.value) == (
-        "verify.every is 2 and the gradients of tiny:qwen3 cannot be judged: its family has no layout, or it is too "
-        "large for the host: set verify.every=0"
-    )
-
-
-def test_ranks_that_fail_leave_no_layout(unknown: ModelUnderTest, tmp_path: Path) -> None:
-    class Fails(_Launcher):
-        def submit(self, spec: JobSpec, on_progress: Any = None) -> Any:
-            raise InternalError("rank 1 failed: no\ntraceback")
-
-    said = list[str]()
-    assert _with(unknown, tmp_path / "run", Fails(), said=said).layout is None
-    assert said[1:] == ["no layout row for Qwen3ForCausalLM, and none could be derived: rank 1 failed: no"]
+def refusals(manifest: Manifest) -> dict[str, Refusal]:
+    """Code -> why the check does not judge such a run."""
+    return {code: why for code, item in REGISTRY.items() if (why := item.applies(manifest)) is not None}

@@ -117,7 +117,7 @@ class CheckpointEvidence(Observer):
     def record_stored(self, probe: Probe) -> bool:
         """Record what was read back of the checkpoints since the last record; tells whether there is any."""
         stored, self._stored = self._stored, []
-        read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if tensors]
+        read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if any(ranks)]
         for step, rank, tensors in read:
             bits = {key: [item[key] for item in tensors] for key in ("given", "written")}
             probe.emit(

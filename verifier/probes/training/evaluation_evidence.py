@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from verifier.core.manifest import Scope
 from verifier.core.record import Probe
 from verifier.core.records_policy import EvaluatedAnswers, GivenRewards, RewardSeals
 from verifier.data.examples import Example
@@ -21,8 +20,8 @@ from verifier.trainer.evaluation import Answered, places
 from verifier.trainer.observer import RunParts
 from verifier.trainer.run_data import RunData
 
-Examine = Callable[[Probe | None, int], Sequence[Scope]]
-"""Records the last evaluation beside the scores of a version; returns the parts of a run that this gives a subject."""
+Examine = Callable[[Probe | None, int], bool]
+"""Records answers of the last evaluation beside the scores of a version; tells whether there were any."""
 
 
 def record_answers(probe: Probe, run: RunParts, answered: Answered, version: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Facts
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import PreviousStep
 from verifier.core.store import Recorder, complete, create
@@ -20,9 +20,6 @@ from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.run_folder import RunFolder
-
-NO_LAYOUT = "the contents of hf_model were not judged: this family has no layout"
-"""Clause of the report on an export of which names, dtypes and shapes are judged alone."""
 
 
 class ExportTrace:
@@ -39,15 +36,11 @@ class ExportTrace:
     """
 
     def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
-        scopes: list[Scope] = ["final"]
-        scopes += ["merged"] if config.lora.rank else []
         self._manifest = replace(
-            step_manifest(config, model, step), scopes=tuple(scopes), engine="", engine_ranks=0, synced_versions=(),
-            not_judged=() if model.layout is not None else (NO_LAYOUT,),
-        )  # fmt: skip
+            step_manifest(config, model, Facts(part="export", step=step)), engine="", engine_ranks=0, synced_versions=()
+        )
         # Scores put an engine that sleeps to rest; the last step's noise of another dtype is in its own trace.
         self._step, self._examines = step, model.dtype == "float32" and not config.engine.sleep_level
-        self._rereads = config.grpo.reward == "answer"
         shutil.rmtree(folder.export_trace, ignore_errors=True)
         self.path = create(folder.export_trace, self._manifest)
 
@@ -56,14 +49,15 @@ class ExportTrace:
     ) -> None:
         """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
-            probe.emit(last)
-            found = ["stored"] if continuation.record_stored(probe) else []
+            stored = continuation.record_stored(probe)
             continuation.record_states(probe, ended=True)
-            found += [*examine(probe, self._step)] if self._examines else []
-            if "examined" in found and noise is not None:
+            examined = self._examines and examine(probe, self._step)
+            if examined:
+                probe.emit(last)
+            if examined and noise is not None:
                 probe.emit(replace(noise, version=self._step + 1))
-            found += ["reward"] if "examined" in found and self._rereads else []
-            self._manifest = replace(self._manifest, scopes=(*self._manifest.scopes, *found))
+            facts = replace(self._manifest.facts, stored=stored, examined=examined, noise=noise is not None)
+            self._manifest = replace(self._manifest, facts=facts)
 
     def judge(self, judge: Judge, source: Path, exported: Path) -> None:
         """Have it judged, with the files beside the weights of the source and of what was exported.

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Facts
 from verifier.core.store import complete, create, fail
 from verifier.launch.stack_failure import StackFailed
 from verifier.probes.training.step_trace import step_manifest
@@ -19,11 +19,6 @@ from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.trainer.lost_logprobs import LogprobLost
 from verifier.trainer.run_folder import RunFolder
-
-_SENT: tuple[Scope, ...] = (
-    "held", "exported", "handed", "plan", "transport", "engine", "cold", "untouched"
-)  # fmt: skip
-"""Scopes of a sync whose evidence is whole before the engine answers."""
 
 
 @contextlib.contextmanager
@@ -52,20 +47,15 @@ def leave_failure(config: TrainConfig, problem: StackFailed) -> None:
 
 
 def _trace_of(config: TrainConfig, model: ModelUnderTest, folder: RunFolder, problem: StackFailed) -> Path:
-    manifest = replace(
-        step_manifest(config, model, 1), scopes=(), synced_versions=(), untouched_versions=(), not_judged=()
-    )
+    manifest = step_manifest(config, model, Facts(part="failure"))
     trace = create(folder.failure_trace, manifest)
-    fail(trace, replace(manifest, scopes=tuple(record_failure(trace, problem))), str(problem))
+    facts = replace(manifest.facts, stack_failed=record_failure(trace, problem))
+    fail(trace, replace(manifest, facts=facts), str(problem))
     return trace
 
 
 def complete_lost(config: TrainConfig, model: ModelUnderTest, trace: Path, step: int) -> None:
     """Declare the trace of a step that ended so: its rollouts, and the sync before them if that is in it."""
     sent = (trace / "evidence" / "engine-0000.jsonl").exists()
-    manifest = step_manifest(config, model, step, sent=sent)
-    scopes = tuple(scope for scope in manifest.scopes if sent and scope in _SENT)
-    versions = (step - 1,) if sent else ()
-    complete(trace, replace(
-        manifest, scopes=("mismatch", *scopes), synced_versions=versions, not_judged=(),
-    ))  # fmt: skip
+    manifest = step_manifest(config, model, Facts(part="answers", step=step, sent=sent, updates=(step,)))
+    complete(trace, replace(manifest, synced_versions=(step - 1,) if sent else ()))

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Scope
+from verifier.core.manifest import Facts
 from verifier.core.record import Probe
 from verifier.core.records_policy import LossTerms
 from verifier.core.records_tokens import SampledNoise
@@ -163,7 +163,7 @@ class RunEvidence(Observer):
         self.checkpoints.begin(run.ahead, data)
         self._spots = not why_no_spot(run.config, run.model)
         self._layers = moe_layers_of(run.model.checkpoint.config) if run.config.grpo.replay_routes else ()
-        self._begins = not run.done
+        self._begins, self._taken = not run.done, run.updates
         self._last = PreviousStep(name="step", version=run.done, updated=run.has_loss, here=False)
 
     def on_step(self, step: int, *, sends_first: bool) -> None:
@@ -171,9 +171,10 @@ class RunEvidence(Observer):
         run = self.run
         self._sent, self._text, self._unread, self._reads_rewards = sends_first, False, 0, False
         self._sampled, self._scored, self._earlier = None, None, {}
-        self._trace = create(run.folder.trace(step), step_manifest(run.config, run.model, step))
+        happened = Facts(step=step, updates=(self._taken + 1,))
+        self._trace = create(run.folder.trace(step), step_manifest(run.config, run.model, happened))
         self._probe = Recorder(self._trace, "controller", 0)
-        if step > 1:
+        if run.config.samples and step > 1:
             self._probe.emit(self._last)
 
     def note(self) -> Note | None:
@@ -276,18 +277,18 @@ class RunEvidence(Observer):
             self._sampled = SampledStep(config, run.model, self._oracle, run.folder.oracle(step), step)
             if self._scored is not None:
                 record_scored(probe, config, step, self._scored)
-        self._manifest = step_manifest(
-            config, run.model, step, resumed=resumed, sampled=self._sampled is not None, dropped=not updates,
-            text=self._text, unread=self._unread, rewarded=self._reads_rewards, restarted=restarted,
-            noise=self._record_noise(probe, step, fresh=fresh), evaluated=evaluated,
-            loaded=self._begins and bool(updates), sent=self._sent, examined=bool(examined), fresh=fresh,
-            stored=stored,
-        )  # fmt: skip
+        self._manifest = step_manifest(config, run.model, Facts(
+            step=step, updates=tuple(item.number for item in updates), sampled=self._sampled is not None,
+            loaded=self._begins and bool(updates), sent=self._sent, resumed=resumed, restarted=restarted,
+            stored=stored, evaluated=evaluated, examined=examined, fresh=fresh, text=self._text, unread=self._unread,
+            rewarded=self._reads_rewards, noise=self._record_noise(probe, step, fresh=fresh),
+        ))  # fmt: skip
         probe.emit(KnobsAsked(name="config", version=step, values=asked(config)))
         probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(config)))
         probe.emit(LossTerms(name="loss", version=step, **loss_terms(config)))
         self._close()
         self._updates, self._begins = updates, self._begins and not updates
+        self._taken += len(updates)
         if run.ahead is not None:
             self._earlier = self._hold_weights(step)
 
@@ -377,19 +378,20 @@ class RunEvidence(Observer):
         self.on_sync(version)
         return True
 
-    def _examine(self, probe: Probe | None, version: int) -> Sequence[Scope]:
-        """Record the last evaluation, if no trace has it, beside scores by the weights as they are."""
+    def _examine(self, probe: Probe | None, version: int) -> bool:
+        """Record the last evaluation, if no trace has it, beside scores by the weights; tell whether there was one."""
         run = self.run
         if probe is None or run.config.engine.quantization:
-            return []
+            return False
         evaluated, self._evaluated = self._evaluated, False
         answered, self._answered = self._answered, None
         if answered is not None:
             record_answers(probe, run, answered, version)
-            return ["examined"]
-        if evaluated and run.data is not None and run.data.task == "sft":
+            return True
+        examined = evaluated and run.data is not None and run.data.task == "sft"
+        if examined and run.data is not None:
             record_held_out(probe, version, run.data, run.folder.held_out)
-        return []
+        return examined
 
     def _record_noise(self, probe: Probe, step: int, *, fresh: bool) -> bool:
         """Record the last measured noise beside a step that measures none; True if there is one.

@@ -1,0 +1,113 @@
+"""Conditions of a run on which checks rest: pure functions of its manifest, each with a sentence for a run without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from verifier.core.manifest import Manifest
+from verifier.core.record import Record, kind_of
+
+Part = Literal["step", "export", "load", "answers", "failure", "golden", "roundtrip", "bisect", "loop"]
+"""Subject of a trace: a part of a training run, a run of another command, or another trainer's loop."""
+_OTHERS: dict[str, Part] = {"golden": "golden", "roundtrip": "roundtrip", "bisect": "bisect", "probe": "loop"}
+WORDS: dict[Part, str] = {
+    "step": "a training step", "export": "an export", "load": "a load", "answers": "answers without log-probabilities",
+    "failure": "a failure",
+    "golden": "a golden run", "roundtrip": "a round trip", "bisect": "a bisection", "loop": "a recorded loop",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a check does not judge a run."""
+
+    why: str
+    """Clause such as "no expert layers"."""
+    gap: bool = False
+    """The run has what the check is about, and lacks the means to judge it: the report says so beside its verdict."""
+
+
+Applies = Callable[[Manifest], Refusal | None]
+"""None where a check judges a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition; `a & b` refuses with the first that fails, `a | b` with the last."""
+
+    judge: Applies
+
+    def __call__(self, run: Manifest) -> Refusal | None:
+        """Refuse a run, or None."""
+        return self.judge(run)
+
+    def __str__(self) -> str:
+        return "every run"
+
+    def __and__(self, other: Condition) -> Condition:
+        return Condition(lambda run: self(run) or other(run))
+
+    def __or__(self, other: Condition) -> Condition:
+        return Condition(lambda run: self(run) and other(run))
+
+
+def condition(
+    why: str | Callable[[Manifest], str], test: Callable[[Manifest], object], *, gap: bool = False
+) -> Condition:
+    """Condition that holds where `test` does; `why` is the clause for a run where it does not; see `Refusal.gap`."""
+
+    def judge(run: Manifest) -> Refusal | None:
+        return None if test(run) else Refusal(why=why if isinstance(why, str) else why(run), gap=gap)
+
+    return Condition(judge)
+
+
+ALWAYS = condition("", lambda run: True)
+
+
+def part_of(run: Manifest) -> Part:
+    """Subject of the trace of a manifest."""
+    return _OTHERS.get(run.command, run.facts.part)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Condition by what a trace is of; see `on`."""
+
+    conditions: Mapping[str, Condition]
+
+    def __call__(self, run: Manifest) -> Refusal | None:
+        """Refuse a run, or None."""
+        part = part_of(run)
+        judge = self.conditions.get(part)
+        return Refusal(why=f"nothing of it in {WORDS[part]}") if judge is None else judge(run)
+
+    def __str__(self) -> str:
+        return ", ".join(WORDS[part] for part in get_args(Part) if part in self.conditions)
+
+
+def on(**parts: Condition) -> Parts:
+    """Condition by what a trace is of (`Part`); a check does not judge traces of what is not named."""
+    assert set(parts) <= {*get_args(Part)}, parts
+    return Parts(parts)
+
+
+def recorded(*kinds: type[Record], gap: str = "") -> Condition:
+    """Holds for a loop that recorded all these classes, or undertook to; `gap` is the clause where that is a gap."""
+    names = [kind_of(kind) for kind in kinds]
+    return condition(
+        lambda run: gap or f"the loop recorded no {next(name for name in names if name not in run.facts.recorded)}",
+        lambda run: all(name in run.facts.recorded for name in names), gap=bool(gap),
+    )  # fmt: skip
+
+
+def knob(run: Manifest, key: str) -> Any:
+    """Value of a setting of the run by its dotted key; None where its config has none."""
+    if key in run.config:
+        return run.config[key]
+    found: Any = run.config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found

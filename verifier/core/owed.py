@@ -1,0 +1,268 @@
+"""Records that each rank, engine, version and update owes: declared by their class, counted by the manifest.
+
+A manifest says what a run was to do, so what it has to leave is known without its evidence. Absence is never agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verifier.core.manifest import Manifest
+    from verifier.core.record import Record
+
+Who = tuple[str, int] | None
+"""Role and rank of a recorder; None for whoever it is."""
+When = tuple[int | None, int | None]
+"""Version and number of the optimizer step; None for whichever it is."""
+Recorders = Callable[["Manifest"], Sequence[Who]]
+Times = Callable[["Manifest"], Sequence[When]]
+ANYTIME: When = (None, None)
+NAMED = 4
+"""Absent records that a report names one by one."""
+
+
+def anyone(run: Manifest) -> Sequence[Who]:
+    """Some process."""
+    return [None]
+
+
+def _trainers(test: Callable[[int, int, int, int, int], bool]) -> Recorders:
+    """Trainer ranks by their coordinates: tensor, context and data parallel, pipeline stage, number of stages."""
+
+    def ranks(run: Manifest) -> Sequence[Who]:
+        mesh = run.mesh
+        if mesh is None:
+            return [("trainer", rank) for rank in range(run.world_size)] or [None]
+        found: list[Who] = []
+        for rank in range(run.world_size):  # tp is fastest, then cp, dp, pp: see `verifier.mesh.Mesh`
+            rest, tp = divmod(rank, mesh.tp)
+            rest, cp = divmod(rest, mesh.cp)
+            pp, dp = divmod(rest, mesh.dp)
+            if test(tp, cp, dp, pp, mesh.pp):
+                found.append(("trainer", rank))
+        return found or [None]
+
+    return ranks
+
+
+every_rank = _trainers(lambda tp, cp, dp, pp, stages: True)
+rank_0 = _trainers(lambda tp, cp, dp, pp, stages: tp == cp == dp == pp == 0)
+first_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == pp == 0)
+"""Ranks that are given rows of tokens, one of each tensor-parallel group."""
+last_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == 0 and pp == stages - 1)
+"""Ranks that make rows of log-probabilities, one of each tensor-parallel group."""
+
+
+def expert_rank(run: Manifest) -> Sequence[Who]:
+    """Ranks of pipeline stages that have layers with routers."""
+    return _trainers(lambda tp, cp, dp, pp, stages: pp in run.facts.expert_stages)(run)
+
+
+each_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == cp == dp == 0)
+"""One rank of each pipeline stage."""
+
+
+def provider_rank(run: Manifest) -> Sequence[Who]:
+    """One rank of each stage of a training run; in a round trip each rank."""
+    return (every_rank if run.command == "roundtrip" else each_stage)(run)
+
+
+def every_engine(run: Manifest) -> Sequence[Who]:
+    """Each rank of the engine."""
+    return [("engine", rank) for rank in range(run.engine_ranks)] or [None]
+
+
+def once(run: Manifest) -> Sequence[When]:
+    """In the run, whenever."""
+    return [ANYTIME]
+
+
+def per_update(run: Manifest) -> Sequence[When]:
+    """In each optimizer step."""
+    if run.facts.step:
+        return [(run.facts.step, number) for number in run.facts.updates]
+    return per_step(run)
+
+
+def per_step(run: Manifest) -> Sequence[When]:
+    """In each step: of a training run, of a round trip, of a recorded loop."""
+    if run.facts.step:
+        return [(run.facts.step, None)]
+    if run.command == "golden":
+        return []
+    return [(version, None) for version in (run.facts.updates or range(1, _cycles(run) + 1))] or [ANYTIME]
+
+
+def per_live(run: Manifest) -> Sequence[When]:
+    """Each version whose tensors are joined: all that are sent in a step of a training run."""
+    return per_sync(run) if run.facts.step else per_step(run)
+
+
+def per_answers(run: Manifest) -> Sequence[When]:
+    """In a step, and with the weights before it where an evaluation of theirs is in its trace."""
+    before = run.facts.examined and run.facts.part == "step"
+    return [*per_step(run), *([(run.facts.step - 1, None)] if before else [])]
+
+
+def per_held(run: Manifest) -> Sequence[When]:
+    """Each version that an engine holds: in a round trip those that it begins with too."""
+    return per_version(run) if _cycles(run) else per_sync(run)
+
+
+def per_gradient(run: Manifest) -> Sequence[When]:
+    """In each optimizer step, and in a round trip's idle one at version 0."""
+    idle = _cycles(run) and run.config.get("update") == "step" and not run.facts.frozen_base
+    return [*([(0, None)] if idle else []), *per_update(run)]
+
+
+def if_asked(run: Manifest) -> Sequence[When]:
+    """Once in a round trip, whose steps have an objective and a rule of their own."""
+    return [ANYTIME] if _cycles(run) and run.config.get("update") == "step" else []
+
+
+def if_scored(run: Manifest) -> Sequence[When]:
+    """Each version of the weights that a round trip scores with."""
+    return per_version(run) if _cycles(run) else []
+
+
+def at_ends(run: Manifest) -> Sequence[When]:
+    """First and last weights that a round trip in fp32 samples by."""
+    asked = _cycles(run) and run.synced_versions and run.dtype == "float32"
+    return [(0, None), (_cycles(run), None)] if asked else []
+
+
+def per_score(run: Manifest) -> Sequence[When]:
+    """Weights by which transformers scores too: the policy's before the step, and the reference's."""
+    if not run.facts.step:
+        return per_version(run) if _cycles(run) else once(run)
+    return [(run.facts.step - 1, None), *([(0, None)] if run.facts.has_reference else [])]
+
+
+def after_another(run: Manifest) -> Sequence[When]:
+    """Once, where a step went before."""
+    return [ANYTIME] if run.facts.part == "export" or run.facts.step != 1 else []
+
+
+def if_cut(run: Manifest) -> Sequence[When]:
+    """Once, but for exports that no layout cuts: of adapters, or of a family without one."""
+    return [] if run.facts.part == "export" and (run.facts.frozen_base or not run.layout) else [ANYTIME]
+
+
+def if_adapted(run: Manifest) -> Sequence[When]:
+    """Each export of adapters."""
+    return [] if run.facts.part == "export" and not run.facts.frozen_base else per_export(run)
+
+
+def if_measured(run: Manifest) -> Sequence[When]:
+    """Once, where the noise of the run's dtype was measured."""
+    return [ANYTIME] if run.facts.noise else []
+
+
+def per_noise(run: Manifest) -> Sequence[When]:
+    """Same as `per_score`, where a run says what transformers scores."""
+    return per_score(run) if run.facts.step or _cycles(run) else []
+
+
+def per_pass(run: Manifest) -> Sequence[When]:
+    """In each pass that trains; of a round trip with the weights of each version, which score too."""
+    return per_update(run) if not _cycles(run) else per_version(run)
+
+
+def per_sample(run: Manifest) -> Sequence[When]:
+    """Each version of a round trip's weights; elsewhere some time."""
+    return once(run) if not _cycles(run) else per_version(run)
+
+
+def at_load(run: Manifest) -> Sequence[When]:
+    """Once, where the ranks loaded the model: in a step of a training run that is the first, or of adapters."""
+    first = not run.facts.step or run.facts.loaded or run.facts.frozen_base
+    return [ANYTIME] if first else []
+
+
+def per_version(run: Manifest) -> Sequence[When]:
+    """Each version of the weights that a round trip scores with; the step of a training run."""
+    return per_step(run) if not _cycles(run) else [(version, None) for version in range(_cycles(run) + 1)]
+
+
+def per_export(run: Manifest) -> Sequence[When]:
+    """Each version that is exported."""
+    if _cycles(run):
+        return per_version(run)
+    return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
+
+
+def per_later_export(run: Manifest) -> Sequence[When]:
+    """Each export but that of a training run's first weights, which no step of its trace has made."""
+    return per_step(run) if run.facts.step else per_export(run)
+
+
+def per_sent(run: Manifest) -> Sequence[When]:
+    """Each version that a training run sends; elsewhere some time."""
+    return per_sync(run) if run.facts.step else once(run)
+
+
+def per_sync(run: Manifest) -> Sequence[When]:
+    """Each version that the engine gets."""
+    return [(version, None) for version in run.synced_versions] or [ANYTIME]
+
+
+def _cycles(run: Manifest) -> int:
+    found = run.config.get("cycles", 0) if run.command == "roundtrip" else 0
+    return found if isinstance(found, int) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Recorders and times of which each pair owes a record."""
+
+    recorders: Recorders = anyone
+    times: Times = once
+
+    def missing(
+        self, kind: str, records: Iterable[Record], run: Manifest, came_past: Callable[[int], bool]
+    ) -> list[str]:
+        """Sentences on what is owed and not there; nothing that a run that broke may not have come to.
+
+        Args:
+            kind: of the records, as reports spell it.
+            records: of this kind.
+            run: that was recorded.
+            came_past: tells of a version whether the run reached all of it.
+        """
+        owed: list[tuple[Who, int | None, int | None]]
+        if run.command == "probe":  # of whom and of what its processes recorded when the loop was sealed
+            own = run.facts.recorded.get(kind, {})
+            owed = [(_named(name), version, None) for name, versions in own.items() for version in versions]
+        else:
+            owed = [(by, *when) for by in self.recorders(run) for when in self.times(run)]
+        if not owed:
+            return []
+        some, timed, numbered = (place is not None for place in owed[0])
+        seen = {
+            (
+                item.party if some else None, item.version if timed else None,
+                item.update_number if numbered else None,
+            )
+            for item in records
+        }  # fmt: skip
+        gone = [place for place in owed if place not in seen]
+        lost = [place for place in gone if (run.complete if place[1] is None else came_past(place[1]))]
+        said = [kind + "".join(_where(*place)) for place in lost[:NAMED]]
+        return said + ([f"{len(lost) - NAMED:,} more of {kind}"] if len(lost) > NAMED else [])
+
+
+def _named(name: str) -> Who:
+    role, _, rank = name.rpartition(" ")
+    return role, int(rank)
+
+
+def _where(who: Who, version: int | None, number: int | None) -> Iterable[str]:
+    if who is not None:
+        yield f" of {who[0]} rank {who[1]}"
+    if number is not None:
+        yield f" in update {number}"
+    elif version is not None:
+        yield f" in version {version}"
