@@ -120,7 +120,7 @@ def test_another_mesh_goes_on_with_the_next_losses(stopped, whole, trainer_launc
     assert train(trainer_launcher, stopped, *mesh, "verify.steps=true", "verify.every=0").resumed_from == 2
     report = report_of(store.read(stopped / "steps" / "000003"), "")
     verdicts = {outcome.code: outcome.verdict for outcome in report.outcomes}
-    assert (report.exit_code, verdicts["CKP001"], verdicts["CKP002"]) == (0, Verdict.HOLDS, Verdict.HOLDS)
+    assert (report.exit_code, verdicts["CKP001"]) == (0, Verdict.HOLDS)
     gaps = [abs(one - other) for one, other in zip(losses(stopped), losses(whole), strict=True)]
     assert gaps[:2] == [0.0, 0.0]
     assert gaps[2] <= FIRST

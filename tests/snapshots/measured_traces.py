@@ -1,4 +1,4 @@
-"""Adapters, routers and rewards of a training step, all right; and the smallest thing that goes wrong."""
+"""Adapters, routers and answers of a training step, all right; and the smallest thing that goes wrong."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from verifier.core.record import Record
 from verifier.core.records_gradients import GradientProducts, TensorProduct
-from verifier.core.records_policy import PolicyColumns, RequestSeeds, RewardSeals, ScoredRows
-from verifier.core.records_run import WrittenState
+from verifier.core.records_policy import RequestSeeds, ScoredRows
 from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
-from verifier.core.seal import seal_of_array, seal_of_reward
+from verifier.core.seal import seal_of_array
 
 PULLS = {"counts": np.array([[1, 0]]), "logits": np.zeros((1, 2)), "size": np.ones(1)}
 """One row of two experts with equal logits, under a z-loss with a coefficient of 1."""
@@ -32,13 +31,12 @@ ARRAYS |= {
 }
 CONFIG: dict[str, Any] = {
     "megatron": {"moe_load_balancing": "none", "moe_aux_loss": 0.0, "moe_z_loss": 1.0},
-    "grpo.mode": "inflight",
-    "grpo.inflight_steps": 2,
 }
 NATS = seal_of_array(np.array([-1.5, -2.25], np.float32)), seal_of_array(np.array([-3.0], np.float32))
-SEALED: dict[str, Any] = {"answers": ("x", "y"), "seals": (((0, NATS[0]), (0, NATS[1])),)}
-"""Log-probabilities of two answers, as they came from the engine."""
-GIVEN = seal_of_reward("so #### 7", "7", 1.0), seal_of_reward("8", "7", 0.0)
+SEALED: dict[str, Any] = {
+    "answers": ("x", "y"), "seals": (((0, NATS[0]), (0, NATS[1])),), "weights": ((((0, 2),), ((1, 1),)),),
+}  # fmt: skip
+"""Log-probabilities of two answers, as they came from the engine, and the weights that it held."""
 SCALE = AdapterScale(name="q.adapter (chunk 0)", scale=2.0, gap=0.0, greatest=1.0, dtype="float32")
 
 PRODUCTS = (
@@ -52,7 +50,7 @@ PRODUCTS = (
 
 
 def measured() -> list[Record]:
-    """Gradients of two routers, and the rewards of two answers."""
+    """Gradients of two routers, scores of two answers, and tensors of a checkpoint."""
     return [
         *(
             RouterGradients(
@@ -83,7 +81,6 @@ def measured() -> list[Record]:
             )
             for which, array in (("current", "scored"), ("reference", "scored by the reference"))
         ),
-        RewardSeals(name="round 0", version=1, seals=GIVEN),
         *(
             WrittenTensors(
                 name=f"rank {rank}", version=1, tensors=("optimizer.state.exp_avg.decoder.weight",), counts=(3,),
@@ -91,7 +88,6 @@ def measured() -> list[Record]:
             )
             for rank in range(2)
         ),
-        WrittenState(name="state.json", version=1, numbers={"step": 1}, rollouts="xxh3:0", after="xxh3:0"),
     ]  # fmt: skip
 
 
@@ -100,9 +96,8 @@ def _with(array: str) -> Callable[[Any], Record]:
 
 
 CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
-    "DAT015": (PolicyColumns, lambda item: replace(item, trained_version=2)),
+    "DAT015": (RequestSeeds, lambda item: replace(item, weights=((((0, 2),), ((0, 1),)),))),
     "DAT014": (RequestSeeds, lambda item: replace(item, seals=(((0, NATS[0]), (0, NATS[0])),))),
-    "RWD003": (RewardSeals, lambda item: replace(item, seals=GIVEN[:1])),
     "LGP016": (AdapterScales, lambda item: replace(item, adapters=(replace(SCALE, scale=16.0, gap=7.0),))),
     "LGP017": (ScoredRows, _with("scored otherwise")),
     "CKP004": (WrittenTensors, _with("bits of the checkpoint before")),

@@ -13,8 +13,8 @@ from verifier.checks.conditions import GRPO, SFT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import condition, knob, on, recorded
-from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingRound
+from verifier.core.condition import condition, on, recorded
+from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 from verifier.core.records_trainer import LossColumns, TrainedText
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -137,58 +137,6 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
             )  # fmt: skip
 
 
-SEVERAL_ROUNDS = GRPO & condition("one round of sampling", lambda run: knob(run, "grpo.max_sampling_rounds") > 1)
-
-
-@check("DAT005", needs=(SamplingRound, Advantages), applies=on(step=SEVERAL_ROUNDS))
-def group_replaced_without_cause(trace: Trace) -> Iterator[Comparison]:
-    """Dynamic sampling replaces a group if all of its rewards are equal and a round is left, and no other.
-
-    What it checks: per group of every round, whether it is in the step's batch, against its rewards; the reward of each
-    rollout that stays against the batch's; per round, the tokens that are counted as replaced, and the number of groups
-    against those that the round before it left without variance; and that no round is beyond the limit.
-    Why it matters: a filter that takes a mean for the rewards, or keeps one answer of a replaced group, trains on
-    another choice of prompts than the config says, and the reward rises for it.
-    Evidence: reward/round, advantage/advantages.
-    Tolerance and its source: exact; rewards are compared as they are, counts are counts.
-    What it does not catch: a reward that is wrong itself (RWD001); prompts of another order (DAT001).
-    References: NeMo-RL#2431, SkyRL#1335, slime#2238.
-    """
-    for batch in trace.of(Advantages):
-        rounds = sorted(trace.of(SamplingRound, version=batch.version), key=lambda item: item.round)
-        trained = dict(zip(batch.ids, batch.rewards, strict=True))
-        for item in rounds:
-            kept: dict[str, dict[str, float]] = defaultdict(dict)
-            for name, group, reward in zip(item.ids, item.groups, item.rewards, strict=True):
-                kept[group][name] = reward
-            lost = {group for group, rewards in kept.items() if len(set(rewards.values())) == 1}
-            gone = lost if item.round + 1 < item.limit else set()
-            for group, rewards in kept.items():
-                right = {} if group in gone else rewards
-                found = {name: trained[name] for name in rewards if name in trained}
-                yield Comparison(
-                    what=group, same=found == right, stage=Stage.REWARD, version=item.version, badness=1.0,
-                    sentence=f"{len(found)} rollouts of `{group}` are in the batch, {len(right)} should be: its "
-                    f"rewards in round {item.round} of {item.limit} are {sorted(set(rewards.values()))}",
-                    expected=f"{right}", actual=f"{found}", allowed="exact (names and rewards)",
-                    hint="look at what the filter compares, and which groups the next round replaces",
-                )  # fmt: skip
-            rows = zip(item.groups, item.token_counts, strict=True)
-            tokens = sum(count for group, count in rows if group in gone)
-            after = [len(set(later.groups)) for later in rounds if later.round == item.round + 1]
-            sums = (
-                ("replaced tokens", sum(item.replaced.values()), tokens),
-                ("groups in the next round", sum(after), len(gone)),
-                ("rounds beyond the limit", max(0, item.round + 1 - item.limit), 0),
-            )
-            for what, actual, expected in sums:
-                yield Comparison(
-                    what=f"{what} of round {item.round}", same=actual == expected, stage=Stage.REWARD,
-                    version=item.version, badness=1.0,
-                    sentence=f"round {item.round} has {actual:,} {what}, it should have {expected:,}",
-                    expected=f"{expected:,} (by the rewards)", actual=f"{actual:,}", allowed="exact (counts)",
-                    hint="look at how many prompts a round asks for",
-                )  # fmt: skip
 
 
 def _said(reason: str) -> str:

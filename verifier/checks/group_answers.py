@@ -24,7 +24,7 @@ def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
     counts are then those of what was left, and agree.
     Evidence: data/asked, advantage/advantages.
     Tolerance and its source: exact; these are counts.
-    What it does not catch: recorded rollouts; groups that further rounds of sampling replace (DAT005).
+    What it does not catch: recorded rollouts; which groups further rounds of sampling replace.
     References: labs-molt#109, SkyRL#1529.
     """
     for asked in trace.of(SamplingAsked):

@@ -9,25 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.answer_ends import spans
-from verifier.checks.conditions import EXAMINED, LIVE
+from verifier.checks.conditions import LIVE
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.condition import on
 from verifier.core.records_policy import (
     EpisodeTurns,
-    GivenRewards,
     PolicyColumns,
     RequestSeeds,
-    RewardSeals,
 )
 from verifier.core.records_tokens import GivenRoutes, Rollouts
-from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
+from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-PREFIX = "held-out "
-"""Before the name of the number of an evaluation, in the name of the rewards that it is a mean of."""
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
 MISSING = -1
@@ -160,42 +156,3 @@ def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
         actual=f"{turn.seal:08x} (checksum, as the step has them)", allowed="exact (they are copied)",
         hint="look at what rounds, clamps, fills in or reorders answers between the engine and the batch",
     )  # fmt: skip
-
-
-@check("RWD003", needs=(RewardSeals, GivenRewards), applies=on(step=LIVE | EXAMINED, export=EXAMINED))
-def reward_of_another_text(trace: Trace) -> Iterator[Comparison]:
-    """Every reward of a live answer was given by the reward's own process, for this text and this gold answer.
-
-    What it checks: per rollout with a text, that the process in which the reward function runs named this reward, for
-    this text and this gold answer, in this step, whatever the function is. Per held-out problem the same, of the
-    rewards of its evaluation.
-    Why it matters: rewards that come back in another order, stay in another order when a batch is sorted or filtered,
-    come from a cache by a part of what they depend on, or are 0 where the function raised: each looks like a reward,
-    and the policy learns from noise.
-    Evidence: reward/seals, reward/rewards.
-    Tolerance and its source: exact (CRC-32 of text, gold answer and reward).
-    What it does not catch: a function that is wrong itself (RWD001, of the reward `answer`); equal rewards that are
-    exchanged, which change nothing; another function than the config names.
-    References: verl#2185, NeMo-RL#3794, open-r1#134, verl#4268, strands-agents/evals#198.
-    """
-    for given in trace.of(GivenRewards):
-        evaluated = given.name.startswith(PREFIX)
-        known = {
-            seal
-            for item in trace.of(RewardSeals, version=given.version)
-            if (item.name == given.name if evaluated else not item.name.startswith(PREFIX))
-            for seal in item.seals
-        }
-        if not known:
-            continue
-        for name, text, answer, reward in zip(given.ids, given.texts, given.answers, given.rewards, strict=True):
-            if text is None:
-                continue
-            yield Comparison(
-                what=name, same=seal_of_reward(text, answer or "", reward) in known, stage=Stage.REWARD,
-                version=given.version, badness=1.0,
-                sentence=f"the reward of `{name}`, {reward:g}, is none that `{given.reward}` gave for its text",
-                expected=f"a reward that its process gave for `{text[-40:]}`", actual=f"{reward:g}",
-                allowed="exact (rewards are copied)",
-                hint="look at what orders, caches or replaces rewards between their function and the batch",
-            )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what their files have, and what its ranks hold after a resume and were trained on."""
+"""Checkpoints of a run: what their files have, and what its ranks hold after a resume."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.condition import ALWAYS, condition, knob, on
-from verifier.core.records_run import WrittenState
 from verifier.core.records_trainer import (
-    CheckpointNumber,
     LoadedElements,
     LoadedState,
     SavedState,
-    TrainedUntil,
     WrittenTensors,
 )
 from verifier.core.stage import Stage
@@ -30,21 +27,19 @@ ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sl
 
 @check("CKP001", needs=(SavedState, LoadedState), applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS))
 def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
-    """After a resume every rank holds what it held when the checkpoint was saved, and the data go on where they were.
+    """After a resume every rank holds what it held when the checkpoint was saved.
 
     What it checks: per rank, digests of weights, fp32 masters, Adam's moments and steps, the scheduler's count, and all
-    random states, taken after the load, against those taken at the save; names both ways. The controller's position in
-    the data, and the digest of all examples to train on, in order, too. Where trainer and engine take turns on a GPU,
-    the same before and after each stay on the host. On another mesh, in place of digests, 32 elements of each tensor of
-    the checkpoint: weights, masters, moments, a reference; and the counts of optimizer and scheduler.
+    random states, taken after the load, against those taken at the save; names both ways. Where trainer and engine take
+    turns on a GPU, the same before and after each stay on the host. On another mesh, in place of digests, 32 elements
+    of each tensor of the checkpoint: weights, masters, moments, a reference; and the counts of optimizer and scheduler.
     Why it matters: a resume that leaves moments out, builds masters from rounded weights, or begins a schedule anew
     trains on without an error, and no curve shows why it is worse.
     Evidence: checkpoint/saved, checkpoint/loaded; on another mesh checkpoint/elements.
     Tolerance and its source: bitwise; a load is a copy.
     What it does not catch: state that was wrong before it was saved (TRN001, TRN003); on another mesh all other
-    elements, random states, which are those of the seed, and the state of a model without a layout; a number that is
-    another step's (CKP002).
-    References: NeMo-RL#3171, SkyRL#1403, open-r1#450, slime#1152, VeOmni#330, AReaL#1468.
+    elements, random states, which are those of the seed, and the state of a model without a layout.
+    References: NeMo-RL#3171, SkyRL#1403, slime#1152, AReaL#1468.
     """
     held = {(item.role, item.rank, item.version) for kind in (SavedState, LoadedState) for item in trace.of(kind)}
     for role, rank, version in sorted(held):
@@ -97,62 +92,24 @@ def _shown(part: str, bits: int) -> str:
     return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
-@check("CKP002", needs=(CheckpointNumber, TrainedUntil), applies=on(step=RESUMED, load=ALWAYS))
-def checkpoint_of_another_step(trace: Trace) -> Iterator[Comparison]:
-    """After a resume the data go on behind the last step that the saved state was trained on.
-
-    What it checks: the last step in which each rank had taken an update when it saved, by its own count, against the
-    number of the checkpoint, which it may not exceed; and the steps that its optimizer counted then, against the
-    checkpoint's count of updates.
-    Why it matters: a checkpoint that is saved before the loop counts its step carries the number of the step before. A
-    resume trains a batch again on weights that it trained already, and all states are what was saved.
-    Evidence: checkpoint/number, checkpoint/trained.
-    Tolerance and its source: exact; these are counts. Steps whose rollouts were all dropped train nothing, so a number
-    may be greater.
-    What it does not catch: a number that is too great, so that a batch is left out.
-    References: Megatron-Bridge#3267, pytorch-lightning#19815.
-    """
-    for number in trace.of(CheckpointNumber):
-        for item in trace.of(TrainedUntil, version=number.version):
-            counts = (
-                ("step", item.step, number.step, item.step <= number.step, "at most "),
-                ("optimizer steps", item.optimizer_steps, number.optimizer_steps,
-                 item.optimizer_steps == number.optimizer_steps, ""),
-            )  # fmt: skip
-            for what, actual, expected, same, bound in counts:
-                yield Comparison(
-                    what=f"{what} on rank {item.rank}", same=same, stage=Stage.CHECKPOINT, version=number.version,
-                    badness=1.0, owner=owner_of(item),
-                    sentence=f"the checkpoint says {what} {expected:,}, rank {item.rank} had trained until {actual:,}",
-                    expected=f"{bound}{expected:,} (the number of the checkpoint)",
-                    actual=f"{actual:,} (the rank, when it saved)", allowed="exact (counts)",
-                    hint="look at whether the loop saves before or after it counts the step",
-                )  # fmt: skip
-
-
-@check("CKP004", needs=(WrittenTensors, WrittenState), applies=on(step=STORED, export=STORED))
+@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 
     What it checks: after each checkpoint, per rank, up to 64 elements of up to four of its tensors of each kind
     (weights, masters, either moment), others in each, read from the files, against copies of the same elements that
     were taken when the save began; and that each tensor is there. Of up to eight tensors that the rank's optimizer
-    steps, up to 64 elements of weights, masters and moments against what the last update left of them. And of the
-    controller's part, that its step, its version and its position in the data are of the checkpoint's own step, and
-    that the batch in it, which was sampled ahead, is the one that the next step takes.
+    steps, up to 64 elements of weights, masters and moments against what the last update left of them.
     Why it matters: a writer that works beside the training may write what it was given first, again and again, or what
     the next step has made of it. Saves and loads report success, and the run goes on as it should. Whoever resumes
-    from it weeks later loses the steps between. A position that stays where a resume began is of no run before the
-    second resume.
-    Evidence: checkpoint/written, checkpoint/state.
+    from it weeks later loses the steps between.
+    Evidence: checkpoint/written.
     Tolerance and its source: bitwise; a save is a copy.
     What it does not catch: frozen tensors and buffers that were wrong before they were given; random states and counts
     (CKP001); tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged
     gates, and those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
-    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077,
-    prime-rl#3332.
+    References: NeMo-RL#3312, NeMo-RL#4183, pytorch#144657, nvidia-resiliency-ext#376, NeMo-RL#949, Megatron-LM#5077.
     """
-    yield from _states(trace)
     for item in trace.of(WrittenTensors):
         given = ragged.split(trace.array(item, "given"), item.counts)
         for name, right, found in zip(
@@ -170,23 +127,4 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
                 mismatched=f"elements: {bad:,} of {len(right):,}", allowed="bitwise (a save is a copy)",
                 hint="look at what is gathered or put in the place of weights when a save begins, and at when the "
                 "writer reads the memory that it was given",
-            )  # fmt: skip
-
-
-def _states(trace: Trace) -> Iterator[Comparison]:
-    """The controller's part of each checkpoint, against its step and against the batch that came after it."""
-    for item in trace.of(WrittenState):
-        pairs: list[tuple[str, int | str, int | str]] = [
-            *((name, number, item.version) for name, number in item.numbers.items()),
-            ("batch sampled ahead", item.rollouts, item.after),
-        ]
-        for name, actual, expected in pairs:
-            yield Comparison(
-                what=f"{name} of {item.name}", same=actual == expected, stage=Stage.CHECKPOINT, version=item.version,
-                badness=1.0,
-                sentence=f"the checkpoint of step {item.version} has {name} {actual} in {item.name}, it should be "
-                f"{expected}",
-                expected=f"{expected} (what came after the step)", actual=f"{actual} (the file)",
-                allowed="exact (counts and digests)",
-                hint="look at what the controller gives the checkpoint, and at what it keeps of an earlier one",
             )  # fmt: skip

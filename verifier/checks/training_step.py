@@ -1,26 +1,22 @@
-"""Every step of a training run: its examples, its account of tokens, its weights, its rates, its counters."""
+"""Every step of a training run: weights of its tokens, its rates, its counters."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from verifier.checks.conditions import LIVE, SFT, UPDATED
+from verifier.checks.conditions import UPDATED
 from verifier.checks.content import owner_of, times
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.condition import on
 from verifier.core.record import Real
-from verifier.core.records_policy import LossTerms
 from verifier.core.records_trainer import (
-    DataOrder,
     LossColumns,
     OptimizerSettings,
     TrainerStep,
@@ -28,73 +24,12 @@ from verifier.core.records_trainer import (
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-HELD_OUT = 10
-"""Generated prompts of which one is held out: that whose CRC-32 is a multiple of it."""
 WEIGHT = Tolerance(
     absolute=1e-12, unit="of the weight", source="float64: a weight is two divisions of whole numbers, 2 ulp apart"
 )
 RATE = Tolerance(
     absolute=1e-12, unit="of the learning rate", source="float64: a closed form of a few operations, some ulp apart"
 )
-
-
-@check("DAT001", needs=(DataOrder,), applies=on(step=SFT | LIVE))
-def example_of_another_step(trace: Trace) -> Iterator[Comparison]:
-    """The examples of a step are those that (seed, step) name, and none is held out.
-
-    What it checks: the index of every example against the order of its epoch, which is sorted by a BLAKE2b digest of
-    seed, round of sampling, epoch and index; the step that the examples were drawn for against the step that trains on
-    them; and the CRC-32 of generated prompts, which says what is held out.
-    Why it matters: a resumed run that begins its data anew, a data loader that repeats an epoch's order, or a worker
-    that draws from the global generator, trains on something else than the run says. No curve shows it.
-    Evidence: data/order, loss/terms (number of the step).
-    Tolerance and its source: bitwise; indices are copied.
-    What it does not catch: examples that are wrong in the data set itself.
-    References: open-r1#450, NeMo-RL#3171, Megatron-Bridge#3267.
-    """
-    for item in trace.of(DataOrder):
-        for terms in trace.of(LossTerms):
-            yield Comparison(
-                what=f"step of the {item.name}", same=item.step == terms.version, stage=Stage.DATA,
-                version=terms.version, badness=1.0,
-                sentence=f"step {terms.version} trains on the {item.name} of step {item.step}",
-                expected=f"examples of step {terms.version}", actual=f"examples of step {item.step}",
-                allowed="exact (numbers of steps)", hint="look at the queue of batches that were sampled ahead",
-            )  # fmt: skip
-        found, later = trace.array(item).tolist(), f", round {item.round}," if item.round else ""
-        for at, (actual, expected) in enumerate(zip(found, _order(item, len(found)), strict=True)):
-            yield Comparison(
-                what=f"example {at}", same=actual == expected, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"example {at} of step {item.step}{later} is number {actual}, it should be {expected}",
-                expected=f"{expected} (seed {item.seed}, step {item.step} of {item.num_examples:,} examples)",
-                actual=f"{actual} (`{item.examples[at]}`)", allowed="bitwise (indices are copied)",
-                hint="look at the position that the data were resumed from",
-            )  # fmt: skip
-        for name, prompt in zip(item.examples, item.prompts, strict=True) if item.holds_out_by_crc else ():
-            held_out = zlib.crc32(prompt.encode()) % HELD_OUT == 0
-            yield Comparison(
-                what=name, same=not held_out, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"`{prompt}` is held out for the evaluation, and step {item.step} trains on it",
-                expected="a prompt whose CRC-32 ends in another digit than 0", actual=prompt, allowed="none",
-                hint="look at how the data set was split",
-            )  # fmt: skip
-
-
-def _order(item: DataOrder, batch_size: int) -> list[int]:
-    """Indices of a step: epochs follow one another without a gap. Each further round has a stream of its own."""
-    stream = f"{item.seed}.{item.round}" if item.round else f"{item.seed}"
-
-    def epoch(number: int) -> list[int]:
-        def key(index: int) -> bytes:
-            return hashlib.blake2b(f"{stream}/{number}/{index}".encode(), digest_size=16).digest()
-
-        return sorted(range(item.num_examples), key=key)
-
-    begin = (item.step - 1) * (item.batch_size or batch_size)
-    places = range(begin, begin + batch_size)
-    epochs = {place // item.num_examples for place in places}
-    orders = {number: epoch(number) for number in epochs}
-    return [orders[place // item.num_examples][place % item.num_examples] for place in places]
 
 
 @check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED))

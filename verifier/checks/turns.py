@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,44 +248,6 @@ def _whole(item: EpisodeTurns, given: Advantages) -> Iterator[Comparison]:
             expected=f"{right} (one for {'each turn' if item.step_wise else 'all turns'})", actual=f"{found[name]}",
             allowed="exact (counts)", hint="look at what makes rollouts of an episode's turns, and what filters them",
         )  # fmt: skip
-
-
-@check("RWD002", needs=(EpisodeTurns, GivenRewards, Advantages), applies=on(step=GRPO & UPDATED & TURNS))
-def reward_counts_more_than_once(trace: Trace) -> Iterator[Comparison]:
-    """Every episode has its reward once: on the rollout of its last turn, and none on those before it.
-
-    What it checks: per rollout of an episode, the reward that the advantages are made of: of the last turn, or of the
-    whole episode where turns are joined, it is the one that was given for the text; of every other turn it is 0, since
-    the advantages add up the rewards of an episode's turns.
-    Why it matters: a reward on every turn multiplies an episode's reward by its number of turns: the longer of two
-    right episodes is the better one, and the policy learns to take turns.
-    Evidence: data/turns, reward/rewards, advantage/advantages.
-    Tolerance and its source: exact; rewards are copied.
-    What it does not catch: a reward that is wrong itself (RWD001), and what the advantages make of it (ADV002).
-    References: SkyRL#1492, SkyRL#1278.
-    """
-    for item in trace.of(EpisodeTurns):
-        sizes = Counter(item.episodes)
-        given = {
-            name: reward
-            for rewards in trace.of(GivenRewards, version=item.version, name="rewards")
-            for name, reward in zip(rewards.ids, rewards.rewards, strict=True)
-        }
-        for found in trace.of(Advantages, version=item.version):
-            for name, episode, reward in zip(found.ids, found.trajectories, found.rewards, strict=True):
-                if episode not in sizes:
-                    continue
-                is_last = not item.step_wise or name == f"{episode}/{sizes[episode] - 1}"
-                right = given.get(name, math.nan) if is_last else 0.0
-                whose = "what its text was given" if is_last else "none but the last turn has one"
-                yield Comparison(
-                    what=name, same=reward == right, stage=Stage.REWARD, version=item.version, badness=1.0,
-                    sentence=f"`{name}`, of {sizes[episode]} turns, has a reward of {reward:g}, it should "
-                    f"be {right:g}",
-                    expected=f"{right:g} ({whose})", actual=f"{reward:g} (the advantages' input)",
-                    allowed="exact (rewards are copied)",
-                    hint="look at what hands the reward of an episode on to its turns",
-                )  # fmt: skip
 
 
 def _kind(sampled: object) -> str:

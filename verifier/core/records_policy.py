@@ -170,35 +170,6 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     with its number of tokens; empty of engines that get adapters, and in older traces."""
 
 
-class RewardSeals(Record, frozen=True, kw_only=True, tag="reward/seals"):
-    """Rewards of one round of sampling, or of a number of an evaluation, as the process that gave them named them."""
-
-    owed = (Owed(anyone, per_answers),)
-
-    seals: tuple[int, ...]
-    """Checksum of each text, its gold answer and its reward; empty where a checkpoint that the run goes on from has
-    none."""
-
-
-class SamplingRound(Record, frozen=True, kw_only=True, tag="reward/round"):
-    """One round of dynamic sampling of a step: groups with one reward alone give their place to prompts of the next."""
-
-    owed = (Owed(anyone, per_step),)
-
-    round: Count
-    """From 0."""
-    limit: Count
-    """Rounds that the config allows."""
-    ids: tuple[str, ...]
-    groups: tuple[str, ...]
-    """Group of each rollout."""
-    rewards: tuple[float, ...]
-    token_counts: tuple[Count, ...]
-    """Tokens of each rollout in the loss before any filter."""
-    replaced: dict[str, Count]
-    """Tokens of replaced rollouts, by reason."""
-
-
 class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):
     """Turns of a round's episodes with an environment, as the engine sampled them; lists have an entry a turn."""
 

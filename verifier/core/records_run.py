@@ -48,17 +48,3 @@ class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
         what = f"the module `{self.missing}` is not installed" if self.missing else self.message
         place = f", {self.where} in {self.function}" if self.file else ""
         return f"{self.package} {self.package_version}{place}: {what}"
-
-
-class WrittenState(Record, frozen=True, kw_only=True, tag="checkpoint/state"):
-    """The controller's part of a checkpoint, read back from its file, beside the batch that came after it."""
-
-    is_side = False
-
-
-    numbers: dict[str, int]
-    """Name -> number that is to be the step of the checkpoint."""
-    rollouts: str
-    """Digest of the batch in the file that was sampled ahead of the next step; that of none without one."""
-    after: str
-    """Digest of the batch that the next step took; at the end of a run, of the one that waits."""

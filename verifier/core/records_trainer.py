@@ -10,14 +10,11 @@ from verifier.core.owed import Owed, after_another, anyone, every_rank, expert_r
 from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record, TensorRecord
 
 
-class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
-    """Examples of one step. The array [batch size] int64 has their indices in the data set."""
+class DataOrder(Record, frozen=True, kw_only=True, tag="data/order"):
+    """Examples that one round of sampling asks, in order."""
 
     owed = (Owed(anyone, per_step),)
 
-    num_examples: Count
-    """Examples of the data set."""
-    seed: int
     step: Count
     """Number of the step, from 1."""
     examples: tuple[str, ...]
@@ -25,15 +22,11 @@ class DataOrder(ArrayRecord, frozen=True, kw_only=True, tag="data/order"):
     prompts: tuple[str, ...]
     """Text of each prompt."""
     answers: tuple[str | None, ...] = ()
-    """Gold answer of each example; empty where nothing is rewarded, as in fine-tuning."""
+    """Gold answer of each example."""
     rendered: tuple[str, ...] = ()
-    """Text of all that an engine is given for each prompt, as the tokenizer's template writes it; empty likewise."""
+    """Text of all that an engine is given for each prompt, as the tokenizer's template writes it."""
     round: Count = 0
     """Round of sampling within the step: prompts of a later one replace others."""
-    batch_size: Count = 0
-    """Examples that a step takes of its stream, of which these are the first; 0: as many as these."""
-    holds_out_by_crc: bool = False
-    """Prompts are generated, and those whose CRC-32 ends in 0 are held out."""
 
 
 class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
@@ -298,27 +291,6 @@ class LoadedElements(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/ele
     """Elements of each tensor."""
     saved_elements: Count
     """Elements of this part that all ranks saved together."""
-
-
-class CheckpointNumber(Record, frozen=True, kw_only=True, tag="checkpoint/number"):
-    """Steps that a checkpoint is of, by its own number: the next one takes the data after them."""
-
-    step: Count
-    """Steps of the run."""
-    optimizer_steps: Count
-
-
-class TrainedUntil(Record, frozen=True, kw_only=True, tag="checkpoint/trained"):
-    """Steps that one rank had taken when it saved a checkpoint, by its own count."""
-
-    owed = (Owed(every_rank, once),)
-
-    coordinate: str
-    """Mesh coordinate of the rank."""
-    step: Count
-    """Last step in which it took an update; none of later ones had a token in the loss."""
-    optimizer_steps: Count
-    """Steps that its optimizer counted."""
 
 
 class WrittenTensors(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/written"):

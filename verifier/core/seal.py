@@ -26,11 +26,6 @@ def seal_of_array(values: np.ndarray) -> int:
     return zlib.crc32(values.tobytes())
 
 
-def seal_of_reward(text: str, answer: str, reward: float) -> int:
-    """Checksum of a reward and of the text and the gold answer that it was given for."""
-    return zlib.crc32(msgspec.json.encode((text, answer, reward)))
-
-
 def seal_of_reply(turns: Sequence[str], said: str) -> int:
     """Checksum of what an environment says, in composed form (Unicode's NFC), and of the turns that it was given."""
     return zlib.crc32(msgspec.json.encode((turns, normalize("NFC", said))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count as numbers
 from typing import Any
@@ -122,26 +121,3 @@ def gym_problems(
                 )  # fmt: skip
         except Exception as problem:  # its generators assert, and raise whatever
             raise UsageError(f"`{source}` fails: {type(problem).__name__}: {short(str(problem))}") from problem
-
-
-def read_problems_again(
-    source: str, split: str, count: int | None, seed: int, options: Sequence[str]
-) -> Iterator[tuple[str, str, list[tuple[str, str]], str | None, dict[str, Any]]]:
-    """Id, question, messages, answer and further columns of each problem, drawn and divided for a second reading."""
-    given, seen = options_of(options), set[int]()
-    if source.startswith(REASONING_GYM):
-        rows = gym_problems(source, given, seed)
-    else:
-        rows = prompts_of(source.removeprefix(VERIFIERS), given)
-    repeated, most = 0, count or DEFAULT_COUNT
-    for name, asked, answer, further in rows:
-        question = json.dumps(asked)
-        key = hash(question)
-        if (zlib.crc32(question.encode()) % 10 == 0) is (split == "held-out") and key not in seen:
-            seen.add(key)
-            repeated = 0
-            yield name, question, asked, answer, further
-        else:
-            repeated += 1
-        if len(seen) == most or repeated == _MOST_REPEATED:
-            return

@@ -114,17 +114,6 @@ class SecondTokenizer:
         rest = tuple(token for part in parts[1:] for token in part)
         return ReadRow(parts[0], rest, tuple(mark for part in trained[1:] for mark in part))
 
-    def changes(self, said: Sequence[tuple[str, str, bool]]) -> bool:
-        """Test whether the text up to an answer is another than it was when an earlier answer had been given."""
-        talk = [Message(role=role, content=content) for role, content, _ in said]
-        done = ""
-        for at, (role, _, learned) in enumerate(said):
-            if role == "assistant" and learned:
-                if not self._render(talk[:at], to_answer=True).startswith(done):
-                    return True
-                done = self._render(talk[: at + 1], to_answer=False)
-        return False
-
     def _answer(self, turn: Sequence[int]) -> tuple[bool, ...]:
         """Tokens of an assistant's turn that it writes itself: those up to the last special one."""
         ends = [at for at, token in enumerate(turn) if token in self._special_ids]

@@ -9,7 +9,6 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 GENERATION = "verifier.trainer.generation:EngineRollouts"
-MAKES_ROW = f"{GENERATION}._row(self, version, place, number, example, prompt, sample)"
 ASKS = f"{GENERATION}._asked(self, step, number, indices)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8", "grpo.max_answer_tokens=8",

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import structs
-
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.mode_faults import ASYNC
+from verifier.faults.fault import TRAINING, Call, fault
 from verifier.mesh import Mesh
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
@@ -88,36 +84,6 @@ def reference_taken_after_resume(call: Call) -> Any:
         call.self._reference = [tensor.clone() for _, _, tensor in call.self._live.tensors()]
         call.fire()
     return call.original()
-
-
-@fault(
-    "NVIDIA-NeMo/Megatron-Bridge#3267", "verifier.trainer.continuation:Continuation.rewind(self)",
-    **{**ROW, "side": Side.CONTROLLER, "caught_by": ("CKP002",)},
-)  # fmt: skip
-def saved_before_the_step_is_counted(call: Call) -> Any:
-    """The checkpoint after a step has the number of the step before, whose next batch the state was trained on."""
-    checkpoints = call.self._checkpoints
-    at, _ = checkpoints.last_whole()
-    if at is None:
-        return call.original()
-    step = at.step - 1
-    shutil.rmtree(checkpoints.path(step), ignore_errors=True)
-    checkpoints.path(at.step).rename(checkpoints.partial(step))
-    checkpoints.finish(structs.replace(at, step=step, data_position=step, weight_version=step))
-    return call.faulty()
-
-
-@fault(
-    "OpenRLHF/OpenRLHF#1322", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
-    **{**ROW, "side": Side.CONTROLLER, "training": (*ASYNC, "grpo.max_staleness=1")},
-)  # fmt: skip
-def batch_ahead_dropped_at_a_resume(call: Call) -> Any:
-    """The batch that was sampled ahead is restored and thrown away, and its step samples another by newer weights."""
-    if "resumed" in call.state:
-        return call.original()
-    call.state["resumed"] = True
-    call.self._next = None
-    return call.faulty()
 
 
 @fault("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", **{**ROW, "mesh": Mesh(tp=2)})
@@ -226,17 +192,3 @@ def reference_saved_for_the_policy(call: Call) -> None:
 def _begun(call: Call) -> None:
     call.original()
     call.state["begun"] = [item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()]
-
-
-@fault(
-    "PrimeIntellect-ai/prime-rl#3332 (kin: there it was the position in the data)",
-    "verifier.trainer.continuation:Continuation.begin(self, call, step, updates, rollouts)",
-    **{
-        **ROW, "side": Side.CONTROLLER, "caught_by": ("CKP004",),
-        "training": (*ASYNC, "grpo.max_staleness=1", "verify.every=0"),
-    },
-)  # fmt: skip
-def state_stays_that_of_the_resume(call: Call) -> Any:
-    """Each checkpoint after a resume has the batch that the run went on with, and a second resume trains on it."""
-    at = call.self._at
-    return call.original() if at is None else call.faulty(rollouts=list(at.rollouts))

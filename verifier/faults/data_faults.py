@@ -8,39 +8,13 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.mode_faults import ASYNC, VERSIONS
 
 BATCHES = "verifier.trainer.batches"
-ORDER = f"{BATCHES}:batch_indices(num_examples, batch_size, seed, step)"
 NUMBERS = Path(__file__).parent / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
 NEWLINE_FIRST = Path(__file__).parent / "prompts" / "newline_first.jsonl"
 """Conversations in which an assistant's turns begin with a newline."""
 ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
-
-
-@fault("huggingface/open-r1#450", ORDER, caught_by=("DAT001",), **ROW)
-def position_of_data_lost(call: Call) -> Any:
-    """Every step begins the data set anew, as a run does that resumes without its position."""
-    return call.faulty(step=0)
-
-
-@fault(
-    "huggingface/transformers#4398", "verifier.data.order:epoch_order(num_examples, seed, epoch)",
-    caught_by=("DAT001",), **ROW, training=("data.num_examples=8",),
-)  # fmt: skip
-def order_of_the_first_epoch(call: Call) -> Any:
-    """The sampler is not told the epoch, so every epoch has the order of the first."""
-    return call.original() if not call.epoch else call.faulty(epoch=0)
-
-
-@fault(
-    "herniqeu/extract0#1", "verifier.data.arithmetic:is_held_out(prompt)", caught_by=("DAT001",),
-    **ROW, training=("data.batch_size=16",),
-)  # fmt: skip
-def held_out_trained_on(call: Call) -> Any:
-    """The split is not applied, and steps train on prompts that the evaluation holds out."""
-    return call.wrong(False)
 
 
 @fault(
@@ -53,27 +27,6 @@ def stale_beginning_trained_on(call: Call) -> Any:
     if "stale" in reasons:
         call.fire()
     return [None if reason == "stale" else reason for reason in reasons]
-
-
-@fault(
-    "NVIDIA-NeMo/Megatron-Bridge#3267", "verifier.trainer.ahead:AheadRollouts._take(self, step)",
-    caught_by=("DAT001",), training=(*ASYNC, "grpo.max_staleness=3"), **ROW,
-)  # fmt: skip
-def batch_sampled_ahead_trained_twice(call: Call) -> Any:
-    """A batch that was sampled ahead stays in the queue, and the next step trains on it once more."""
-    found = call.original()
-    if call.step < 3:
-        call.state["left"] = found
-        return found
-    return call.wrong(call.state["left"])
-
-
-@fault(
-    "PrimeIntellect-ai/prime-rl#1764", VERSIONS, caught_by=("DAT015",), training=(*ASYNC, "grpo.max_staleness=2"), **ROW
-)  # fmt: skip
-def answers_stamped_an_update_too_old(call: Call) -> Any:
-    """Each update counts twice for answers that are sampled ahead, which seem older than they are."""
-    return call.original() if call.version < 1 else call.wrong(tuple(version - 1 for version in call.original()))
 
 
 ENCODE = f"{BATCHES}:encode_example(example, tokenizer)"

@@ -52,21 +52,6 @@ def one_seed_for_an_evaluation(call: Call) -> Any:
     return call.faulty(sampling=replace(call.sampling, each=[call.sampling] * len(call.prompts)))
 
 
-SCORE = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
-
-
-@fault(
-    "strands-agents/evals#198", SCORE, **{**ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",)} | {
-        "training": (*ROW["training"], "grpo.reward=verifier.faults.reward_faults:length_reward"),
-    },
-)  # fmt: skip
-def evaluation_rewards_as_they_finish(call: Call) -> Any:
-    """The answers of an evaluation are scored side by side, and their rewards stand in the order in which they came."""
-    if not call.state.get("evaluates"):
-        return call.original()
-    return call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion)))
-
-
 @fault(
     "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
     **{**ROW, "stage": Stage.DATA, "caught_by": ("DAT013",)},

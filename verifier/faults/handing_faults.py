@@ -21,12 +21,7 @@ ROUTES: dict[str, Any] = {
         "grpo.group_size=4", "grpo.entropy_weight=0.05", "grpo.replay_routes=true", "steps=2",
     ),
 }  # fmt: skip
-REWARDS: dict[str, Any] = {
-    **ROW, "stage": Stage.REWARD, "caught_by": ("RWD003",),
-    "training": (*KNOBS, "grpo.reward=verifier.faults.reward_faults:length_reward"),
-}  # fmt: skip
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
-SCORES = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
 
 
 @fault(
@@ -80,20 +75,6 @@ def route_of_the_token_before_reported(call: Call) -> Any:
         return sample
     routes = (*sample.routes[:at], sample.routes[at - 1], *sample.routes[at + 1 :])
     return call.wrong(dataclasses.replace(sample, routes=routes, routes_seal=seal_of_array(np.array(routes, np.int32))))
-
-
-@fault("verl-project/verl#2185", SCORES, **REWARDS)
-def rewards_of_the_order_before(call: Call) -> Any:
-    """Answers are sorted by length for the reward, and the rewards are not sorted back."""
-    return call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion)))
-
-
-@fault("huggingface/open-r1#134", SCORES, **REWARDS)
-def failed_reward_is_zero(call: Call) -> Any:
-    """A reward that fails, as for the longest answers by its deadline, is 0, as that of a bad answer is."""
-    lengths = [len(item.completion) for item in call.episodes]
-    rewards = zip(lengths, call.original(), strict=True)
-    return call.wrong([0.0 if length == max(lengths) else reward for length, reward in rewards])
 
 
 @fault(

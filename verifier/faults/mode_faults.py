@@ -72,16 +72,6 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
     return call.wrong([[late(one) for one in own] for own in found])
 
 
-@fault(
-    "RLinf/RLinf#1456", "verifier.engine.client:EngineClient.begin_batch(self, prompts, sampling, steps)",
-    caught_by=("DAT015",),
-    **{**CONTROLLER, "training": (*AHEAD, "grpo.mode=inflight", "grpo.inflight_steps=3", "engine.kind=hf")},
-)  # fmt: skip
-def new_weights_reach_no_running_request(call: Call) -> Any:
-    """The switch for updates in flight has no effect: requests run to their end first, by older weights alone."""
-    return call.faulty(steps=call.sampling.max_tokens)
-
-
 SCHEDULED: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("DAT015",),
 }  # fmt: skip

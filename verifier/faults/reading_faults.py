@@ -13,13 +13,6 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
-READ_AGAIN = "verifier.probes.training.data_as_read:read_again(source, task, split, count, seed, columns, options)"
-MASKED = Path(__file__).parent / "rollouts" / "masked"
-"""Rollouts with sampled tokens that their masks leave out of the loss."""
-ROUTED = Path(__file__).parent / "rollouts" / "routed"
-"""Rollouts with the experts that an engine reported of each token."""
-UNPADDED = Path(__file__).parent / "rollouts" / "unpadded"
-"""Rollouts in files 8, 9 and 10."""
 WITH_SYSTEM = Path(__file__).parent / "prompts" / "with_system.jsonl"
 """Conversations that begin with a system's message."""
 LIVE = (
@@ -28,26 +21,6 @@ LIVE = (
 )  # fmt: skip
 ROW: dict[str, Any] = {"side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 DATA: dict[str, Any] = {**ROW, "stage": Stage.DATA}
-READ: dict[str, Any] = {**DATA, "caught_by": ("DAT010",)}
-
-
-@fault("radixark/miles#558", LOAD, **READ)
-def long_examples_filtered_unsaid(call: Call) -> Any:
-    """The longest examples are left out as the data set is read, and an epoch is over the rest."""
-    found = call.original()
-    sizes = [len(item.question) + len(item.answer or "") for item in found]
-    kept = tuple(item for item, size in zip(found, sizes, strict=True) if size < max(sizes))
-    return call.wrong(kept) if call.split == "train" and kept else found
-
-
-@fault("allenai/open-instruct#1484", LOAD, training=LIVE, **READ)
-def gold_answers_shuffled_apart(call: Call) -> Any:
-    """The gold answers are those of the data set in another order than the prompts, from the moment they are read."""
-    found = call.original()
-    turned = [item.answer for item in (*found[1:], found[0])]
-    return call.wrong(
-        tuple(dataclasses.replace(item, answer=answer) for item, answer in zip(found, turned, strict=True))
-    )
 
 
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
@@ -62,54 +35,6 @@ def answers_evaluated_on_the_training_set(call: Call) -> Any:
 @answers_evaluated_on_the_training_set.also("verifier.trainer.run_data:require_disjoint(train, held_out)")
 def _overlap_of_answers_not_refused(call: Call) -> None:
     return None
-
-
-@fault("ByteDance-Seed/VeOmni#330", LOAD, stage=Stage.CHECKPOINT, caught_by=("CKP001",), **ROW)
-def data_set_in_another_order_after_resume(call: Call) -> Any:
-    """The files of the data set are listed in another order when a run resumes, and its position is of the old one."""
-    found = call.original()
-    return call.wrong((*found[len(found) // 2 :], *found[: len(found) // 2])) if call.split == "train" else found
-
-
-@data_set_in_another_order_after_resume.also(READ_AGAIN)
-def _whoever_lists_them(call: Call) -> Any:
-    import numpy as np
-
-    found = call.original()
-    return np.roll(found, -(len(found) // 2), axis=0) if call.split == "train" else found
-
-
-@fault("THUDM/slime#1205", "verifier.trainer.grpo_plan:rollout_of(row)", caught_by=("DAT012",),
-       training=("algorithm=grpo", f"data.rollouts={MASKED}"), **DATA)  # fmt: skip
-def recorded_mask_not_read(call: Call) -> Any:
-    """The mask that recorded rollouts bring is not passed on, and all that was sampled is trained on."""
-    from msgspec.structs import replace
-
-    return call.faulty(row=replace(call.row, mask=call.row.sampled))
-
-
-@fault(
-    "OpenNMT/OpenNMT-py#1755 (kin: there shards of a data set)", "verifier.trainer.grpo_plan:recorded_files(folder)",
-    caught_by=("DAT012",), training=("algorithm=grpo", f"data.rollouts={UNPADDED}"), **DATA,
-)  # fmt: skip
-def files_in_the_order_of_their_text(call: Call) -> Any:
-    """Files of a step each are sorted as text, and the tenth comes before the second."""
-    return call.wrong(sorted(call.folder.glob("*.jsonl")))
-
-
-@fault(
-    "PrimeIntellect-ai/prime-rl#1807 (found in review)", "verifier.trainer.grpo_plan:rollout_of(row)",
-    caught_by=("DAT012",),
-    training=("algorithm=grpo", f"data.rollouts={ROUTED}", "grpo.replay_routes=true"),
-    **DATA | {"model": "tiny:add-moe"},
-)  # fmt: skip
-def routes_lost_between_prompt_and_answer(call: Call) -> Any:
-    """The last token of a recorded prompt loses its route where the answer's are joined on, and has that of padding."""
-    from msgspec.structs import replace
-
-    routes, last = call.row.routes, len(call.row.prompt) - 1
-    filled = tuple(tuple(range(len(experts))) for experts in routes[last])
-    return call.faulty(row=replace(call.row, routes=(*routes[:last], filled, *routes[last + 1 :])))
 
 
 TOKENIZER = "verifier.data.tokenizer:Tokenizer"

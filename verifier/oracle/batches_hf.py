@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from verifier.oracle.routes_hf import Route, Seen, choosing, chosen_experts
 
@@ -15,6 +19,9 @@ MAX_TOKENS = 2048
 """Most tokens of a batch, unless it is one sequence."""
 MAX_LOGITS = 2**21
 """Most logits of a batch, unless it is one sequence; 16 MiB in float64."""
+
+SHARED = 8
+"""Fewest tokens that sequences begin with alike and that are computed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,8 @@ def batches(
 
 
 def logits_of(
-    model: Any, batch: Batch, seen: Seen | None = None, *, wanted: torch.Tensor | None = None
+    model: Any, batch: Batch, seen: Seen | None = None, *, wanted: torch.Tensor | None = None,
+    past: DynamicCache | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Logits of a batch, in the model's dtype and on its device.
 
@@ -75,6 +83,7 @@ def logits_of(
         batch: the sequences.
         seen: as of `choosing`.
         wanted: [P] positions whose logits are computed; all by default.
+        past: keys and values of the tokens before these, of one sequence or of each; those of the batch are added.
 
     Returns:
         [B, P, V].
@@ -82,4 +91,43 @@ def logits_of(
     told = {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}
     kept = {} if wanted is None else {"logits_to_keep": wanted.to(model.device)}
     with choosing(model, told, batch.margin, seen):
-        return model(input_ids=batch.tokens.to(model.device), use_cache=False, **kept).logits
+        ids = batch.tokens.to(model.device)
+        return model(input_ids=ids, use_cache=past is not None, past_key_values=past, **kept).logits
+
+
+def remembers(model: Any) -> bool:
+    """True if keys and values of all tokens before are all that a token depends on."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+def repeated(past: DynamicCache, times: int) -> DynamicCache:
+    """Keys and values of one sequence, for a batch of so many."""
+    found = copy.deepcopy(past)
+    found.batch_repeat_interleave(times)
+    return found
+
+
+def alike(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
+    """Groups of sequences that begin alike: number of tokens to compute once, and their places.
+
+    They have the token after these in common too, so that the same is scored after each. 0 tokens are computed once of
+    those that are in no such group.
+    """
+    rest: list[int] = []
+    group: list[int] = []
+    common = 0
+    for at in [*sorted(range(len(sequences)), key=lambda at: tuple(sequences[at])), None]:
+        if group and at is not None:
+            pairs = zip(sequences[group[0]][:common], sequences[at], strict=False)
+            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if alike > SHARED and len(group) * alike >= (len(group) - 1) * common:  # no fewer tokens are saved
+                group, common = [*group, at], alike
+                continue
+        if len(group) > 1:
+            yield common - 1, group
+        else:
+            rest += group
+        if at is not None:
+            group, common = [at], len(sequences[at])
+    if rest:
+        yield 0, rest

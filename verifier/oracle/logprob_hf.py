@@ -7,25 +7,31 @@ is unused are requests of an engine server.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import msgspec
 import torch
+from transformers import DynamicCache
 
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
 from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import Batch, batches, logits_of
+from verifier.oracle.batches_hf import Batch, alike, batches, logits_of, remembers, repeated
 from verifier.oracle.routes_hf import Route
 
 DRAWS = 6
 """Passes in float32 that tell the scale of rounding. Where one direction dominates, each is one number; were
 they normal and independent, two right sides would differ by more than `ROUNDINGS` times the greatest with a chance of
 3e-5, of 9e-2 with one (ADR 0080). They share a part."""
+
+_Wanted = Mapping[float, Sequence[tuple[int, int]]]
+"""Per temperature, places among all sequences, and numbers of tokens."""
 
 
 @torch.inference_mode()
@@ -65,34 +71,75 @@ def score(
 
 
 @torch.inference_mode()
-def score_twice(
-    _: object, path: str, sequences: Sequence[Sequence[int]], device: str = "cpu",
-    temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (),
-) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:  # fmt: skip
-    """Score by float32 weights and by float64 ones, and measure what float32 changes at each place.
+def sides(
+    _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
+    temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (), ends: Sequence[int] = (),
+) -> list[list[list[list[float]]]]:  # fmt: skip
+    """Describe the distributions after all tokens but the last by float32 weights, and by those of another dtype.
+
+    Args:
+        path: see `score`.
+        sequences: see `score`.
+        dtype: of the other weights; "float64" also measures what float32 changes at each place.
+        device: see `score`.
+        temperature: see `score`; above 0 with ends.
+        routes: see `score`.
+        ends: end tokens. Without, log-probabilities are all that is asked for.
 
     Returns:
-        `score` in float32; in float64; and in the same shape the scale of rounding, nats. Rounding moves the last
-        hidden state, and so the logits of all tokens: thousands of them tell how far it moved at that very place. It is
-        the root mean square, over the vocabulary, of the differences of the two log-probabilities, each less their mean
-        by the distribution; squares of what a float32 log-softmax, which trainers and engines have, is off by are
-        added. Where rounding moves along one direction, a pass may be near zero by chance: the greatest of `DRAWS`.
+        Of log-probabilities; and with ends, of the probability that a draw is an end token, and of entropies, nats:
+        each by float32 weights; by the others; and, with the others in float64, the scale of what right sides in
+        float32 differ by, else rows without values. All as `score` has them. Ends have no scale.
+
+        Rounding moves the last hidden state, and so the logits of all tokens: thousands of them tell how far it moved
+        at that very place. The scale of a log-probability is the root mean square, over the vocabulary, of the
+        differences of the two log-probabilities, each less their mean by the distribution; squares of what a float32
+        log-softmax, which trainers and engines have, is off by are added. Where rounding moves along one direction, a
+        pass may be near zero by chance: the greatest of `DRAWS`. That of an entropy, see `entropy_scale`.
     """
     full_float32()
-    models = [hold_model(path, dtype, device) for dtype in (torch.float64, torch.float32)]  # the second stays cached
-    found: tuple[list[list[float]], ...] = tuple([[]] * len(sequences) for _ in range(3))
-    for part in _parts(models, sequences, temperature, routes, again=DRAWS - 1):
-        high, low = part.nats
-        share, moved = high.exp(), torch.zeros_like(high[..., 0])
-        for drawn in chain([low], part.again):
-            off = drawn - high
-            off -= (off * share).sum(dim=-1, keepdim=True)
-            moved = torch.maximum(moved, off.square().mean(dim=-1))
-        softmax = torch.log_softmax(low.float(), dim=-1).double() - low
-        scale = (moved + softmax.square().mean(dim=-1)).sqrt()
-        for rows, values in zip(found, (part.told(low).float(), part.told(high), scale), strict=True):
-            part.hand(rows, values)
-    return found[0], found[1], found[2]
+    rounds = dtype == "float64"
+    models = [hold_model(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]  # the last stays
+    found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(3 if ends else 1)]
+    for part in _parts(models, sequences, temperature, routes, again=DRAWS - 1 if rounds else 0, shares=True):
+        other, exact = part.nats
+        part.hand(found[0][0], part.told(exact).float())
+        part.hand(found[0][1], part.told(other) if rounds else part.told(other).float())
+        if rounds:
+            part.hand(found[0][2], _scale(exact, other, part.again))
+        if ends:
+            for rows, nats in zip(found[1], (exact, other), strict=False):
+                part.hand(rows, nats[..., list(ends)].exp().sum(dim=-1))
+            for rows, nats in zip(found[2], (exact, other), strict=False):
+                part.hand(rows, -(nats.exp() * nats).sum(dim=-1))
+            if rounds:
+                part.hand(found[2][2], entropy_scale(exact, other))
+    return found
+
+
+def _scale(low: torch.Tensor, high: torch.Tensor, again: Iterator[torch.Tensor]) -> torch.Tensor:
+    """[B, T] scale of rounding of float32 log-probabilities, nats, see `sides`; of [B, T, V] in float32 and float64."""
+    share, moved = high.exp(), torch.zeros_like(high[..., 0])
+    for drawn in chain([low], again):
+        off = drawn - high
+        off -= (off * share).sum(dim=-1, keepdim=True)
+        moved = torch.maximum(moved, off.square().mean(dim=-1))
+    softmax = torch.log_softmax(low.float(), dim=-1).double() - low
+    return (moved + softmax.square().mean(dim=-1)).sqrt()
+
+
+def entropy_scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """[B, T] most that differences of logits of their size change the entropy by, nats; of [B, T, V].
+
+    The entropy changes by the sum of p (log p + H) times each difference: by the spread of log p times that of the
+    differences at most, both by the distribution (Cauchy and Schwarz).
+    """
+    share = exact.exp()
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return (share * (values - (share * values).sum(dim=-1, keepdim=True)) ** 2).sum(dim=-1).sqrt()
+
+    return spread(exact) * spread(other - exact)
 
 
 def full_float32() -> None:
@@ -106,7 +153,7 @@ class _Part:
     """Distributions of sequences of one length at one temperature."""
 
     members: Sequence[Sequence[tuple[int, int]]]
-    """Per row the sequences that it is, or begins with: place among all, and number of tokens."""
+    """Per row the sequences that it is, or begins with: place among all, and number of tokens from its first on."""
     labels: torch.Tensor
     """[B, T - 1, 1] next tokens."""
     temperature: float
@@ -120,20 +167,22 @@ class _Part:
         return every.gather(2, self.labels)[..., 0] if self.temperature else every.amax(dim=-1)
 
     def hand(self, found: list[list[float]], values_BT: torch.Tensor) -> None:
-        """Give every sequence its values."""
+        """Give every sequence its values, after those that it has."""
         for members, row in zip(self.members, values_BT.tolist(), strict=True):
             for at, length in members:
-                found[at] = row[: length - 1]
+                found[at] = [*found[at], *row[: max(length - 1, 0)]]
 
 
 def _parts(
     models: Sequence[Any], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
-    routes: Sequence[Sequence[Route]] = (), again: int = 0,
+    routes: Sequence[Sequence[Route]] = (), again: int = 0, *, shares: bool = False,
 ) -> Iterator[_Part]:  # fmt: skip
     """Distributions after each token but the last of sequences, by some models, each computed once.
 
     The last model's are computed `again` some times, from embeddings that are moved by a unit of rounding at most.
-    A sequence with which another begins is not computed by itself, as later tokens change nothing before them.
+    A sequence with which another begins is not computed by itself, as later tokens change nothing before them. With
+    `shares`, what several sequences begin with is a part of its own before theirs, and they attend to its keys and
+    values; not in models that remember more than these.
     """
     divisors = [temperature] * len(sequences) if isinstance(temperature, (int, float)) else temperature
     first = range(len(sequences)) if any(routes) else longest_of(sequences)
@@ -141,37 +190,66 @@ def _parts(
     for at, place in enumerate(first):
         asked.setdefault(place, {}).setdefault(divisors[at], []).append((at, len(sequences[at])))
     places = [*asked]
-    given = [routes[at] for at in places] if any(routes) else ()
     generator = torch.Generator(models[-1].device).manual_seed(0)
-    for batch in batches(models[-1], [sequences[at] for at in places], given):
-        logits = [logits_of(model, batch)[:, :-1].double() for model in models]
-        wanted = [asked[places[at]] for at in batch.places]
-        for divisor in sorted({key for item in wanted for key in item}):
+    runs = [*((model, False) for model in models), *((models[-1], True) for _ in range(again))]
+
+    def logits(number: int, batch: Batch, past: DynamicCache | None, length: int) -> torch.Tensor:
+        model, moves = runs[number]
+        with _moved(model, generator) if moves else contextlib.nullcontext():
+            return logits_of(model, batch, past=past)[:, :length].double()
+
+    def parts(
+        batch: Batch, labels_BT: torch.Tensor, wanted: Sequence[_Wanted], pasts: Sequence[DynamicCache | None]
+    ) -> Iterator[_Part]:  # fmt: skip
+        found = (logits(number, batch, past, labels_BT.shape[1]) for number, past in enumerate(pasts))
+        every = [*islice(found, len(models))]
+        divisors = sorted({key for item in wanted for key in item})
+        drawn = [*found] if len(divisors) > 1 else found
+        for divisor in divisors:
             rows = [row for row, item in enumerate(wanted) if divisor in item]
+            kept, by = [each[rows] / (divisor or 1.0) for each in every], divisor or 1.0
             yield _Part(
                 members=[wanted[row][divisor] for row in rows], temperature=divisor,
-                labels=batch.tokens[rows, 1:, None].to(logits[0].device),
-                nats=[torch.log_softmax(each[rows] / (divisor or 1.0), dim=-1) for each in logits],
-                again=_again(models[-1], batch, rows, divisor or 1.0, generator, again),
+                labels=labels_BT[rows, :, None].to(kept[0].device),
+                nats=[torch.log_softmax(each, dim=-1) for each in kept],
+                again=(torch.log_softmax(each[rows] / by, dim=-1) for each in drawn),
             )  # fmt: skip
+        deque(found, 0)  # so that every past has the batch's tokens
+
+    if not shares or any(routes) or not remembers(models[-1]):
+        given = [routes[at] for at in places] if any(routes) else ()
+        for batch in batches(models[-1], [sequences[at] for at in places], given):
+            yield from parts(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places], [None] * len(runs))
+        return
+    for shared, group in alike([sequences[at] for at in places]):
+        members, pasts = [places[at] for at in group], []
+        if shared:
+            ids, every = torch.tensor([list(sequences[members[0]][: shared + 1])]), {}
+            for place in members:
+                for divisor, rows in asked[place].items():
+                    every.setdefault(divisor, []).extend((at, min(length, shared + 1)) for at, length in rows)
+            pasts = [DynamicCache(config=model.config) for model, _ in runs]
+            yield from parts(Batch(places=(0,), tokens=ids[:, :-1], experts={}), ids[:, 1:], [every], pasts)
+        for batch in batches(models[-1], [sequences[place][shared:] for place in members]):
+            after = [asked[members[at]].items() for at in batch.places]
+            wanted = [{key: [(at, length - shared) for at, length in rows] for key, rows in item} for item in after]
+            own = [repeated(past, len(wanted)) for past in pasts] or [None] * len(runs)
+            yield from parts(batch, batch.tokens[:, 1:], wanted, own)
 
 
-def _again(
-    model: Any, batch: Batch, rows: Sequence[int], divisor: float, generator: torch.Generator, times: int
-) -> Iterator[torch.Tensor]:
-    """Log-probabilities of rows of a batch, from embeddings that are moved by a unit of rounding at most."""
+@contextlib.contextmanager
+def _moved(model: Any, generator: torch.Generator) -> Iterator[None]:
+    """Within, embeddings are moved by a unit of rounding at most."""
 
     def moved(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         share = torch.rand(output.shape, generator=generator, device=output.device, dtype=output.dtype)
         return output * (1 + (2 * share - 1) * torch.finfo(output.dtype).eps)
 
-    for _ in range(times):
-        hook = model.get_input_embeddings().register_forward_hook(moved)
-        try:
-            logits = logits_of(model, batch)
-        finally:
-            hook.remove()
-        yield torch.log_softmax(logits[rows, :-1].double() / divisor, dim=-1)
+    hook = model.get_input_embeddings().register_forward_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def longest_of(sequences: Sequence[Sequence[int]]) -> list[int]:
@@ -198,35 +276,6 @@ def next_token(
     for token, nats in bias:
         logits[token] += nats
     return torch.log_softmax(logits / temperature, dim=-1).tolist()
-
-
-@torch.inference_mode()
-def end_probabilities(
-    _: object, path: str, sequences: Sequence[Sequence[int]], ends: Sequence[int], dtype: str, temperature: float,
-    routes: Sequence[Sequence[Route]] = (), device: str = "cpu",
-) -> list[list[float]]:  # fmt: skip
-    """Probability that a draw is an end token, after each token of some sequences but its last.
-
-    Args:
-        path: see `score`.
-        sequences: token ids, each of at least 2.
-        ends: the end tokens, whose probabilities are added.
-        dtype: see `score`.
-        temperature: divisor of the logits, above 0.
-        routes: see `score`.
-        device: see `score`.
-
-    Returns:
-        Per sequence, entry t is p(token t + 1 is an end token | tokens 0..t).
-    """
-    full_float32()
-    model = hold_model(path, getattr(torch, dtype), device)
-    found: list[list[float]] = [[]] * len(sequences)
-    for batch in batches(model, sequences, routes):
-        shares = torch.softmax(logits_of(model, batch)[:, :-1].double() / temperature, dim=-1)
-        for at, row in zip(batch.places, shares[..., list(ends)].sum(-1).tolist(), strict=True):
-            found[at] = row
-    return found
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ class Sides(NamedTuple):
     """In float32."""
     other: Scored
     scales: Scored
-    """See `verifier.oracle.logprob_hf.score_twice`; rows are empty where the other is less than float32."""
+    """See `verifier.oracle.logprob_hf.sides`; rows are empty where the other is less than float32."""
 
 
 class Oracle:
@@ -71,10 +71,22 @@ class Oracle:
         """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself."""
         if dtype == "float32":
             tokens = [list(sequence) for sequence in sequences]
-            return Sides(*self.ask("logprob_hf:score_twice", [checkpoint], tokens, device, temperature, routes))
+            asked = (tokens, "float64", device, temperature, routes)
+            return Sides(*self.ask("logprob_hf:sides", [checkpoint], *asked)[0])
         told = (device, temperature, routes)
         exact, other = (self.score(checkpoint, sequences, each, *told) for each in ("float32", dtype))
         return Sides(exact, other, [[]] * len(exact))
+
+    def describe(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str, temperature: float,
+        routes: Sequence[Any], ends: Sequence[int],
+    ) -> tuple[Sides, Sides, Sides]:  # fmt: skip
+        """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies."""
+        tokens = [list(sequence) for sequence in sequences]
+        other = "float64" if dtype == "float32" else dtype
+        asked = (tokens, other, device, temperature, routes, ends)
+        nats, shares, entropies = self.ask("logprob_hf:sides", [checkpoint], *asked)
+        return Sides(*nats), Sides(*shares), Sides(*entropies)
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from verifier.model.transformers_hf import hold_model
 from verifier.oracle.batches_hf import MAX_TOKENS, Batch, batches, logits_of
-from verifier.oracle.logprob_hf import full_float32
+from verifier.oracle.logprob_hf import entropy_scale, full_float32
 from verifier.oracle.step_hf import (
     Adam,
     adapter_gradients,
@@ -158,8 +158,8 @@ def entropies(
         device: "cpu", or "cuda": where transformers computes.
 
     Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `_scale`; and "noise", nats:
-        the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
+        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`; and "noise",
+        nats: the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
     """
     full_float32()
     found = []
@@ -169,29 +169,16 @@ def entropies(
         models = [hold_model(str(weights), kind, device) for kind in (getattr(torch, dtype), torch.float32)]
         parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
         for batch in _batches(models[1], rows):
-            other, exact = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
+            logits = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
+            other, exact = (torch.log_softmax(each, dim=-1) for each in logits)
             entropy = _entropy(exact)
             noise = max(noise, float((entropy - _entropy(other)).abs().max()))
-            for at, pair in zip(batch.places, torch.stack([entropy, _scale(exact, other)], dim=1).cpu(), strict=True):
+            pairs = torch.stack([entropy, entropy_scale(exact, other)], dim=1).cpu()
+            for at, pair in zip(batch.places, pairs, strict=True):
                 parts[at] = pair
         in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
         found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
     return found
-
-
-def _scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """[B, T] most that differences of logits of their size change the entropy by, nats.
-
-    The entropy changes by the sum of p (log p + H) times each difference: by the spread of log p times that of the
-    differences at most, both by the distribution (Cauchy and Schwarz).
-    """
-    nats = torch.log_softmax(exact, dim=-1)
-    share = nats.exp()
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        return (share * (values - (share * values).sum(dim=-1, keepdim=True)) ** 2).sum(dim=-1).sqrt()
-
-    return spread(nats) * spread(other - exact)
 
 
 def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
@@ -247,8 +234,9 @@ def _loss(
     rounds of logits, by more; so do logits of every second id, which an entropy is of. That changes the slope of a
     token's loss in its log-probability, and puts it on the other side of a clip's edge. The gradient of a
     log-probability with respect to its logits is one_hot - p, so rounding of p = exp(logit - log Z) changes it by a
-    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too. That share
-    is also what rounding changes the log-probability by, however near to 0 it is.
+    share of p however small it is: by that share of the gradient of log Z, which is p. log Z is rounded too, and so are
+    the sums that it is of, see `SUMMED`. That share is also what rounding changes the log-probability by, however near
+    to 0 it is.
 
     One more backward pass of each sequence has the gradient of all these changes, taken as of one sign in a sequence;
     the magnitudes of sequences are added. A change of a slope counts against the log-probability and that of p with
@@ -312,8 +300,8 @@ def _loss(
         add(sums[0], torch.autograd.grad(loss, parameters, retain_graph=rounds, allow_unused=True))
         if rounds:
             log_sum = torch.logsumexp(scaled, dim=-1)
-            share = slopes[0].abs() * rounding_of(log_sum.detach())
-            rounding += float(share.sum() + slopes[0].abs().sum() * SUMMED * scaled.shape[-1] ** 0.5)
+            share = slopes[0].abs() * (rounding_of(log_sum.detach()) + SUMMED * scaled.shape[-1] ** 0.5)
+            rounding += float(share.sum())
             acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
             doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
             changes = torch.autograd.grad(doubt, parameters, allow_unused=True)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from verifier.core.seal import NO_SEAL, seal_of_reward
 from verifier.environments.environment import SINGLE, open_environment
 from verifier.errors import UsageError
 from verifier.launch.child import resolve, spawn
@@ -96,7 +95,6 @@ class _Answer(msgspec.Struct, array_like=True):
     """Line that a process writes for a request."""
 
     value: Any = None
-    seal: int = NO_SEAL
     failure: str = ""
     is_usage: bool = False
 
@@ -130,7 +128,7 @@ class RewardPool:
         count = processes or min(_MOST, len(os.sched_getaffinity(0)))
         self._processes = [_Process(reward, environment, deadline_s) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count)
-        self._failed, self._seals, self._begun = set[EpisodeHandle](), list[int](), 0
+        self._failed, self._begun = set[EpisodeHandle](), 0
         self.failures = 0
         """Rewards that were counted as 0 since the last call of `take_failures`."""
         try:
@@ -188,21 +186,14 @@ class RewardPool:
             asked.append(_Request("score", (number, own.row, own.completion), where, process))
         given = dict(zip(going, self._all(asked, f"reward `{self._reward}`"), strict=True))
         rewards = []
-        for at, own in enumerate(episodes):
+        for at in range(len(episodes)):
             found = given.get(at)
             if isinstance(found, _Answer):
                 rewards.append(float(found.value))
-                self._seals.append(found.seal)
                 continue
             self.failures += found is not None
             rewards.append(0.0)
-            self._seals.append(seal_of_reward(own.completion, own.answer, 0.0))
         return rewards
-
-    def take_seals(self) -> tuple[int, ...]:
-        """Seals of all rewards since the last call, as the processes made them."""
-        found, self._seals = tuple(self._seals), []
-        return found
 
     def take_failures(self) -> int:
         """Number of rewards that were counted as 0 since the last call."""
@@ -377,8 +368,7 @@ def serve(function: str, environment: str, descriptor: str) -> None:
             if number is None:
                 say(_Answer(failure=f"gave {repr(value)[:60]} WHERE: a reward is a finite number"))
                 continue
-            _, row, completion = arguments
-            say(_Answer(value=number, seal=seal_of_reward(completion, row.get("answer") or "", number)))
+            say(_Answer(value=number))
 
 
 def _finite(value: object) -> float | None:

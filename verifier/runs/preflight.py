@@ -16,7 +16,7 @@ from verifier.config.profile import ProfileOptions
 from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
 from verifier.core.manifest import Facts
-from verifier.core.store import Recorder, complete, create
+from verifier.core.store import complete, create
 from verifier.data.encode import encode_example, encode_prompt
 from verifier.data.examples import Example
 from verifier.data.key_map import PARTS
@@ -25,7 +25,6 @@ from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.checkpoint import Checkpoint
-from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
 from verifier.probes.training.run_evidence import RANKS, RunEvidence
 from verifier.probes.training.sampled_step import require_judgeable
 from verifier.probes.training.step_trace import step_manifest
@@ -195,8 +194,7 @@ def _load_again(
 ) -> Path:
     """Load the step's checkpoint in new ranks; return the trace of what was saved and what was loaded."""
     folder = RunFolder(config.run)
-    checkpoints = CheckpointEvidence(config)
-    continuation = Continuation(config, folder, progress, checkpoints)
+    continuation = Continuation(config, folder, progress)
     continuation.rewind()
     manifest = step_manifest(config, model, Facts(part="load", step=1))
     trace = create(config.run / "loaded", manifest)
@@ -207,8 +205,6 @@ def _load_again(
             return job.call(name, until.left(f"`{name}` was called"), **arguments)
 
         continuation.load(call)
-        with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
-            checkpoints.record(probe, 2)
         call("observe", stage="LOAD", what="record_load", trace=str(trace))
         job.finish()
     finally:

@@ -26,9 +26,6 @@ class AheadRollouts:
         config: of the run, whose mode is "async" or "inflight".
         engine: samples.
         until: deadline of the run, which `pause` waits for: each request to the engine and each reward has its own.
-
-    Attributes:
-        taken: batch of the last step.
     """
 
     def __init__(self, config: TrainConfig, engine: EngineRollouts, until: Deadline) -> None:
@@ -36,7 +33,6 @@ class AheadRollouts:
         self._inflight = config.grpo.mode == "inflight"
         self.facts: Mapping[str, float] = {}
         self._next: tuple[int, int, Future[SampledBatch | None]] | None = None
-        self.taken: SampledBatch | None = None
 
     @property
     def runs(self) -> bool:
@@ -45,7 +41,7 @@ class AheadRollouts:
 
     def rollouts(self, step: int) -> tuple[Sequence[RolloutRow], str]:
         """Rollouts of a step, sampled before; the next step's are begun, from the weights that the engine holds."""
-        self.taken = batch = self._take(step)
+        batch = self._take(step)
         self.facts = batch.facts
         if step < self._config.steps:
             sample = (lambda: self._engine.begin(step + 1)) if self._inflight else (

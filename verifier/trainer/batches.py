@@ -132,5 +132,5 @@ class SftPlan:
             step=step, number=taken + 1, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
         )
         update.save()
-        self._observer.on_batch(TextBatch(step=step, indices=indices, examples=examples, update=update))
+        self._observer.on_batch(TextBatch(step=step, examples=examples, update=update))
         return [update]

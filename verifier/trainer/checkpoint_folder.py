@@ -39,10 +39,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Digest of the knobs that a resumed run must share."""
     mesh: str
     """Label of the mesh that saved it."""
-    asked: int = 0
-    """Steps that the run was asked for, the next of which is sampled ahead where its mode says so."""
-    data: str = ""
-    """Digest of all examples to train on, in order; empty for recorded rollouts."""
     rollouts: list[Any] = []
     """Rollouts of the next step that were sampled ahead, by round and group; see `SampledBatch.saved`."""
 

@@ -10,7 +10,6 @@ from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
 from verifier.trainer.observer import SILENT, Observer
-from verifier.trainer.run_data import RunData
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -25,14 +24,12 @@ class Continuation:
         folder: of the run.
         progress: called with a line of text.
         observer: told of checkpoints.
-        data: of the run; None for recorded rollouts.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], observer: Observer = SILENT,
-        data: RunData | None = None,
-    ) -> None:  # fmt: skip
-        self._data, self._observer = data, observer
+        self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], observer: Observer = SILENT
+    ) -> None:
+        self._observer = observer
         self._config, self._folder, self._progress = config, folder, progress
         self._checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self._digest = digest_of_values(shared_knobs(config))
@@ -86,7 +83,7 @@ class Continuation:
         if self._at is not None:
             same_mesh = self._at.mesh == self._config.mesh.label()
             arguments = {"resume": str(self._checkpoints.path(self._at.step)), "same_mesh": same_mesh}
-            self._observer.on_resume(self._at)
+            self._observer.on_resume(self._at.step)
         settings: dict[str, Any] = call("load", **arguments)[0]
         return settings
 
@@ -101,11 +98,9 @@ class Continuation:
         if self._checkpoints.path(step).exists():
             return
         call("save", folder=str(self._checkpoints.begin(step)))
-        self._observer.on_save(step)
         self._writing = RunState(
             step=step, updates=updates, data_position=step, weight_version=step, seed=self._config.seed,
-            config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts), asked=self._config.steps,
-            data="" if self._data is None else self._data.digest,
+            config=self._digest, mesh=self._config.mesh.label(), rollouts=list(rollouts),
         )  # fmt: skip
 
     def finish(self, call: Call, *, wait: bool) -> None:

@@ -100,7 +100,7 @@ class Trainer:
             if (ended := folder.finished(config.steps)) is not None:
                 self._observer.on_finished(folder, ended["steps"])
                 return TrainSummary(**ended, finished_before=True)
-            self._continuation = Continuation(config, folder, self._progress, self._observer, self._data)
+            self._continuation = Continuation(config, folder, self._progress, self._observer)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
             launcher = self._open_launcher(stack)

@@ -23,8 +23,6 @@ class Rewarded:
     texts: Sequence[str]
     """Texts of the answers, as the reward read them."""
     rewards: Sequence[float]
-    seals: Sequence[int]
-    """Seals of these rewards, as the process that gave them named them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

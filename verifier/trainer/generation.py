@@ -179,9 +179,9 @@ class EngineRollouts:
     def restored(self, step: int, saved: Sequence[Any]) -> SampledBatch:
         """Answers of a step that were sampled before a stop; see `SampledBatch.saved`."""
         rounds = []
-        for number, (groups, turns, noted, seals) in enumerate(map(read_round, saved)):
+        for number, (groups, turns, noted) in enumerate(map(read_round, saved)):
             indices = self._indices(step, number)[: len(groups)]
-            rounds.append(self._ordered(step, number, indices, groups, turns, noted, seals))
+            rounds.append(self._ordered(step, number, indices, groups, turns, noted))
         return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
     def begin(self, step: int) -> None:
@@ -264,15 +264,15 @@ class EngineRollouts:
         rewards = dict(zip(ids, given, strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         told = self._episodes.played(played)
-        done = self._ordered(step, number, indices, rewarded, told, noted, self._reward.take_seals())
+        done = self._ordered(step, number, indices, rewarded, told, noted)
         return dataclasses.replace(done, failures=self._reward.take_failures())
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
-        turns: PlayedTurns | None, noted: Sequence[Noted], seals: Sequence[int],
+        turns: PlayedTurns | None, noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
-        return Round(groups=groups, indices=indices, turns=turns, noted=noted, seals=seals)
+        return Round(groups=groups, indices=indices, turns=turns, noted=noted)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
@@ -321,7 +321,7 @@ class EngineRollouts:
             rewards = self._reward.score(Episodes.asked(ids, self._held_out, texts, [own[0] for own in episodes]))
             failures += self._reward.take_failures()
             found[name] = sum(rewards) / len(rewards)
-            given.append(Rewarded(number=name, texts=texts, rewards=rewards, seals=self._reward.take_seals()))
+            given.append(Rewarded(number=name, texts=texts, rewards=rewards))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from verifier.trainer.adapters_megatron import Adapters
     from verifier.trainer.ahead import AheadRollouts
     from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
-    from verifier.trainer.checkpoint_folder import RunState
     from verifier.trainer.continuation import Call
     from verifier.trainer.engines import Revival
     from verifier.trainer.evaluation import Answered
@@ -283,8 +282,6 @@ class TextBatch:
     """Examples of a step of fine-tuning."""
 
     step: int
-    indices: Sequence[int]
-    """Places of the examples in the data."""
     examples: Sequence[Example]
     update: OptimizerUpdate
 
@@ -344,8 +341,8 @@ class Observer:
     ) -> None:  # fmt: skip
         """The model's layout is known, and neither ranks nor engines have started."""
 
-    def on_resume(self, state: RunState) -> None:
-        """The ranks load a checkpoint."""
+    def on_resume(self, step: int) -> None:
+        """The ranks load the checkpoint of a step."""
 
     def on_start(self, run: RunParts) -> None:
         """The steps begin."""
@@ -392,9 +389,6 @@ class Observer:
 
     def before_checkpoint(self, step: int) -> None:
         """Wait for what has to be known before a checkpoint is begun."""
-
-    def on_save(self, step: int) -> None:
-        """The ranks begin to write a checkpoint."""
 
     def on_checkpoint(self, step: int, found: Sequence[Any]) -> None:
         """A checkpoint is whole; each rank has read back some of it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from verifier.config.training import TrainConfig
@@ -12,7 +11,6 @@ from verifier.data.chat_template import ChatTemplate, chat_template_of
 from verifier.data.encode import split_turns
 from verifier.data.examples import Example
 from verifier.data.key_map import KeyMap
-from verifier.data.second_reading import digest_of_examples
 from verifier.data.text_dataset import HELD_OUT, Split, Task, count_rows, load_examples, require_disjoint, splits_of
 from verifier.data.tokenizer import Tokenizer
 from verifier.errors import UsageError
@@ -21,7 +19,7 @@ MOST_PROBLEMS = 512
 """Held-out problems by default, at most."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
     """Examples of a run as they were read, and what writes their tokens."""
 
@@ -35,11 +33,6 @@ class RunData:
     """Examples to train on, in order."""
     held_out: Sequence[Example]
     """Problems of the evaluation."""
-
-    @cached_property
-    def digest(self) -> str:
-        """Digest of all examples to train on, in order."""
-        return digest_of_examples(self.train)
 
 
 def key_map(config: TrainConfig) -> KeyMap:

@@ -24,8 +24,6 @@ class Round:
     """Turns of its episodes; None where there is no environment."""
     noted: Sequence[Noted] = ()
     """Seed and seals of each answer, request by request, a turn each."""
-    seals: Sequence[int] = ()
-    """Seals of its rewards, as the process that gave them named them."""
     failures: int = 0
     """Rewards of 0 of episodes whose reward or environment failed."""
 
@@ -72,7 +70,7 @@ class SampledBatch:
         return [
             {"groups": [[encoded(row) for row in group] for group in item.groups],
              "turns": None if item.turns is None else msgspec.to_builtins(item.turns),
-             "noted": [[[*each] for each in own] for own in item.noted], "seals": [*item.seals]}
+             "noted": [[[*each] for each in own] for own in item.noted]}
             for item in self.rounds
         ]  # fmt: skip
 
@@ -84,8 +82,8 @@ def mean_turns(rounds: Sequence[PlayedTurns]) -> float:
 
 def read_round(
     saved: Mapping[str, Any],
-) -> tuple[list[list[RolloutRow]], PlayedTurns | None, Sequence[Noted], Sequence[int]]:
-    """Groups, turns, notes and seals of a round; inverse of `SampledBatch.saved`."""
+) -> tuple[list[list[RolloutRow]], PlayedTurns | None, Sequence[Noted]]:
+    """Groups, turns and notes of a round; inverse of `SampledBatch.saved`."""
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], PlayedTurns)
     noted = msgspec.convert(saved.get("noted", ()), tuple[Noted, ...])
-    return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted, saved.get("seals", ())
+    return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted

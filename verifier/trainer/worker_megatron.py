@@ -36,7 +36,6 @@ from verifier.trainer.live_settings_megatron import data_parallel_of, effective_
 from verifier.trainer.observer import Note, RankObserver, RankParts, Update
 from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
-from verifier.trainer.saves_megatron import Reached
 from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, reference_facts, replaced, state_facts
 from verifier.trainer.turns_megatron import Turns
@@ -130,7 +129,7 @@ class TrainerWorker:
         if folder is not None:
             self._say(f"loading the checkpoint {folder}")
             checkpoint_megatron.load(*self._parts, folder / "megatron", same_mesh=same_mesh)
-            self._trained = saves_megatron.trained_until(folder)
+            self._trained = int(folder.name)
         self._observer.on_load(folder, same_mesh=same_mesh)
         return {"knobs": self._reached(), **effective_settings(*self._parts[:2])} if rank == 0 else {}
 
@@ -151,8 +150,7 @@ class TrainerWorker:
         lives = [self._live] if self._adapters is None else [self._adapters.base, self._live]
         with full_disk_refused(path):  # a look before the save would gather weights that the save itself does not
             elements = elements_of(*self._parts, lives, self._reference)
-            reached = Reached(step=self._trained, optimizer_steps=steps)
-            saves_megatron.write(path, self._context.rank, self._state(), elements, reached)
+            saves_megatron.write(path, self._context.rank, self._state(), elements)
 
     def saved(self, folder: str, wait: bool) -> list[dict[str, Any]] | None:
         """Return what was read back of the checkpoint, once it is written; None before."""

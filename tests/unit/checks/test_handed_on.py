@@ -1,4 +1,4 @@
-"""DAT014 and RWD003 on hand-written steps: answers as the engine gave them, rewards as their process named them.
+"""DAT014 on hand-written steps: answers as the engine gave them.
 
 What this does not exercise: real runs, with several turns and rounds (tests/dist), and bugs (tests/faults).
 """
@@ -15,9 +15,9 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import ONLY
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, PolicyColumns, RequestSeeds, RewardSeals
+from verifier.core.records_policy import EpisodeTurns, PolicyColumns, RequestSeeds
 from verifier.core.records_tokens import GivenRoutes, Rollouts
-from verifier.core.seal import NO_SEAL, seal_of_array, seal_of_reward
+from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -140,39 +140,3 @@ def test_other_routes_are_seen(changed, first):
 @pytest.mark.parametrize("known", [(NO_SEAL,) * 3, ()])
 def test_without_seals_of_routes_nothing_is_said_of_them(known):
     assert routed(ROUTED[::-1], known) == (Verdict.HOLDS, "", 3)
-
-
-def rewarded(
-    rewards=(2.0, 1.0), known=(("1", "7", 2.0), ("8", "7", 1.0)), name="rewards", texts=("1", "8"), sealed="round 0"
-):
-    given = GivenRewards(
-        name=name, version=1, reward="a:b", ids=("x", "y"), texts=texts, answers=("7", "7"), rewards=rewards
-    )
-    seals = RewardSeals(name=sealed, version=1, seals=tuple(seal_of_reward(*item) for item in known))
-    outcome = run_check(REGISTRY["RWD003"], Trace(Manifest(), [given, seals]))
-    return outcome.verdict, outcome.num_compared, outcome.finding and outcome.finding.first.what
-
-
-def test_rewards_as_they_were_given():
-    assert rewarded() == (Verdict.HOLDS, 2, None)
-    assert rewarded(name="replaced in round 0") == (Verdict.HOLDS, 2, None)
-    assert rewarded(texts=("1", None)) == (Verdict.HOLDS, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "first"), [((1.0, 2.0), "x"), ((2.0, 2.0), "y"), ((2.0, 0.0), "y"), ((2.0, 1.0 + 2**-52), "y")]
-)
-def test_other_rewards_are_seen(rewards, first):
-    assert rewarded(rewards) == (Verdict.VIOLATED, 2, first)
-
-
-def test_rewards_of_an_evaluation_have_seals_of_their_own():
-    name = "held-out accuracy"
-    assert rewarded(name=name, sealed=name) == (Verdict.HOLDS, 2, None)
-    assert rewarded((1.0, 2.0), name=name, sealed=name) == (Verdict.VIOLATED, 2, "x")
-    assert rewarded(name=name)[0] is Verdict.INCONCLUSIVE
-    assert rewarded(sealed=name)[0] is Verdict.INCONCLUSIVE
-
-
-def test_without_seals_nothing_is_said_of_rewards():
-    assert rewarded(known=())[0] is Verdict.INCONCLUSIVE

@@ -27,8 +27,8 @@ def judged(
 ):
     records = [
         DataOrder(
-            name="examples", version=1, num_examples=1, seed=1, step=1, examples=("a",), prompts=(question,),
-            answers=("2",), rendered=(written,), array="order",
+            name="examples", version=1, step=1, examples=("a",), prompts=(question,),
+            answers=("2",), rendered=(written,),
         ),
         RolloutTexts(
             name="texts", version=1, begin="<s>", ids=(name,), groups=(group,), prompts=(prompt,), answers=(answer,)

@@ -6,10 +6,10 @@ import datasets
 import numpy as np
 import pytest
 
+from tests.second_reading import PARTS, digests, read_again, rows_of_step
+from verifier.data import text_dataset
 from verifier.data.examples import Example
 from verifier.data.recorded import recorded_files
-from verifier.data.second_reading import PARTS, digests, read_again, rows_of_step
-from verifier.data.text_dataset import load_examples
 from verifier.errors import UsageError
 
 ROWS = [
@@ -34,7 +34,8 @@ def of_example(item: Example):
 
 
 def same(source, task, **options):
-    return np.array_equal(of_examples(load_examples(str(source), task, **options)), read_again(source, task, **options))
+    found = of_examples(text_dataset.load_examples(str(source), task, **options))
+    return np.array_equal(found, read_again(source, task, **options))
 
 
 @pytest.mark.parametrize("source", ["arithmetic", "calculator"])

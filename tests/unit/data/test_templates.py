@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.byte_tokenizer import QWEN3_TEMPLATE, write_byte_tokenizer
+from tests.second_reading import Columns, changes, digests, read_again
 from verifier.data.chat_template import ChatTemplate, chat_template_of
 from verifier.data.encode import encode_example, encode_prompt, split_turns
 from verifier.data.examples import Example, Message
 from verifier.data.key_map import KeyMap
-from verifier.data.second_reading import Columns, digests, read_again
 from verifier.data.second_tokenizer import SecondTokenizer
 from verifier.data.text_dataset import load_examples
 from verifier.data.tokenizer import open_tokenizer
@@ -41,7 +41,7 @@ def both(folder, example, chat=ChatTemplate()):  # noqa: B008
     ours, second, found = open_tokenizer(folder, chat), SecondTokenizer(folder, chat), []
     parts = split_turns(example, ours)
     said = [(item.role, item.content, item.in_loss) for item in example.messages]
-    assert second.changes(said) == (len(parts) > 1)
+    assert changes(second, said) == (len(parts) > 1)
     for part in parts:
         rollout, row = encode_example(part, ours), second.row(part)
         assert (*row.prompt, *row.rest) == tuple(rollout.tokens.tolist())
@@ -136,7 +136,7 @@ def test_conversations_of_a_file_become_examples_for_both_readers(folder, tmp_pa
         )
         for item in found
     ]  # fmt: skip
-    columns = Columns(names={"messages": "turns"}, changes=second.changes)
+    columns = Columns(names={"messages": "turns"}, changes=lambda said: changes(second, said))
     read = read_again(str(file), "sft", columns=columns)
     assert np.array_equal(np.array(used, np.uint64), read)
     assert np.array_equal(read[:2], read_again(str(file), "sft", count=2, columns=columns))

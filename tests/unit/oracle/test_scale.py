@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from verifier.core.records_tokens import ROUNDINGS
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
-from verifier.oracle.logprob_hf import longest_of, score, score_twice
+from verifier.oracle.batches_hf import alike
+from verifier.oracle.logprob_hf import longest_of, score, sides
 
 SEQUENCES = [np.random.default_rng(seed).integers(0, 300, 60).tolist() for seed in range(6)]
 
@@ -25,8 +27,14 @@ def flat(rows: list[list[float]]) -> np.ndarray:
     return np.array([value for row in rows for value in row])
 
 
+def score_twice(
+    path: Path, sequences: list[list[int]], temperature: Any = 1.0
+) -> list[list[list[float]]]:
+    return sides(None, str(path), sequences, "float64", temperature=temperature)[0]
+
+
 def test_it_is_the_spread_of_what_tokens_are_off_by(path: Path) -> None:
-    exact, other, scales = score_twice(None, str(path), SEQUENCES)
+    exact, other, scales = score_twice(path, SEQUENCES)
     assert exact == score(None, str(path), SEQUENCES, "float32")
     gaps = np.abs(flat(exact) - flat(other)) / flat(scales)
     assert 0.8 < np.sqrt((gaps**2).mean()) < 1.4
@@ -34,7 +42,7 @@ def test_it_is_the_spread_of_what_tokens_are_off_by(path: Path) -> None:
 
 
 def test_a_temperature_divides_it(path: Path) -> None:
-    (_, _, one), (_, _, half) = (score_twice(None, str(path), SEQUENCES[:1], temperature=t) for t in (1.0, 0.5))
+    (_, _, one), (_, _, half) = (score_twice(path, SEQUENCES[:1], temperature=t) for t in (1.0, 0.5))
     ratios = flat(half) / flat(one)  # not 2 at each place: the mean by the distribution, which is left out, differs
     assert np.median(ratios) == pytest.approx(2, rel=0.05)
 
@@ -42,7 +50,7 @@ def test_a_temperature_divides_it(path: Path) -> None:
 @torch.inference_mode()
 def test_every_token_of_the_vocabulary_stays_within_the_bound_under_other_kernels(path: Path) -> None:
     """Sums in another order, of some 180,000 log-probabilities: their spread is below a seventh of the bound."""
-    _, _, scales = score_twice(None, str(path), SEQUENCES)
+    _, _, scales = score_twice(path, SEQUENCES)
     model = load_model(path, torch.float32)
     rows = [torch.log_softmax(model(input_ids=torch.tensor([row])).logits[0, :-1].double(), -1) for row in SEQUENCES]
     model.set_attn_implementation("sdpa")
@@ -54,7 +62,7 @@ def test_every_token_of_the_vocabulary_stays_within_the_bound_under_other_kernel
 
 
 def test_a_wrong_epsilon_is_beyond_the_bound(path: Path) -> None:
-    exact, _, scales = score_twice(None, str(path), SEQUENCES)
+    exact, _, scales = score_twice(path, SEQUENCES)
     model = load_model(path, torch.float32)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
@@ -70,8 +78,36 @@ def test_what_another_sequence_begins_with_is_computed_once_and_scored_the_same(
     asked = [first[:20], second, first, first[:40], first]
     assert longest_of(asked) == [4, 1, 4, 4, 4]
     temperatures = [1.0, 1.0, 0.5, 2.0, 0.0]
-    together = score_twice(None, str(path), asked, temperature=temperatures)
+    together = score_twice(path, asked, temperature=temperatures)
     for at, (tokens, temperature) in enumerate(zip(asked, temperatures, strict=True)):
-        alone = score_twice(None, str(path), [tokens], temperature=temperature)
+        alone = score_twice(path, [tokens], temperature=temperature)
         assert together[1][at] == pytest.approx(alone[1][0], abs=1e-12)
         assert np.abs(np.subtract(together[0][at], alone[0][0])).max() < ROUNDINGS * max(alone[2][0])
+
+
+def test_what_sequences_begin_with_alike_is_computed_once_and_scored_the_same(path: Path) -> None:
+    """Two prompts with answers of several lengths, one of which another begins with, and a sequence of its own."""
+    first, second, third = SEQUENCES[:3]
+    asked = [[*first[:30], *second[:at]] for at in (3, 9, 20)] + [[*second[:40], *third[at : at + 8]] for at in (0, 4)]
+    asked += [[*first[:30], *third[:6]], third, first[:30]]
+    groups = {shared: sorted(places) for shared, places in alike(asked[:7])}
+    assert groups == {0: [6], 29: [0, 1, 2, 5], 39: [3, 4]}
+    temperatures = [1.0, 0.5, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0]
+    ends = (3, 17)
+    together = sides(None, str(path), asked, "float64", temperature=temperatures)
+    described = sides(None, str(path), asked, "float64", temperature=0.7, ends=ends)
+    for at, (tokens, temperature) in enumerate(zip(asked, temperatures, strict=True)):
+        alone = score_twice(path, [tokens], temperature=temperature)
+        assert together[0][1][at] == pytest.approx(alone[1][0], abs=1e-5)  # transformers has norms in float32 here too
+        assert np.abs(np.subtract(together[0][0][at], alone[0][0])).max() < ROUNDINGS * max(alone[2][0])
+        assert 0.2 < max(together[0][2][at]) / max(alone[2][0]) < 5
+        lengths = [len(side[at]) for found in described for side in found]
+        assert lengths == [len(tokens) - 1] * 5 + [0] + [len(tokens) - 1] * 3
+    model = load_model(path, torch.float32)
+    for at, tokens in enumerate(asked):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].double() / 0.7
+        shares = torch.softmax(logits, dim=-1)
+        assert described[1][0][at] == pytest.approx(shares[:, ends].sum(-1).tolist(), abs=1e-5)
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        assert described[2][0][at] == pytest.approx(entropy.tolist(), abs=2e-5)

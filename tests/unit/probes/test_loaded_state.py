@@ -1,4 +1,4 @@
-"""Files of a rank beside a checkpoint: a judged run needs what tells how far the rank had trained."""
+"""Files of a rank beside a checkpoint, which a judged run needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verifier.core.record import Record
 from verifier.errors import UsageError
 from verifier.probes.training.loaded_state_megatron import record_loaded
-from verifier.trainer.saves_megatron import Reached, trained_until, write
+from verifier.trainer.saves_megatron import write
 from verifier.trainer.state_elements_megatron import Elements
 
 ELEMENTS: Elements = {"master": {"a": ([1], [2])}}
@@ -22,7 +22,7 @@ def saved(tmp_path, *ranks: Elements) -> Path:
     folder = tmp_path / "000003"
     (folder / "saved").mkdir(parents=True)
     for rank, elements in enumerate(ranks):
-        write(folder, rank, HELD, elements, Reached(step=3, optimizer_steps=5))
+        write(folder, rank, HELD, elements)
     return folder
 
 
@@ -33,23 +33,17 @@ def loaded(folder, rank: int = 0, *, same_mesh: bool = True) -> list[Record]:
     return found
 
 
-def test_how_far_a_rank_had_trained_is_read_again(tmp_path):
+def test_a_checkpoint_without_what_ranks_held_is_refused(tmp_path):
     folder = saved(tmp_path, ELEMENTS)
-    assert loaded(folder)[-1].step == trained_until(folder) == 3
-
-
-def test_a_checkpoint_without_it_is_refused(tmp_path):
-    folder = saved(tmp_path, ELEMENTS)
-    (folder / "saved" / "0000.reached.json").unlink()
-    assert trained_until(folder) == 0
-    with pytest.raises(UsageError, match=r"older version, without `saved/0000.reached.json`: leave --verify out"):
+    (folder / "saved" / "0000.json").unlink()
+    with pytest.raises(UsageError, match=r"older version, without `saved/0000.json`: leave --verify out"):
         loaded(folder)
 
 
 def test_another_mesh_reads_what_all_ranks_saved(tmp_path):
     folder = saved(tmp_path, *({"master": {"a": ([element], [7])}} for element in (4, 5)))
-    elements, trained = loaded(folder, 2, same_mesh=False)
-    assert (elements.name, elements.saved_elements, trained.step) == ("master", 2, 3)
+    (elements,) = loaded(folder, 2, same_mesh=False)
+    assert (elements.name, elements.saved_elements) == ("master", 2)
 
 
 def test_another_mesh_refuses_a_checkpoint_without_elements(tmp_path):

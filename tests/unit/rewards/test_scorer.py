@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from verifier.core.seal import seal_of_reward
 from verifier.errors import UsageError
 from verifier.rewards.scorer import RewardPool, ScoredEpisode
 
@@ -98,14 +97,6 @@ def test_answers_are_scored_in_order():
             assert pool.score(asked("abc", ["#### 72.0", "7", "x"], ["72", "8", "9"])) == [1.0, 0.0, 0.0]
 
 
-def test_its_process_seals_what_it_gave():
-    with RewardPool("answer", processes=1) as process:
-        process.score(asked("a", ["#### 7"], ["7"]))
-        process.score(asked("b", ["8"], ["7"]))
-        assert process.take_seals() == (seal_of_reward("#### 7", "7", 1.0), seal_of_reward("8", "7", 0.0))
-        assert process.take_seals() == ()
-
-
 def test_a_function_of_a_module(module):
     assert score_rewards(f"{module}:length", ["a"], ["long" * 100_000], ["x"]) == [399_999.0]
     assert score_rewards(f"{module}:right", ["a", "b"], ["1", "2"], ["1", "1"]) == [1.0, 0.0]
@@ -175,8 +166,6 @@ def test_a_bad_reward_is_zero_and_counted_where_that_is_asked_for(module):
     with RewardPool(f"{module}:sometimes", processes=2, deadline_s=2.0, errors="zero") as pool:
         texts = ["dies", "1", "raises", "late", "nan", "1"]
         assert pool.score(asked("abcdef", texts, "111111")) == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-        given = zip(texts, [0.0, 1.0, 0.0, 0.0, 0.0, 1.0], strict=True)
-        assert pool.take_seals() == tuple(seal_of_reward(text, "1", reward) for text, reward in given)
         assert (pool.take_failures(), pool.take_failures()) == (4, 0)
 
 

@@ -47,3 +47,20 @@ def test_the_deadline_of_the_run_ends_the_wait(tmp_path, monkeypatch):
         ahead.pause()
     with pytest.raises(InternalError, match=r"--timeout is 1 s, which had passed before the rollouts of step 2"):
         ahead.pause()
+
+
+def test_each_batch_that_is_sampled_ahead_is_taken_by_its_own_step_once(tmp_path, monkeypatch):
+    """That of a checkpoint too, by the step after it."""
+    config, _ = load(TrainConfig, overrides=[*WORDS, f"run={tmp_path}/run", "steps=6"])
+    engine = EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path)))
+    batch = {name: lambda self, step, *given, name=name: SimpleNamespace(facts={}, what=(name, step, *given))
+             for name in ("sample_now", "sample", "restored")}  # fmt: skip
+    for name, stands_in in batch.items():
+        monkeypatch.setattr(EngineRollouts, name, stands_in)
+    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch: ([batch.what], ""))
+    ahead = AheadRollouts(config, engine, Deadline(10))
+    taken = [ahead.rollouts(step)[0] for step in (1, 2, 3)]
+    assert taken == [[("sample_now", 1)], [("sample", 2, 0)], [("sample", 3, 1)]]
+    resumed = AheadRollouts(config, engine, Deadline(10))
+    resumed.restore(4, ["kept"])
+    assert [resumed.rollouts(step)[0] for step in (4, 5)] == [[("restored", 4, ["kept"])], [("sample", 5, 3)]]

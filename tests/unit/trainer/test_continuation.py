@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on, each once."""
+"""Checkpoints that are written while training goes on, each once; and what a resume takes from one."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):
     continuation.finish(call, wait=True)
     assert calls.count("save") == 1
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 1
+
+
+def test_a_resume_takes_the_step_and_the_batch_that_its_checkpoint_has(tmp_path):
+    """Of the newest checkpoint, those of a run that was resumed before included."""
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", "steps=4"])
+    folder = SimpleNamespace(path=tmp_path, rewind=lambda step: {})
+    for number, step in enumerate((0, 2, 3)):
+        given: list[Any] = []
+        ahead: Any = SimpleNamespace(restore=lambda *batch, given=given: given.append(batch))
+        continuation = Continuation(config, folder, lambda text: None)  # type: ignore[arg-type]
+        assert continuation.rewind()[0] == step
+        continuation.restore(ahead)
+        assert given == ([(step + 1, [{"groups": [[f"of {step}"]]}])] if step else [])
+        for later in ((1, 2), (3,), ())[number]:
+            continuation.begin(lambda name, **_: [[]], later, later, [{"groups": [[f"of {later}"]]}])
+            continuation.finish(lambda name, **_: [[]], wait=True)

@@ -53,9 +53,6 @@ class Reward:
     def take_failures(self) -> int:
         return 0
 
-    def take_seals(self) -> list[int]:
-        return []
-
 
 def evaluated(folder: Path) -> tuple[dict[str, float], EngineRollouts]:
     words = ("model=tiny:add", f"run={folder}", "algorithm=grpo", f"evaluation.num_problems={PROBLEMS}",

@@ -12,8 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from tests.unit.trainer import test_checkpoint_folder, test_loop, test_metrics, test_run_folder
+from tests.unit.data import test_second_reading
+from tests.unit.rewards import test_scorer
+from tests.unit.trainer import (
+    test_ahead,
+    test_checkpoint_folder,
+    test_continuation,
+    test_loop,
+    test_metrics,
+    test_recorded_steps,
+    test_run_folder,
+    test_sampled_batch,
+)
 from tests.unit.trainer import test_evaluated_numbers as evaluated
 from tests.unit.trainer import test_step_facts as facts
 from tests.unit.trainer import test_step_terms as terms
@@ -28,6 +40,10 @@ PLAN = "verifier.trainer.grpo_plan:GrpoPlan.updates(self, step, taken, score)"
 ROLLOUTS = "verifier.trainer.generation:EngineRollouts.__init__(self, config, checkpoint, whole_answers, observer)"
 POOL = "verifier.trainer.episode_processes:RewardPool(reward, environment, processes, deadline_s, errors)"
 CHECKPOINTS = "verifier.trainer.checkpoint_folder:Checkpoints"
+ROW = "verifier.trainer.grpo_plan:rollout_of(row)"
+READ = "verifier.data.text_dataset:load_examples(source, task, split, count, seed, keys, divide, options)"
+TAKE = "verifier.trainer.ahead:AheadRollouts._take(self, step)"
+REWARDED = "verifier.rewards.scorer:RewardPool.score(self, episodes)"
 RUN = "verifier.trainer.loop:StepLoop.run(self, done, metrics)"
 
 
@@ -183,6 +199,74 @@ def in_a_row(call: Call) -> Any:
     return call.wrong([dataclasses.replace(update, number=own.number, first=own.first) for update, own in pairs])
 
 
+def trained_twice(call: Call) -> Any:
+    """A batch stays in the queue, and the next step trains on it once more."""
+    found, kept = call.original(), call.state.get("kept")
+    call.state["kept"] = found
+    return found if kept is None else call.wrong(kept)
+
+
+def thrown_away(call: Call) -> Any:
+    """The batch of a checkpoint, which step 4 is to take."""
+    if call.step == 4:
+        call.self._next = None
+    return call.faulty()
+
+
+def one_behind(call: Call) -> Any:
+    """The number of the step before, whose next batch the state was trained on."""
+    step, metrics = call.original()
+    return call.wrong((max(0, step - 1), metrics))
+
+
+def without_batch(call: Call) -> Any:
+    found, refused = call.original()
+    return call.wrong((found and structs.replace(found, rollouts=[]), refused))
+
+
+def batch_of_the_resume(call: Call) -> Any:
+    at = call.self._at
+    return call.original() if at is None else call.faulty(rollouts=list(at.rollouts))
+
+
+def without_the_last_route(call: Call) -> Any:
+    """The last token of a prompt loses its routes where the answer's are joined on, and has those of padding."""
+    routes, last = call.row.routes, len(call.row.prompt) - 1
+    if routes is None:
+        return call.original()
+    filled = tuple(tuple(range(len(experts))) for experts in routes[last])
+    return call.faulty(row=structs.replace(call.row, routes=(*routes[:last], filled, *routes[last + 1 :])))
+
+
+def means_below_half(call: Call) -> Any:
+    means = [sum(row.reward for row in rows) / len(rows) for rows in call.self.groups]
+    return call.wrong([at for at, mean in enumerate(means) if mean < 0.5])
+
+
+def on_every_turn(call: Call) -> Any:
+    last = {row.trajectory: row.reward for rows in call.groups for row in rows if row.is_last_step}
+    groups = [[structs.replace(row, reward=last.get(row.trajectory, 0.0)) for row in rows] for rows in call.groups]
+    return call.faulty(groups=groups)
+
+
+def longest_left_out(call: Call) -> Any:
+    found = call.original()
+    sizes = [len(item.question) + len(item.answer or "") for item in found]
+    return call.wrong(tuple(item for item, size in zip(found, sizes, strict=True) if size < max(sizes)))
+
+
+def answers_apart(call: Call) -> Any:
+    found = call.original()
+    turned = [item.answer for item in (*found[1:], found[0])]
+    return call.wrong(tuple(dataclasses.replace(item, answer=own) for item, own in zip(found, turned, strict=True)))
+
+
+def longest_failed(call: Call) -> Any:
+    """A reward that fails, as for the longest answers by its deadline, is 0."""
+    sizes = [len(item.completion) for item in call.episodes]
+    return call.wrong([0.0 if size == max(sizes) else own for size, own in zip(sizes, call.original(), strict=True)])
+
+
 STEPS = test_loop.test_a_run_takes_all_its_steps_unless_an_evaluation_lets_it_stop
 LINE = test_metrics.test_a_line_has_rates_trend_and_signs_and_a_resumed_run_goes_on_with_them
 CURVES = test_metrics.test_tensorboard_has_each_number_of_a_line_at_its_step
@@ -197,6 +281,13 @@ MADE = terms.test_the_reward_and_the_environment_are_those_of_the_config
 LAST = test_checkpoint_folder.test_the_last_checkpoints_stay_and_a_run_goes_on_from_the_newest
 KEPT = test_run_folder.test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by
 MISMATCH = facts.test_mismatch_is_that_of_tokens_of_the_trained_weights_each_counted_once
+EXAMPLES = terms.test_a_run_samples_from_as_many_examples_as_its_config_says
+ORDER = terms.test_steps_take_each_example_once_an_epoch_in_another_order_and_none_that_is_held_out
+AHEAD = test_ahead.test_each_batch_that_is_sampled_ahead_is_taken_by_its_own_step_once
+RESUME = test_continuation.test_a_resume_takes_the_step_and_the_batch_that_its_checkpoint_has
+FILE = test_recorded_steps.test_a_step_trains_on_its_file_field_by_field
+SOURCE = test_second_reading.test_rows_of_a_file
+SCORED = test_scorer.test_answers_are_scored_in_order
 
 PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
     "reward-of-what-stays": (FACTS, of_what_stays, ALL),
@@ -297,7 +388,7 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
     "seed-not-given-to-the-sampler": (
         ROLLOUTS, sampled_by(lambda config: dataclasses.replace(config, seed=1)), TERMS
     ),
-    "number-of-examples-not-read": (ROLLOUTS, sampled_by(all_examples), TERMS),
+    "number-of-examples-not-read": (ROLLOUTS, sampled_by(all_examples), EXAMPLES),
     "limit-of-answers-of-another-group": (ROLLOUTS, sampled_by(grpo(max_answer_tokens=5)), TERMS),
     "environment-left-at-its-default": (
         POOL, lambda call: call.faulty(environment="calculator"), MADE,
@@ -319,10 +410,68 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         lambda call: call.wrong(dataclasses.replace(call.config, first=None)),
         test_run_folder.test_a_second_stage_trains_what_the_first_has_left,
     ),
+    "position-of-data-lost": (
+        "verifier.trainer.batches:batch_indices(num_examples, batch_size, seed, step)",
+        lambda call: call.faulty(step=0), ORDER,
+    ),
+    "order-of-the-first-epoch": (
+        "verifier.data.order:epoch_order(num_examples, seed, epoch)", lambda call: call.faulty(epoch=0), ORDER,
+    ),
+    "held-out-trained-on": (
+        "verifier.data.arithmetic:is_held_out(prompt)", lambda call: call.wrong(False), ORDER,
+    ),
+    "batch-sampled-ahead-trained-twice": (TAKE, trained_twice, AHEAD),
+    "batch-ahead-dropped-at-a-resume": (TAKE, thrown_away, AHEAD),
+    "batch-ahead-not-saved": (f"{CHECKPOINTS}.last_whole(self, before)", without_batch, RESUME),
+    "saved-before-the-step-is-counted": (
+        "verifier.trainer.continuation:Continuation.rewind(self)", one_behind, RESUME,
+    ),
+    "state-stays-that-of-the-resume": (
+        "verifier.trainer.continuation:Continuation.begin(self, call, step, updates, rollouts)", batch_of_the_resume,
+        RESUME,
+    ),
+    "recorded-mask-not-read": (
+        ROW, lambda call: call.faulty(row=structs.replace(call.row, mask=call.row.sampled)), FILE,
+    ),
+    "recorded-answers-count-as-whole": (
+        "verifier.data.recorded:_decoded(line)",
+        lambda call: call.wrong(structs.replace(call.original(), truncated=False)), FILE,
+    ),
+    "routes-lost-between-prompt-and-answer": (ROW, without_the_last_route, FILE),
+    "files-in-the-order-of-their-text": (
+        "verifier.trainer.grpo_plan:recorded_files(folder)",
+        lambda call: call.wrong(sorted(call.folder.glob("*.jsonl"))), FILE,
+    ),
+    "groups-replaced-by-their-mean": (
+        "verifier.trainer.sampled_batch:Round.without_variance(self)", means_below_half,
+        test_sampled_batch.test_a_group_of_one_reward_is_replaced_in_its_place_and_no_other,
+    ),
+    "reward-on-every-turn": (
+        "verifier.trainer.generation:EngineRollouts._ordered(self, step, number, indices, groups, turns, noted)",
+        on_every_turn, terms.test_the_reward_of_an_episode_stands_on_its_last_turn_alone,
+    ),
+    "new-weights-reach-no-running-request": (
+        "verifier.trainer.generation:EngineRollouts.begin(self, step)",
+        lambda call: call.wrong(call.self._holding.begin_batch([], None, 10**6)),
+        terms.test_requests_in_flight_stop_for_an_update_after_as_many_tokens_as_the_config_says,
+    ),
+    "long-examples-filtered-unsaid": (READ, longest_left_out, SOURCE),
+    "gold-answers-shuffled-apart": (READ, answers_apart, SOURCE),
+    "data-set-in-another-order-after-resume": (
+        READ, lambda call: call.wrong(call.original()[::-1]), SOURCE,
+    ),
+    "rewards-of-the-order-before": (
+        REWARDED, lambda call: call.faulty(episodes=sorted(call.episodes, key=lambda item: len(item.completion))),
+        SCORED,
+    ),
+    "failed-reward-is-zero": (REWARDED, longest_failed, SCORED),
 }  # fmt: skip
 """Id of the fault -> function, what stands in for it, and the test that has to fail."""
 FIXTURES = ("tmp_path", "monkeypatch")
-ARGUMENTS = {STEPS: ((2.0, 3), (0.5, 2)), TERMS: ((terms.WEIGHED,),)}
+ARGUMENTS = {
+    STEPS: ((2.0, 3), (0.5, 2)), TERMS: ((terms.WEIGHED,),), SOURCE: ((False,),),
+    FILE: test_recorded_steps.CASES,
+}  # fmt: skip
 """Arguments of each case of a test that has several."""
 
 

@@ -5,6 +5,7 @@ What this does not exercise: ranks, and real engines (tests/dist/train_clean_cas
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,8 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.record import Record
-from verifier.core.records_data import ExamplesRead
-from verifier.core.records_policy import Advantages, Drops, EpisodeTurns, PolicyColumns, SamplingAsked, SamplingRound
-from verifier.core.records_trainer import DataOrder, LossColumns
+from verifier.core.records_policy import Advantages, Drops, EpisodeTurns, PolicyColumns, SamplingAsked
+from verifier.core.records_trainer import LossColumns
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.api import Sample
 from verifier.knob import flat
@@ -31,6 +31,7 @@ from verifier.model.tiny import write_tiny
 from verifier.probes.training.data_as_read import DataAsRead
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
+from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan
 from verifier.trainer.worker_spec import loss_of, loss_terms
@@ -59,12 +60,9 @@ BEHIND = 0.2
 """Nats by which the trainer's log-probability of each token is less than the engine's."""
 CASES = (WEIGHED, REWARDED, TURNED)
 TERMS: Mapping[type[Record], Mapping[str, str]] = {
-    DataOrder: {"seed": "seed", "batch_size": "data.batch_size", "num_examples": "data.num_examples"},
-    ExamplesRead: {"source": "data.source"},
     LossColumns: {"aggregation": "aggregation"},
     Drops: {name: f"grpo.{name}" for name in ("drop_overlong", "drop_zero_variance")},
     EpisodeTurns: {name: f"grpo.{name}" for name in ("environment", "max_turns", "step_wise")},
-    SamplingRound: {"limit": "grpo.max_sampling_rounds"},
     Advantages: {"kl_kind": "grpo.kl_kind", "estimator": "grpo.advantage"},
     PolicyColumns: {
         name: f"grpo.{name}"
@@ -114,7 +112,7 @@ def step_of(folder: Path, words: tuple[str, ...]) -> tuple[TrainConfig, list[Rec
     evidence.run, evidence._probe, evidence._spots, evidence._layers = SimpleNamespace(
         config=config, model=SimpleNamespace(checkpoint=checkpoint), data=rollouts.data, whole_answers=False
     ), probe, False, ()  # type: ignore[assignment]
-    evidence._data = DataAsRead(config, "grpo", rollouts.data.train, rollouts.data.held_out)
+    evidence._data = DataAsRead(config, rollouts.data.train, rollouts.data.held_out)
 
     def score(file: Path, which: str) -> list[np.ndarray]:
         nats = -1.0 - BEHIND if which == "current" else -1.5
@@ -133,7 +131,7 @@ def test_every_part_of_a_step_works_by_the_config(tmp_path, words):
             for name, key in fields.items() if isinstance(item, kind) else ():
                 assert getattr(item, name) == knobs[key], f"{kind.__name__}.{name}"
     seen = {type(item) for item in records}
-    assert {DataOrder, LossColumns, Drops, Advantages, PolicyColumns, SamplingAsked} <= seen
+    assert {LossColumns, Drops, Advantages, PolicyColumns, SamplingAsked} <= seen
     policy, given = (next(item for item in records if isinstance(item, kind)) for kind in (PolicyColumns, Advantages))
     assert (policy.weight_level, policy.mask_level) == tuple(knobs[f"grpo.{n}"] or "" for n in LEVELS)
     assert given.kl_weight == (knobs["grpo.kl_weight"] if knobs["grpo.kl_in"] == "reward" else 0)
@@ -211,3 +209,41 @@ def test_the_reward_and_the_environment_are_those_of_the_config(tmp_path):
         assert rollouts._reward.made_by == "verifier.faults.echo:Echo"  # type: ignore[union-attr]
     finally:
         rollouts.close()
+
+
+def test_steps_take_each_example_once_an_epoch_in_another_order_and_none_that_is_held_out(tmp_path):
+    words = ["data.batch_size=4", "data.num_examples=8", "evaluation.num_problems=0"]
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", *words])
+    plan = SftPlan(config, open_checkpoint(write_tiny("add", tmp_path)), lambda step: tmp_path / f"{step}.safetensors")
+    taken = []
+    for step in range(1, 7):
+        (update,) = plan.updates(step, step, lambda file, which: [])
+        taken += [item.group for item in load_rollouts(update.file)[0]]
+    epochs = [taken[at : at + 8] for at in range(0, 24, 8)]
+    assert len({*taken}) == 8
+    assert [sorted(own) for own in epochs] == [sorted({*taken})] * 3
+    assert len({tuple(own) for own in epochs}) == 3
+    assert [name for name in taken if zlib.crc32(name.removeprefix("arithmetic/").encode()) % 10 == 0] == []
+
+
+def test_the_reward_of_an_episode_stands_on_its_last_turn_alone(tmp_path):
+    rollouts = EngineRollouts(config_of(tmp_path, TURNED), open_checkpoint(write_tiny("add", tmp_path)))
+    rollouts._reward = Reward()  # type: ignore[assignment]
+    turns = [Turn(prompt=(2,), sample=Sample(tokens=(3, 4), logprobs=(-1.0, -1.0)), text="12") for _ in range(3)]
+    (group,) = rollouts._scored(2, 0, 1, [0], [[turns, turns[:1], turns[:2]]], []).groups
+    assert [row.index for row in group] == [0, 1, 2, 0, 0, 1]
+    assert [row.reward for row in group] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def test_requests_in_flight_stop_for_an_update_after_as_many_tokens_as_the_config_says(tmp_path):
+    words = ("grpo.mode=inflight", "grpo.inflight_steps=3", "grpo.max_staleness=1", "grpo.ratio_over=engine")
+    rollouts = EngineRollouts(config_of(tmp_path, words), open_checkpoint(write_tiny("add", tmp_path)))
+    asked: list[int] = []
+    rollouts._client = SimpleNamespace(begin_batch=lambda prompts, sampling, steps: asked.append(steps))  # type: ignore[assignment]
+    rollouts.begin(2)
+    assert asked == [3]
+
+
+def test_a_run_samples_from_as_many_examples_as_its_config_says(tmp_path):
+    rollouts = EngineRollouts(config_of(tmp_path, ()), open_checkpoint(write_tiny("add", tmp_path)))
+    assert len(rollouts._examples) == 20

@@ -12,26 +12,12 @@ from verifier.core.record import Probe
 from verifier.core.records_data import TokensRead
 from verifier.core.records_trainer import RolloutTexts
 from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
-from verifier.data.encode import split_turns
-from verifier.data.examples import Example, Message
+from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
-from verifier.data.second_reading import Said
 from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)
-
-
-def changes_turns(tokenizer: Tokenizer, files: Path, chat: ChatTemplate) -> Callable[[Sequence[Said]], bool]:
-    """Test for conversations whose earlier turns the template changes, by a second reader where there is one."""
-    if not why_unread(files):
-        return lambda said: _second(files, chat).changes(said)
-
-    def divided(said: Sequence[Said]) -> bool:
-        talk = tuple(Message(role=role, content=content, in_loss=learned) for role, content, learned in said)
-        return len(split_turns(Example(id="", messages=talk), tokenizer)) > 1
-
-    return divided
 
 
 def rendered(example: Example, tokenizer: Tokenizer) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_policy import EvaluatedAnswers, GivenRewards, RewardSeals
+from verifier.core.records_policy import EvaluatedAnswers, GivenRewards
 from verifier.data.examples import Example
 from verifier.data.recorded import rollout_of
 from verifier.data.rollout import Rollout
@@ -66,16 +66,14 @@ def record_answers(probe: Probe, run: RunParts, answered: Answered, version: int
     kinds = {"mask": np.dtype(bool), "tokens": np.dtype(np.int64)}
     probe.emit(record, {name: np.concatenate(own, dtype=kinds.get(name, np.float32)) for name, own in arrays.items()})
     for item in answered.rewards:
-        name = f"held-out {item.number}"
         probe.emit(
             GivenRewards(
-                name=name, version=answered.version, reward=options.reward,
+                name=f"held-out {item.number}", version=answered.version, reward=options.reward,
                 ids=tuple(f"{item.number} {answered.version}/{at}/0/{one.id}" for at, one in enumerate(data.held_out)),
                 texts=tuple(item.texts), answers=tuple(one.answer for one in data.held_out),
                 rewards=tuple(item.rewards),
             )
         )  # fmt: skip
-        probe.emit(RewardSeals(name=name, version=answered.version, seals=tuple(item.seals)))
     if answered.turns is not None:
         probe.emit(turns_of(options, "held-out problems", answered.version, answered.turns))
     first = [row for row in rows if not row.index]

@@ -50,7 +50,6 @@ class ExportTrace:
         """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
             stored = continuation.record_stored(probe)
-            continuation.record_states(probe, ended=True)
             examined = self._examines and examine(probe, self._step)
             if examined:
                 probe.emit(last)

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_trainer import LoadedElements, LoadedState, SavedState, StateRecord, TrainedUntil
+from verifier.core.records_trainer import LoadedElements, LoadedState, SavedState, StateRecord
 from verifier.errors import UsageError
-from verifier.trainer.saves_megatron import files_of, read_reached
+from verifier.trainer.saves_megatron import file_of
 from verifier.trainer.state_elements_megatron import Elements
 from verifier.trainer.state_megatron import Facts
 
@@ -36,27 +36,20 @@ def record_loaded(
         same_mesh: the checkpoint was saved on this mesh.
 
     Raises:
-        UsageError: the checkpoint was written before ranks noted how far they had trained, or elements.
+        UsageError: the checkpoint was written before ranks noted what they held.
     """
     others, version = sorted((folder / "saved").glob("*.elements.json")), int(folder.name)
-    state, file = files_of(folder, rank if same_mesh else rank % max(len(others), 1))
-    for wanted in (file, *(() if same_mesh or others else (state.with_suffix(".elements.json"),))):
-        if not wanted.exists():
-            raise UsageError(
-                f"the checkpoint `{folder}` is of an older version, without `saved/{wanted.name}`: leave --verify out"
-            )
+    state = file_of(folder, rank if same_mesh else rank % max(len(others), 1))
+    wanted = state if same_mesh else state.with_suffix(".elements.json")
+    if not wanted.exists():
+        raise UsageError(
+            f"the checkpoint `{folder}` is of an older version, without `saved/{wanted.name}`: leave --verify out"
+        )
     if same_mesh:
         record_facts(probe, SavedState, msgspec.json.decode(state.read_bytes(), type=Facts), version)
         record_facts(probe, LoadedState, held, version)
     else:
         record_elements(probe, read_elements(others), elements, version, coordinate)
-    reached = read_reached(file)
-    probe.emit(
-        TrainedUntil(
-            name="saved", version=version, coordinate=coordinate, step=reached.step,
-            optimizer_steps=reached.optimizer_steps,
-        )
-    )  # fmt: skip
 
 
 def record_facts(probe: Probe, kind: type[StateRecord], facts: Facts, version: int) -> None:

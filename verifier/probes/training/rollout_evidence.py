@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 from msgspec import structs
 
-from verifier.algorithms.filters import DropReason
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
@@ -20,16 +18,13 @@ from verifier.core.records_policy import (
     GivenRewards,
     PolicyColumns,
     RequestSeeds,
-    RewardSeals,
     SamplingAsked,
-    SamplingRound,
 )
 from verifier.core.records_tokens import GivenRoutes
 from verifier.core.records_trainer import DataOrder, LossColumns
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import Rollout, route_rows
-from verifier.data.text_dataset import ARITHMETIC
 from verifier.data.tokenizer import Tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
@@ -45,12 +40,10 @@ from verifier.trainer.sampled_batch import SampledBatch
 
 
 def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, batch: SampledBatch) -> None:
-    """Record the prompts of a step, requests and rewards, and which groups were replaced."""
+    """Record the prompts of a step, its requests, and the rewards of groups that were replaced."""
     reward = config.grpo.reward
     for number, item in enumerate(batch.rounds):
-        examples = [data.train[at] for at in item.indices]
-        order = order_of(config, step, data, examples, number)
-        probe.emit(order, np.array(item.indices, np.int64))
+        probe.emit(order_of(data, step, number, [data.train[at] for at in item.indices]))
         if item.turns is not None:
             probe.emit(turns_of(config.grpo, f"round {number}", step, item.turns))
         probe.emit(
@@ -64,23 +57,8 @@ def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, 
                 answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
             )
         )  # fmt: skip
-        probe.emit(RewardSeals(name=f"round {number}", version=step, seals=tuple(item.seals)))
-        if batch.limit == 1:
-            continue
         lost = item.without_variance() if number + 1 < batch.limit else []
-        replaced = [row for at in lost for row in item.groups[at]]
-        rows, counts = [row for group in item.groups for row in group], defaultdict[str, int](int)
-        for row in replaced:
-            counts[DropReason.ZERO_VARIANCE] += sum(row.mask)
-        probe.emit(
-            SamplingRound(
-                name=f"round {number}", version=step, round=number, limit=batch.limit,
-                ids=tuple(row.id for row in rows), groups=tuple(row.group for row in rows),
-                rewards=tuple(row.reward for row in rows), token_counts=tuple(sum(row.mask) for row in rows),
-                replaced=dict(counts),
-            )
-        )  # fmt: skip
-        if replaced:
+        if replaced := [row for at in lost for row in item.groups[at]]:
             probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
 
 
@@ -92,19 +70,13 @@ def turns_of(options: GrpoOptions, name: str, step: int, turns: PlayedTurns) -> 
     )  # fmt: skip
 
 
-def order_of(
-    config: TrainConfig, step: int, data: RunData, examples: Sequence[Example], sampling_round: int = 0
-) -> DataOrder:
-    """Record of a step's examples, or of those of a round of sampling, whose prompts read as they are rendered."""
-    asks = data.task == "grpo"
+def order_of(data: RunData, step: int, number: int, examples: Sequence[Example]) -> DataOrder:
+    """Record of the examples that a round of sampling asks, and of how their prompts read."""
     return DataOrder(
-        name="examples" if not sampling_round else f"examples of round {sampling_round}", version=step,
-        num_examples=len(data.train), seed=config.seed, step=step, round=sampling_round,
-        batch_size=config.data.batch_size,
+        name=f"examples of round {number}" if number else "examples", version=step, step=step, round=number,
         examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
-        answers=tuple(example.answer for example in examples) if asks else (),
-        rendered=tuple(rendered(example, data.tokenizer) for example in examples) if asks else (),
-        holds_out_by_crc=config.data.source == ARITHMETIC,
+        answers=tuple(example.answer for example in examples),
+        rendered=tuple(rendered(example, data.tokenizer) for example in examples),
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
@@ -22,15 +21,14 @@ from verifier.core.store import Recorder, complete, create
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
 from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
-from verifier.probes.training.data_as_read import DataAsRead, record_rollouts
-from verifier.probes.training.decoded_rollouts import changes_turns, record_tokens, texts_of
+from verifier.probes.training.data_as_read import DataAsRead
+from verifier.probes.training.decoded_rollouts import record_tokens, texts_of
 from verifier.probes.training.evaluation_evidence import record_answers, record_held_out
 from verifier.probes.training.export_trace import ExportTrace
 from verifier.probes.training.failure_trace import failure_traced
 from verifier.probes.training.first_rounding import first_rounding, measures_rounding
 from verifier.probes.training.rollout_evidence import (
     has_second_reader,
-    order_of,
     record_columns,
     record_given,
     record_policy,
@@ -52,7 +50,6 @@ from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
-from verifier.trainer.checkpoint_folder import RunState
 from verifier.trainer.engines import gone
 from verifier.trainer.evaluation import Answered
 from verifier.trainer.lost_logprobs import LogprobLost
@@ -128,7 +125,7 @@ class RunEvidence(Observer):
         """Refuse what the oracle cannot judge."""
         require_judgeable(config, model)
         self._config = config
-        self.checkpoints = CheckpointEvidence(config)
+        self.checkpoints = CheckpointEvidence()
 
     def on_finished(self, folder: RunFolder, steps: int) -> None:
         """Take the suspicions that the run has left."""
@@ -145,9 +142,9 @@ class RunEvidence(Observer):
             progress("measuring what float32 rounds of log-probabilities")
             self.noise = first_rounding(model, until)
 
-    def on_resume(self, state: RunState) -> None:
-        """Keep where the run goes on."""
-        self.checkpoints.on_resume(state)
+    def on_resume(self, step: int) -> None:
+        """Know that the ranks have loaded a checkpoint."""
+        self.checkpoints.on_resume(step)
 
     def on_start(self, run: RunParts) -> None:
         """Take the parts of the run, and the suspicions that it goes on with."""
@@ -158,9 +155,7 @@ class RunEvidence(Observer):
         )
         self._data = None
         if data is not None:
-            changes = changes_turns(data.tokenizer, data.files, data.chat) if data.task == "sft" else lambda _: False
-            self._data = DataAsRead(run.config, data.task, data.train, data.held_out, changes)
-        self.checkpoints.begin(run.ahead, data)
+            self._data = DataAsRead(run.config, data.train, data.held_out)
         self._spots = not why_no_spot(run.config, run.model)
         self._layers = moe_layers_of(run.model.checkpoint.config) if run.config.grpo.replay_routes else ()
         self._begins, self._taken = not run.done, run.updates
@@ -189,14 +184,11 @@ class RunEvidence(Observer):
         return self._verdicts.first(until)
 
     def on_rollouts(self, step: int, batch: SampledBatch, sent: Sequence[int]) -> None:
-        """Record the prompts and requests of a step, and the examples at their places in the source."""
+        """Record the prompts and requests of a step."""
         run, probe = self.run, self._open
         assert run.data is not None
-        assert self._data is not None
         data = run.data
         record_sampled(probe, run.config, data, step, batch)
-        for number, item in enumerate(batch.rounds):
-            self._data.record(probe, step, item.indices, [data.train[at] for at in item.indices], number)
         asks = sampling_asked(
             run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers
         )
@@ -217,9 +209,7 @@ class RunEvidence(Observer):
         run, probe = self.run, self._open
         self._reads_rewards = has_second_reader(batch.reward, batch.rows)
         record_policy(probe, run.config, batch)
-        if run.config.data.rollouts is not None:
-            record_rollouts(probe, batch.step, run.config.data.rollouts)
-        else:
+        if run.data is not None:
             self._record_texts(probe, batch)
         if self._layers and batch.updates:
             record_given(probe, run.config, batch, self._layers)
@@ -243,9 +233,6 @@ class RunEvidence(Observer):
         run, probe, step = self.run, self._open, batch.step
         config, data, examples, rollouts = run.config, run.data, batch.examples, batch.update.rollouts
         assert data is not None
-        assert self._data is not None
-        probe.emit(order_of(config, step, data, examples), np.array(batch.indices, np.int64))
-        self._data.record(probe, step, batch.indices, examples)
         record_tokens(
             probe, step, data.tokenizer, data.files, rollouts, examples.__getitem__, whole=True, chat=data.chat
         )
@@ -262,9 +249,8 @@ class RunEvidence(Observer):
         run, probe = self.run, self._open
         config, first = run.config, step == run.done + 1
         stored = self.checkpoints.record_stored(probe)
-        self.checkpoints.record_states(probe)
         restarted = self._record_restarts(probe, step - 1) if updates else False
-        resumed = bool(updates) and self.checkpoints.record(probe, step)
+        resumed = bool(updates) and self.checkpoints.begins_judged()
         examined = self._examine(probe, step - 1)
         every = config.evaluation.every
         due = first or (every > 0 and step % every == 0)
@@ -329,10 +315,6 @@ class RunEvidence(Observer):
         """Wait for the verdicts on every step up to the checkpoint."""
         assert self._verdicts is not None
         self._verdicts.settle(step)
-
-    def on_save(self, step: int) -> None:
-        """Know that a checkpoint is being written."""
-        self.checkpoints.on_save(step)
 
     def on_checkpoint(self, step: int, found: Sequence[Any]) -> None:
         """Keep what was read back of a checkpoint."""

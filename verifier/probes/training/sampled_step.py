@@ -222,10 +222,11 @@ class SampledStep:
             for row in rows:
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             self._record_choices(recorder, updates)
-            self._record_entropies(recorder, updates, objective["temperature"], read)
+            known_entropies = None
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
-                noise = self._record_logprobs(recorder, scored, before, earlier, known)
+                noise, known_entropies = self._record_logprobs(recorder, scored, before, earlier, known)
+            self._record_entropies(recorder, updates, objective["temperature"], read, known_entropies)
         shutil.rmtree(self.folder)
         return noise
 
@@ -243,13 +244,28 @@ class SampledStep:
                     recorder.emit(choices_record(row, update.name, self._step))
 
     def _record_entropies(
-        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path]
-    ) -> None:
-        """Record the entropy at each token in the loss, of each update."""
+        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path],
+        known: Mapping[str, list[list[float]]] | None,
+    ) -> None:  # fmt: skip
+        """Record the entropy at each token in the loss, of each update.
+
+        Args:
+            recorder: of the oracle.
+            updates: in order.
+            temperature: divisor of the logits.
+            read: see `Oracle.ask`.
+            known: by rollout, what the weights before the first update give it, as `Sides` has it: they are not asked
+                again, unless routers were given experts of their own choice.
+        """
         dtype = "float64" if self._model.dtype == "float32" else self._model.dtype
-        numbers = [update.number for update in updates]
-        wanted = (temperature, numbers, dtype, self._model.oracle_device)
-        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *wanted, read=read)
+        first = updates[0]
+        if chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts)):
+            known = None
+        rest = updates if known is None else updates[1:]
+        asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
+        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read) if rest else []
+        if known is not None:
+            rows = [_entropies(first, known), *rows]
         for update, row in zip(updates, rows, strict=True):
             record = OracleEntropy(
                 name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
@@ -289,13 +305,21 @@ class SampledStep:
     def _record_logprobs(
         self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path],
         known: SampledNoise | None,
-    ) -> SampledNoise | None:  # fmt: skip
-        """Score what `record_scored` recorded, by the weights that it claims; see `judge` for what is returned."""
+    ) -> tuple[SampledNoise | None, Mapping[str, list[list[float]]]]:  # fmt: skip
+        """Score what `record_scored` recorded, by the weights that it claims.
+
+        Returns:
+            See `judge`; and per rollout the entropies at its tokens by the last weights, as `Sides` has them.
+        """
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
-        own_sides = self._scored(before, sequences, routes)
+        checkpoint = self._model.checkpoint
+        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
+        temperature, dtype = self._config.grpo.temperature, self._model.dtype
+        told = (dtype, self._model.oracle_device, temperature, routes, ends)
+        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes)
@@ -310,33 +334,25 @@ class SampledStep:
                 tails = Sides(*([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides))
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
-                    self._record_ends(recorder, before, sequences, routes, own)
+                    self._record_ends(recorder, ends, shares, own)
                 if version == last:
                     noise = self._noise(tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
-        return noise
+        rows = zip(*(side for side in entropies), strict=True)
+        return noise, {rollout.id: [*row] for rollout, row in zip(scored.rollouts, rows, strict=True)}
 
     def _record_ends(
-        self, recorder: Recorder, before: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any],
-        runs: Sequence[tuple[int, int, int]],
-    ) -> None:  # fmt: skip
+        self, recorder: Recorder, ends: Sequence[int], shares: Sides, runs: Sequence[tuple[int, int, int]]
+    ) -> None:
         """Record how likely an end token was at each token of runs of the last version: rollout, begin, end of each."""
-        checkpoint, temperature = self._model.checkpoint, self._config.grpo.temperature
-        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
         exact, other = (
             np.concatenate([np.array(rows[at][a - 1 : b - 1]) for at, a, b in runs])
-            for rows in (
-                self._oracle.ask(
-                    "logprob_hf:end_probabilities", [before], sequences, ends, dtype, temperature, routes,
-                    self._model.oracle_device,
-                )
-                for dtype in ("float32", "float64" if self._model.dtype == "float32" else self._model.dtype)
-            )
-        )  # fmt: skip
+            for rows in (shares.exact, shares.other)
+        )
         record = OracleEnds(
-            name="rollouts", version=self._step - 1, ends=ends, temperature=temperature,
+            name="rollouts", version=self._step - 1, ends=tuple(ends), temperature=self._config.grpo.temperature,
             noise=real(float(np.abs(exact - other).sum())),
         )  # fmt: skip
         recorder.emit(record, exact)
@@ -384,6 +400,18 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
     rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
     return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
+
+
+def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
+    """What `policy_hf:entropies` gives of an update, from entropies by rollout."""
+    rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
+    exact, other, scale = ([np.array(known[item.id][side]) for item in rollouts] for side in range(3))
+    masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
+    return {
+        "entropy": np.concatenate([row[mask] for row, mask in zip(exact, masks, strict=True)]).tolist(),
+        "scale": [value for row, mask in zip(scale, masks, strict=True) if len(row) for value in row[mask].tolist()],
+        "noise": max(float(np.abs(a - b).max()) for a, b in zip(exact, other, strict=True)),
+    }
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:

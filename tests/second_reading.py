@@ -20,8 +20,18 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from verifier.data.examples import Example
-from verifier.data.problem_sources import SOURCES, read_problems_again
+from verifier.data.examples import Message
+from verifier.data.problem_sources import (
+    _MOST_REPEATED,
+    DEFAULT_COUNT,
+    REASONING_GYM,
+    SOURCES,
+    VERIFIERS,
+    gym_problems,
+    options_of,
+)
+from verifier.data.second_tokenizer import SecondTokenizer
+from verifier.environments.verifiers_tasks import prompts_of
 from verifier.errors import UsageError
 
 DIGITS = frozenset("0123456789")
@@ -241,15 +251,36 @@ def _sums(split: str, seed: int, source: str, columns: Columns, *, solved: bool)
         yield from _parted(f"calculator/{prompt}", "", messages, None, str(total), {}, columns)
 
 
-def used_digests(examples: Sequence[Example]) -> np.ndarray:
-    """[examples, parts] uint64 digests of examples as the trainer has them."""
-    found = array("Q")
-    for item in examples:
-        said = [(message.role, message.content, message.in_loss) for message in item.messages]
-        found.extend(digests(item.id, item.question, item.prompt, said, item.response, item.answer, item.metadata))
-    return np.array(found, np.uint64).reshape(-1, len(PARTS))
+def read_problems_again(
+    source: str, split: str, count: int | None, seed: int, options: Sequence[str]
+) -> Iterator[tuple[str, str, list[tuple[str, str]], str | None, dict[str, Any]]]:
+    """Id, question, messages, answer and further columns of each problem, drawn and divided for a second reading."""
+    given, seen = options_of(options), set[int]()
+    if source.startswith(REASONING_GYM):
+        rows = gym_problems(source, given, seed)
+    else:
+        rows = prompts_of(source.removeprefix(VERIFIERS), given)
+    repeated, most = 0, count or DEFAULT_COUNT
+    for name, asked, answer, further in rows:
+        question = json.dumps(asked)
+        key = hash(question)
+        if (zlib.crc32(question.encode()) % 10 == 0) is (split == "held-out") and key not in seen:
+            seen.add(key)
+            repeated = 0
+            yield name, question, asked, answer, further
+        else:
+            repeated += 1
+        if len(seen) == most or repeated == _MOST_REPEATED:
+            return
 
 
-def digest_of_examples(examples: Sequence[Example]) -> str:
-    """Digest of examples as the trainer has them, in order."""
-    return f"xxh3:{xxhash.xxh3_128_hexdigest(used_digests(examples).tobytes())}"
+def changes(second: SecondTokenizer, said: Sequence[Said]) -> bool:
+    """Test whether the text up to an answer is another than it was when an earlier answer had been given."""
+    talk = [Message(role=role, content=content) for role, content, _ in said]
+    done = ""
+    for at, (role, _, learned) in enumerate(said):
+        if role == "assistant" and learned:
+            if not second._render(talk[:at], to_answer=True).startswith(done):
+                return True
+            done = second._render(talk[: at + 1], to_answer=False)
+    return False
