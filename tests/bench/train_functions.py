@@ -31,6 +31,7 @@ from verifier.model.tiny import TINY
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider
 from verifier.probes.trainer import TokenProbe
+from verifier.probes.training.verdicts import Judged
 from verifier.probes.weights_megatron import record_live
 from verifier.runs.scenario import rollout_rows
 from verifier.runs.trained_weights_megatron import DATA_PARALLEL
@@ -38,7 +39,6 @@ from verifier.runs.workload import rollouts_of
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment
-from verifier.trainer.verdicts import Judged
 
 MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1)
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""

@@ -81,8 +81,8 @@ def judge_step(trace: str) -> Any:
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
     from verifier.core.finding import Verdict
+    from verifier.probes.training.verdicts import Judged
     from verifier.report.report import report_of
-    from verifier.trainer.verdicts import Judged
 
     path = Path(trace)
     report = report_of(store.read(path), trace)

@@ -25,8 +25,11 @@ from verifier.errors import ViolationFound
 from verifier.faults.injection import INJECTED
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.tiny import write_tiny
+from verifier.probes.training.failure_trace import leave_failure
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report import report_of
 from verifier.trainer.controller import Trainer
+from verifier.trainer.observer import SILENT
 
 OLMOE = """
 import sys, torch
@@ -98,9 +101,13 @@ def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLa
     config, _ = load(TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=words)
     within = (INJECTED, "norm-wider-than-its-shard", str(tmp_path))
     with started_judge() as judge, pytest.raises(Exception, match="megatron-core") as caught:
-        Trainer(config, print, judge if judged else None, launcher=trainer_launcher, within=within).run()
+        Trainer(
+            config, print, RunEvidence(judge) if judged else SILENT, launcher=trainer_launcher, within=within
+        ).run()
     assert caught.value.exit_code == 1
     assert isinstance(caught.value, ViolationFound) is judged
+    if not judged:
+        leave_failure(config, caught.value)  # as the command does
     report = report_of(store.read(run / "failure"), "t")
     (outcome,) = report.violated
     assert outcome.code == "STK001"

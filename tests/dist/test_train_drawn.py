@@ -15,6 +15,7 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.faults.training_trial import DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
@@ -30,7 +31,7 @@ def test_a_clean_run_at_drawn_knobs_raises_no_alarm(seed, resources, tmp_path):
     print(*knobs)
     config, _ = load(TrainConfig, overrides=[*knobs, f"run={tmp_path / 'run'}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     paths = [*sorted((tmp_path / "run" / "steps").iterdir()), tmp_path / "run" / "export"]
     reports = [report_of(store.read(path), "") for path in paths]
     assert len(reports) == STEPS + 1

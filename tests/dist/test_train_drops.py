@@ -19,6 +19,7 @@ from verifier.core.finding import Verdict
 from verifier.core.records_trainer import TrainerStep
 from verifier.data.recorded import read_recorded, write_recorded
 from verifier.faults.training_trial import GRPO_KNOBS, DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
@@ -51,7 +52,7 @@ def test_updates_are_counted_as_they_are_taken(rollouts, resources, tmp_path):
         words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]
         config, _ = load(TrainConfig, overrides=words)
         launcher = resources.launcher(Deadline(300))
-        Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+        Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     found = sorted((tmp_path / "run" / "steps").iterdir())
     assert len(found) == 3
     numbers = []

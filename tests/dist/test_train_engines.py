@@ -20,6 +20,7 @@ from verifier.core.records_trainer import LoadedState
 from verifier.core.records_weights import SyncedTensor
 from verifier.errors import InternalError
 from verifier.faults.training_trial import DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
@@ -39,7 +40,8 @@ def train(resources):
         lines: list[str] = []
         config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={folder}"])
         launcher = resources.launcher(Deadline(300))
-        Trainer(config, lines.append, DeferredJudge(), launcher=launcher, resources=resources, within=within).run()
+        evidence = RunEvidence(DeferredJudge())
+        Trainer(config, lines.append, evidence, launcher=launcher, resources=resources, within=within).run()
         return lines
 
     return run
@@ -174,7 +176,7 @@ def test_a_run_ahead_goes_on_with_the_batch_that_it_had_sampled(mode, train, res
     config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs, f"run={tmp_path / 'run'}"])
     launcher = resources.launcher(Deadline(300))
     with pytest.raises(Stopped):
-        Trainer(config, stop, DeferredJudge(), launcher=launcher, resources=resources).run()
+        Trainer(config, stop, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     assert any("continuing from the checkpoint" in line for line in train(tmp_path / "run", *knobs))
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
     require_held(tmp_path / "run")

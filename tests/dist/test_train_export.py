@@ -11,6 +11,7 @@ from verifier.core.finding import Verdict
 from verifier.errors import ViolationFound
 from verifier.faults.injection import INJECTED
 from verifier.faults.training_trial import DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
@@ -27,7 +28,8 @@ def trained(resources, run, within=()):
     knobs = ("model=tiny:add", "steps=2", "data.batch_size=8", "evaluation.num_problems=0", "verify.steps=true")
     config, _ = load(TrainConfig, overrides=[*knobs, f"run={run}"])
     launcher = resources.launcher(Deadline(300))
-    return Trainer(config, lambda text: None, JudgeHere(), launcher=launcher, resources=resources, within=within).run()
+    evidence = RunEvidence(JudgeHere())
+    return Trainer(config, lambda text: None, evidence, launcher=launcher, resources=resources, within=within).run()
 
 
 def test_a_wrong_export_ends_the_run_and_the_next_one_finishes_it(resources, tmp_path):

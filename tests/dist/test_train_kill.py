@@ -80,14 +80,14 @@ def victim_of(name: str, driver: int) -> int:
         return found[0]
 
     if name == "rank":
-        return children(first("session_megatron:preload"))[0]
+        return children(first("preload_megatron:preload"))[0]
     if name == "engine worker":
         (engine,) = children(first("engine.server:preload"))
         return next(iter(children(engine)), engine)
     return first(
         {
             "raylet": "/raylet ", "trainer actor": "ray::TrainerNode", "engine actor": "ray::EngineNode",
-            "launcher": "session_megatron:preload",
+            "launcher": "preload_megatron:preload",
         }[name]
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.faults.training_trial import KNOBS, DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import Report, report_of
 from verifier.runs.model_under_test import DERIVED
 from verifier.runs.resources import Deadline, Resources
@@ -42,7 +43,7 @@ def _train(resources: Resources, run: Path, *knobs: str) -> tuple[TrainConfig, l
     kept = [text for text in KNOBS if text.partition("=")[0] not in own]
     config, _ = load(TrainConfig, overrides=[*kept, *knobs, "verify.steps=true", f"run={run}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, said.append, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, said.append, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     return config, said
 
 

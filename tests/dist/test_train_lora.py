@@ -19,6 +19,7 @@ from verifier.core.finding import Verdict
 from verifier.core.records_weights import CheckpointView, ExportedAdapterMatrix, FrozenShard, LoadedShard
 from verifier.faults.training_trial import KNOBS, DeferredJudge
 from verifier.mesh import Mesh
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.model_under_test import open_model
 from verifier.runs.resources import Deadline, Resources
@@ -38,7 +39,7 @@ def train(run: Path, resources: Resources, *knobs: str) -> list[set[str]]:
     words = ["model=tiny:add", *own.values(), "verify.steps=true", f"run={run}"]
     config, _ = load(TrainConfig, overrides=words)
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     codes = []
     for path in sorted((run / "steps").iterdir()):
         report = report_of(store.read(path), "")

@@ -20,11 +20,13 @@ from verifier.core.finding import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import ViolationFound
 from verifier.platform.pins import installed
+from verifier.probes.training.run_evidence import RunEvidence
+from verifier.probes.training.verdicts import Judged
 from verifier.report import Report, report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 from verifier.trainer.lost_logprobs import LogprobLost
-from verifier.trainer.verdicts import Judged
+from verifier.trainer.observer import SILENT
 
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", "steps=2", "data.batch_size=4", "grpo.group_size=4",
@@ -52,10 +54,10 @@ def train(request, resources):
         given = {text.partition("=")[0] for text in own}
         words = [*(text for text in KNOBS if text.partition("=")[0] not in given), *own]
         config, _ = load(TrainConfig, overrides=words)
-        launcher, judge = resources.launcher(Deadline(300)), JudgeAtOnce() if judged else None
+        launcher, observer = resources.launcher(Deadline(300)), RunEvidence(JudgeAtOnce()) if judged else SILENT
         try:
             with poisoned(number):
-                Trainer(config, print, judge, launcher=launcher, resources=resources).run()
+                Trainer(config, print, observer, launcher=launcher, resources=resources).run()
         finally:
             resources.stop_engines()
 

@@ -22,6 +22,7 @@ from verifier.core.records_tokens import OracleOfSampled, SampledTokens
 from verifier.core.records_trainer import DataOrder
 from verifier.core.trace import Trace
 from verifier.faults.training_trial import DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
@@ -43,7 +44,7 @@ MODES = {
 def train(resources: Resources, folder: Path, knobs: Sequence[str]) -> Path:
     config, _ = load(TrainConfig, overrides=[*knobs, f"run={folder}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     return folder
 
 

@@ -26,9 +26,11 @@ from verifier.errors import UsageError
 from verifier.faults.route_faults import ROUTES
 from verifier.faults.training_trial import DeferredJudge
 from verifier.model.checkpoint import open_checkpoint
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
+from verifier.trainer.observer import SILENT
 
 MODEL = ("model=tiny:add-moe", "steps=2", "evaluation.num_problems=0", "batch.micro_batch_size=3")
 EXPERTS = {
@@ -44,8 +46,8 @@ def train(resources: Resources, run: Path, *knobs: str) -> None:
     given = {text.partition("=")[0]: text for text in (*MODEL, *knobs, f"run={run}")}  # the last of each counts
     config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
-    judge = DeferredJudge() if config.verify.steps else None
-    Trainer(config, lambda text: None, judge, launcher=launcher, resources=resources).run()
+    observer = RunEvidence(DeferredJudge()) if config.verify.steps else SILENT
+    Trainer(config, lambda text: None, observer, launcher=launcher, resources=resources).run()
 
 
 def weights(run: Path) -> dict[str, bytes]:

@@ -23,9 +23,9 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import FireCounter
 from verifier.faults.training_trial import GRPO_KNOBS
 from verifier.model.checkpoint import open_checkpoint
-from verifier.trainer.preflight import Preflight, preflight
+from verifier.probes.training.verdicts import Judged
+from verifier.runs.preflight import Preflight, preflight
 from verifier.trainer.update_log import read
-from verifier.trainer.verdicts import Judged
 
 SFT = ("steps=600", "mesh.dp=2", "optimizer.schedule=cosine", "optimizer.warmup_steps=50", "data.batch_size=6")
 LIVE = (

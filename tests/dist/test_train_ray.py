@@ -32,6 +32,7 @@ from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.keeper import descendants
 from verifier.launch.rank import JobSpec
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Resources
 from verifier.trainer import join_ray
@@ -117,7 +118,7 @@ def sampled(launcher: Launcher, run: Path, *knobs: str, at: str = "", victim: st
             os.kill(pids[-1], signal.SIGKILL)
 
     config, _ = load(TrainConfig, overrides=[*GRPO, *knobs, f"run={run}"])
-    Trainer(config, progress, DeferredJudge(), launcher=launcher, **given).run()
+    Trainer(config, progress, RunEvidence(DeferredJudge()), launcher=launcher, **given).run()
     for step in range(1, 4):
         report = report_of(store.read(run / "steps" / f"{step:06d}"), "")
         assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]

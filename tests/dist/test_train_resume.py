@@ -29,10 +29,12 @@ from verifier.errors import UsageError
 from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.rank import RankContext
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Trainer
 from verifier.trainer.loop import TrainSummary
+from verifier.trainer.observer import SILENT
 from verifier.trainer.worker_spec import WorkerSpec
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
@@ -46,8 +48,8 @@ def train(launcher: ForkLauncher, run: Path, *knobs: str, within: Sequence[str] 
     given = {text.partition("=")[0] for text in knobs}
     kept = [text for text in KNOBS if text.partition("=")[0] not in given]
     config, _ = load(TrainConfig, file=CONFIG, overrides=[*kept, *knobs, f"run={run}"])
-    judge = DeferredJudge() if config.verify.steps else None
-    return Trainer(config, print, judge, launcher=launcher, within=within).run()
+    observer = RunEvidence(DeferredJudge()) if config.verify.steps else SILENT
+    return Trainer(config, print, observer, launcher=launcher, within=within).run()
 
 
 def losses(run: Path) -> list[float]:

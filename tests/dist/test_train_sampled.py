@@ -18,6 +18,7 @@ from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GradientRecord, SampledNoise
 from verifier.errors import UsageError
 from verifier.faults.training_trial import GRPO_KNOBS, KNOBS, DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
@@ -47,7 +48,7 @@ def train(resources: Resources, run: Path, *knobs: str, default: str = "") -> Tr
     kept = [text for text in KNOBS if text.partition("=")[0] not in own]
     config, _ = load(TrainConfig, overrides=["model=tiny:add", *kept, *knobs, "verify.steps=true", f"run={run}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     return config
 
 

@@ -16,6 +16,7 @@ from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GradientRecord, OracleLogprobs, TrainerLogprobs
 from verifier.core.trace import Trace
 from verifier.faults.training_trial import DeferredJudge
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.controller import Trainer
@@ -172,7 +173,7 @@ def run(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     }  # the last of each counts
     config, _ = load(TrainConfig, overrides=[*given.values()])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, DeferredJudge(), launcher=launcher, resources=resources).run()
+    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
     trained_s = time.monotonic() - began
     traces = [store.read(path) for path in sorted((folder / "steps").iterdir())]
     assert len(traces) == STEPS

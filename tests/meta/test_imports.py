@@ -29,7 +29,26 @@ ROOMS = {
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
-    "probes": {"core", "mesh", "config", "data", "model", "train", "export", "plan", "transport", "engine", "trainer"},
+    "probes": {
+        "core",
+        "mesh",
+        "config",
+        "platform",
+        "launch",
+        "data",
+        "algorithms",
+        "rewards",
+        "model",
+        "train",
+        "export",
+        "plan",
+        "transport",
+        "engine",
+        "oracle",
+        "contracts",
+        "runs",
+        "trainer",
+    },
     "trainer": {
         "core",
         "mesh",
@@ -46,12 +65,9 @@ ROOMS = {
         "plan",
         "transport",
         "engine",
-        "oracle",
-        "probes",
         "runs",
-        "contracts",
     },
-    "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "trainer"},
+    "probe": {"core", "mesh", "platform", "model", "plan", "transport", "engine", "oracle", "probes", "trainer"},
     "campaign": {
         "core",
         "mesh",
@@ -113,6 +129,28 @@ def test_no_run_knows_who_judges_it():
         if module.startswith("verifier.") and module.split(".")[1] in JUDGES
     ]
     assert not wrong, "\n".join(wrong)
+
+
+INSTRUMENT = re.compile(r"records|\.emit\(|verifier\.(checks|oracle|probes)|core\.store")
+"""Words of what looks at a run."""
+
+
+def test_the_trainer_names_no_instrument():
+    files = [*python_files("verifier/trainer"), *python_files("verifier/train")]
+    wrong = [where(path) for path in files if INSTRUMENT.search(path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+TRAINS = ("verifier.trainer.controller", "verifier.trainer.loop", "verifier.cli.train")
+
+
+def test_a_run_that_nobody_judges_loads_no_probe():
+    """Ranks, which load torch and megatron-core, are in tests/unit/trainer/test_observer.py."""
+    program = f"import sys, {', '.join(TRAINS)}; print([name for name in sys.modules if 'verifier.probes' in name])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_every_package_is_in_the_table():

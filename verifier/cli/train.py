@@ -21,16 +21,16 @@ from verifier.report.live_view import LiveView
 from verifier.report.progress import Progress
 
 if TYPE_CHECKING:
-    from verifier.trainer.loop import TrainSummary
-    from verifier.trainer.verdicts import Judged
+    from verifier.probes.training.run_evidence import RunEvidence
+    from verifier.probes.training.verdicts import Judged
 
 
 def judge_step(trace: str) -> Judged:
     """Judge the trace of one step, in the judge's process."""
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
+    from verifier.probes.training.verdicts import Judged
     from verifier.report import render_text, report_of
-    from verifier.trainer.verdicts import Judged
 
     report = report_of(store.read(Path(trace)), trace)
     return Judged(
@@ -70,8 +70,10 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         progress: called with a line of text.
         view: shows metrics and verdicts; None for none.
     """
+    from verifier.launch.stack_failure import StackFailed
     from verifier.trainer.controller import Trainer
     from verifier.trainer.first_run import first_of, going_on
+    from verifier.trainer.observer import SILENT
 
     if config.first is not None:
         begin = first_of(config)
@@ -80,23 +82,30 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         config = going_on(config, begin)
     try:
         with contextlib.ExitStack() as stack:
-            judge = stack.enter_context(started_judge()) if config.verify.steps else None
+            evidence = _evidence(stack.enter_context(started_judge())) if config.verify.steps else None
             if view is not None:
                 stack.enter_context(view.run(config.steps))
-            summary = Trainer(config, progress, judge, view=view, tell=complain).run()
+            summary = Trainer(config, progress, evidence or SILENT, view=view).run()
     except ViolationFound as found:
         show(str(found))
         return found.exit_code
+    except StackFailed as problem:
+        if not config.verify.steps:
+            from verifier.probes.training.failure_trace import leave_failure
+
+            leave_failure(config, problem)
+        raise
     accuracy = "" if summary.accuracy is None else f", held-out accuracy {summary.accuracy:.3f}"
-    judged, code, kept = "; not judged", ExitCode.HOLDS, summary.suspicions
-    if judge is not None:
+    judged, code = "; not judged", ExitCode.HOLDS
+    if evidence is not None and (kept := evidence.suspicions) is not None:
         told = "none violated" if kept.open or kept.num_dropped else "all hold"
-        judged = f"; {summary.judged:,} steps judged, {told}"
-    if kept.num_dropped:
-        judged += f"; suspected and not confirmed: {kept.num_dropped:,}"
-    for item in kept.open.values():
-        complain(f"inconclusive: step {item.step} is suspected ({item.sentence}), and no later step judged it again")
-        code = ExitCode.INCONCLUSIVE
+        judged = f"; {evidence.judged:,} steps judged, {told}"
+        if kept.num_dropped:
+            judged += f"; suspected and not confirmed: {kept.num_dropped:,}"
+        for item in kept.open.values():
+            sentence = f"step {item.step} is suspected ({item.sentence}), and no later step judged it again"
+            complain(f"inconclusive: {sentence}")
+            code = ExitCode.INCONCLUSIVE
     if summary.finished_before:
         show(
             f"the run `{config.run}` is finished already: {summary.steps:,} steps, loss {summary.loss:.4f}{accuracy}; "
@@ -105,26 +114,34 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         return code
     loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
-    show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n{_unjudged(summary)}")
+    show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
+    show(_unjudged(evidence))
     return code
 
 
-def _unjudged(summary: TrainSummary) -> str:
+def _evidence(judge: ProcessJudge) -> RunEvidence:
+    """Observer of a judged run."""
+    from verifier.probes.training.run_evidence import RunEvidence
+
+    return RunEvidence(judge, complain)
+
+
+def _unjudged(evidence: RunEvidence | None) -> str:
     """Last line of a judged run: what no check judged, and in how many of its steps."""
-    if not summary.judged:
+    if evidence is None or not evidence.judged:
         return ""
-    if not summary.not_judged:
+    if not evidence.not_judged:
         return "not judged: nothing that this run has\n"
     parts = (
-        text if count == summary.judged else f"{text} ({count:,} of {summary.judged:,} steps)"
-        for text, count in summary.not_judged.items()
+        text if count == evidence.judged else f"{text} ({count:,} of {evidence.judged:,} steps)"
+        for text, count in evidence.not_judged.items()
     )
     return f"not judged: {'; '.join(parts)}\n"
 
 
 def preflight(config: TrainConfig, progress: Progress) -> int:
     """Try one step of the longest samples in a folder beside the run's; print what it took and return the exit code."""
-    from verifier.trainer.preflight import preflight as tried
+    from verifier.runs.preflight import preflight as tried
 
     folder = next_trace(f"{config.run.name}-preflight", config.run.parent)
     try:

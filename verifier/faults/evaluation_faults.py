@@ -24,7 +24,7 @@ def evaluated_before_the_sync(call: Call) -> Any:
     return call.wrong(call.state["found"])
 
 
-@evaluated_before_the_sync.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
+@evaluated_before_the_sync.also("verifier.trainer.loop:StepLoop.sync(self, version, note, first)")
 def _evaluate_first(call: Call) -> Any:
     if call.version:
         call.state["found"] = call.self.rollouts.evaluate(call.version)

@@ -87,7 +87,7 @@ def batch_before_a_sync_counts_as_on_policy(call: Call) -> Any:
     return call.original() if early is None else call.wrong(early)
 
 
-@batch_before_a_sync_counts_as_on_policy.also("verifier.trainer.loop:StepLoop.sync(self, version, trace)")
+@batch_before_a_sync_counts_as_on_policy.also("verifier.trainer.loop:StepLoop.sync(self, version, note, first)")
 def _asked_before(call: Call) -> Any:
     call.state["early"] = call.self.rollouts.sample(call.version + 1, call.version)
     return call.original()

@@ -337,8 +337,8 @@ def norms_trained_beside_adapters(call: Call) -> Any:
 
 @fault(
     "NovaSky-AI/SkyRL#873", "verifier.trainer.ranks:optimizer_settings(config)",
-    "verifier.trainer.loop:optimizer_settings(config)", stage=Stage.TRAIN, side=Side.CONTROLLER, engine=TRAINING,
-    model="tiny:add", caught_by=("TRN002",),
+    "verifier.probes.training.run_evidence:optimizer_settings(config)", stage=Stage.TRAIN, side=Side.CONTROLLER,
+    engine=TRAINING, model="tiny:add", caught_by=("TRN002",),
     training=("algorithm=grpo", "grpo.mini_batches=2", "grpo.epochs=2", "verify.every=0"),
 )  # fmt: skip
 def schedule_ends_with_the_batches(call: Call) -> Any:

@@ -18,12 +18,13 @@ from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED, in_engines
 from verifier.mesh import Mesh
+from verifier.probes.training.run_evidence import RunEvidence
+from verifier.probes.training.verdicts import Judged
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.run_folder import FINISHED, RunFolder
-from verifier.trainer.verdicts import Judged
 
 KNOBS = (
     "steps=3", "data.batch_size=8", "batch.micro_batch_size=3", "optimizer.schedule=linear", "optimizer.warmup_steps=2",
@@ -80,7 +81,7 @@ def run_training(
     if fault.resumes:
         others = [text for text in words if not text.startswith("mesh.")]
         whole, _ = load(TrainConfig, overrides=[*others, *_axes(fault.saved_on or fault.mesh)])
-        Trainer(whole, progress, DeferredJudge(), launcher=launcher, resources=resources).run()
+        Trainer(whole, progress, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
         Checkpoints(run / "checkpoints", config.checkpoint.keep).remove_after(config.steps - 1)
         (run / FINISHED).unlink()
     with contextlib.ExitStack() as stack:
@@ -91,7 +92,7 @@ def run_training(
         within = (INJECTED, fault.id, str(folder)) if inject and fault.side is Side.TRAINER else ()
         warm: dict[str, Any] = {"launcher": launcher, "resources": resources}
         try:
-            Trainer(config, progress, DeferredJudge(), within=within, **warm).run()
+            Trainer(config, progress, RunEvidence(DeferredJudge()), within=within, **warm).run()
         except VerifierError as problem:
             if not inject:
                 raise

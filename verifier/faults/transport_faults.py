@@ -103,7 +103,7 @@ def prefix_cache_in_use(call: Call) -> Any:
 
 
 @fault(
-    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, trace)",
+    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
     stage=Stage.TRANSPORT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "LGP009"),
     training=(
         "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
@@ -116,7 +116,7 @@ def sync_that_delivers_nothing(call: Call) -> Any:
 
 
 @fault(
-    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, trace)",
+    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
     stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT004", "LGP009"), engine=TRAINING, model="tiny:add",
     training=(
         "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
+from typing import Any, Self
 
 from msgspec.structs import replace
 
@@ -74,6 +75,11 @@ class StackFailed(VerifierError):
     def __init__(self, failure: StackFailure) -> None:
         self.failure = failure
         super().__init__(failure.sentence + (f" ({failure.owner})" if failure.name else ""))
+
+    @classmethod
+    def of(cls, **facts: Any) -> Self:
+        """Failure that no exception says, by the fields of a `StackFailure`."""
+        return cls(StackFailure(**facts))
 
     def __reduce__(self) -> tuple[type[StackFailed], tuple[StackFailure]]:
         """Return the call that makes it again elsewhere, with the stage that it is marked with."""

@@ -83,8 +83,8 @@ def judge_updates(
     """Measure every update of one step against the oracle; a request of an engine server.
 
     Args:
-        folder: see `verifier.trainer.sampled_step`; for update n it has the checkpoints ``weights-n`` and that before
-            it, ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
+        folder: of a sampled step; for update n it has the checkpoints ``weights-n`` and that before it,
+            ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
             ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
             ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
             float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the loss, and say

@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec import convert, to_builtins
 
 from verifier.core.record import real
@@ -18,9 +17,8 @@ from verifier.data.recorded import RolloutRow
 from verifier.launch.child import resolve
 from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
-from verifier.plan.digest import digest_tensor
-from verifier.platform import Tier, select
-from verifier.platform.cuda import another_cudnn, require_not_started
+from verifier.platform import Tier
+from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider, record_stated
@@ -35,6 +33,7 @@ from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
 from verifier.train import recompute_megatron, step_megatron
+from verifier.trainer import preload_megatron
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -46,13 +45,8 @@ RESUMED = 2
 
 
 def preload(tier: Tier | None = None) -> None:
-    """Import everything before ranks are forked, by default for this machine's tier; the digest's compiled path too."""
-    tier = tier or select()
-    provider_megatron.preload(tier)
-    if tier == "cpu":
-        digest_tensor(torch.zeros(1))
-    else:
-        require_not_started()
+    """Import everything before ranks are forked; see `verifier.trainer.preload_megatron`."""
+    preload_megatron.preload(tier)
 
 
 def run(context: RankContext) -> dict[str, float]:

@@ -8,9 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from verifier.config import TrainConfig
-from verifier.core.record import Probe
 from verifier.data.recorded import RolloutRow
-from verifier.data.rollout import Rollout
 from verifier.errors import InternalError
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.sampled_batch import SampledBatch
@@ -41,7 +39,7 @@ class AheadRollouts:
         """True while the engine holds requests that are not at their end."""
         return self._inflight and self._next is not None
 
-    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+    def rollouts(self, step: int) -> tuple[Sequence[RolloutRow], str]:
         """Rollouts of a step, sampled before; the next step's are begun, from the weights that the engine holds."""
         batch = self._take(step)
         self.facts = batch.facts
@@ -50,11 +48,7 @@ class AheadRollouts:
                 lambda: self._engine.sample(step + 1, step - 1)
             )  # fmt: skip
             self._next = step + 1, step - 1, _started(sample)
-        return self._engine.handed_on(step, batch, probe)
-
-    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what the tokens of a step's rollouts say."""
-        self._engine.record_texts(probe, step, rollouts)
+        return self._engine.handed_on(step, batch)
 
     def pause(self) -> None:
         """Wait until the engine computes nothing, before its weights are updated; raise the error of its thread."""

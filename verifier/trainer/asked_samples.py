@@ -1,4 +1,4 @@
-"""Orders of a run to its engine, as a step's trace has them, and what is noted of the engine's answers."""
+"""Notes of an engine's answers as they arrive, and the tokens that end one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verifier.config import TrainConfig
-from verifier.core.records_policy import SamplingAsked
 from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.end_tokens import end_tokens
-from verifier.model.families import size_if_any
 from verifier.trainer.episodes import Sampler
 
 
@@ -66,21 +63,6 @@ class NotedAnswers:
         found = self._sampler.generate(prompts, sampling)
         self.noted.append(noted_of(found))
         return found
-
-
-def sampling_asked(
-    config: TrainConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, step: int, *, whole_answers: bool
-) -> SamplingAsked:  # fmt: skip
-    """Record of what the config asks of a step's answers."""
-    options, ends = config.grpo, ends_of(checkpoint, tokenizer)
-    return SamplingAsked(
-        name="answers", version=step, seed=config.seed, batch_size=config.data.batch_size,
-        group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
-        temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
-        other_ends=tuple(item for item in ends if item != tokenizer.eos_id), ends=not whole_answers,
-        vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),
-        filtered=options.drop_overlong or options.drop_zero_variance or options.max_sampling_rounds > 1,
-    )  # fmt: skip
 
 
 def ends_of(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:

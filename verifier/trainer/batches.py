@@ -11,8 +11,6 @@ import numpy as np
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
-from verifier.core.record import Probe
-from verifier.core.records_trainer import LossColumns
 from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices
@@ -20,12 +18,9 @@ from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
 from verifier.data.tokenizer import Tokenizer, open_tokenizer
 from verifier.model.checkpoint import Checkpoint
-from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.decoded_rollouts import record_tokens
 from verifier.trainer.fitting import near_budget, require_budget
-from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
-from verifier.trainer.spot import has_spot, record_spot
-from verifier.trainer.trained_text import trained_text
+from verifier.trainer.observer import SILENT, Observer, TextBatch
+from verifier.trainer.run_data import RunData, load_held_out, load_train, open_chat_template
 
 Values = Sequence[np.ndarray]
 """Per rollout [L] values of its tokens."""
@@ -54,7 +49,7 @@ class OptimizerUpdate:
 
     @property
     def name(self) -> str:
-        """Name of its records."""
+        """Name by which it is told of."""
         return f"update {self.number}"
 
     def save(self) -> None:
@@ -78,32 +73,8 @@ class UpdatePlan(Protocol):
 
     facts: Mapping[str, Any]
     """Metrics of the last step's batch, by name."""
-    scored: ScoredRollouts | None
-    """Rollouts of the last step, as they were scored before its updates; None in supervised fine-tuning."""
-    has_text: bool
-    """Some examples of the last step have text in the loss that is known."""
-    unread: int
-    """Number of examples of the last step whose chat template writes other text than an assistant says."""
-    reads_rewards: bool
-    """A second reader of answers can say of a reward of the last step what it should be."""
-
-    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
-        """Make, save and record the updates of a step, from 1 on; `taken` updates were taken before it."""
-
-
-def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -> None:
-    """Record the weights of an update's tokens."""
-    arrays = {
-        "weight": np.concatenate([*update.weights]), "mask": np.concatenate([item.mask for item in update.rollouts])
-    }  # fmt: skip
-    probe.emit(
-        LossColumns(
-            name=update.name, version=update.step, aggregation=config.aggregation,
-            constant=config.aggregation_constant or 1.0, ids=tuple(item.id for item in update.rollouts),
-            groups=tuple(item.group for item in update.rollouts), lengths=tuple(map(len, update.rollouts)),
-        ),
-        arrays,
-    )  # fmt: skip
+    def updates(self, step: int, taken: int, score: Score) -> list[OptimizerUpdate]:
+        """Make and save the updates of a step, from 1 on; `taken` updates were taken before it."""
 
 
 def weights_of(config: TrainConfig, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -117,8 +88,8 @@ def weights_of(config: TrainConfig, rollouts: Sequence[Rollout]) -> list[np.ndar
 class HeldOut:
     """Held-out problems: the text data set that a run evaluates on."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, files: Path, train: Sequence[Example]) -> None:
-        self.tokenizer, self.files = tokenizer, files
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, train: Sequence[Example]) -> None:
+        self.tokenizer = tokenizer
         self.examples = load_held_out(config, train, "sft", tokenizer)
         require_kept(self.examples, tokenizer)
         require_budget(config, [encode_example(example, tokenizer) for example in near_budget(config, self.examples)])
@@ -131,25 +102,24 @@ class HeldOut:
 class SftPlan:
     """Supervised fine-tuning: examples in the order of (seed, epoch), encoded as they come, one update a step."""
 
-    scored: ScoredRollouts | None = None
-
     def __init__(
-        self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path], *, spots: bool = False
+        self, config: TrainConfig, checkpoint: Checkpoint, folder: Callable[[int], Path], observer: Observer = SILENT
     ) -> None:
-        self._spots = spots
         self.facts: Mapping[str, Any] = {}
-        self.has_text, self.unread, self.reads_rewards = False, 0, False
-        self._config, self._file = config, folder
-        self._files, self._chat = checkpoint.path, open_chat_template(config)
-        self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
+        self._config, self._file, self._observer = config, folder, observer
+        files, chat = checkpoint.path, open_chat_template(config)
+        self._tokenizer = open_tokenizer(checkpoint.path, chat)
         self._examples = load_train(config, "sft", self._tokenizer)
         require_kept(self._examples, self._tokenizer)
         near = [encode_example(example, self._tokenizer) for example in near_budget(config, self._examples)]
         require_budget(config, near)
-        self.held_out = HeldOut(config, self._tokenizer, self._files, self._examples)
-        self.data = DataAsRead(config, self._examples, self.held_out.examples)
+        self.held_out = HeldOut(config, self._tokenizer, self._examples)
+        self.data = RunData(
+            task="sft", tokenizer=self._tokenizer, files=files, chat=chat, train=self._examples,
+            held_out=self.held_out.examples,
+        )  # fmt: skip
 
-    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
+    def updates(self, step: int, taken: int, score: Score) -> list[OptimizerUpdate]:
         """Encode the examples of a step."""
         config = self._config
         indices = batch_indices(len(self._examples), config.data.batch_size, config.seed, step - 1)
@@ -162,15 +132,5 @@ class SftPlan:
             step=step, number=taken + 1, file=self._file(step), rollouts=rollouts, weights=weights_of(config, rollouts)
         )
         update.save()
-        if probe is not None:
-            record_tokens(
-                probe, step, self._tokenizer, self._files, rollouts, examples.__getitem__, whole=True, chat=self._chat
-            )
-            text = trained_text(step, examples, rollouts, self._tokenizer)
-            self.has_text, self.unread = bool(text.ids), len(examples) - len(text.ids)
-            if self.has_text:
-                probe.emit(text)
-            record_columns(probe, config, update)
-            if self._spots and has_spot(step):
-                record_spot(probe, config, step, rollouts, [range(len(rollouts))], score, update.file)
+        self._observer.on_batch(TextBatch(step=step, examples=examples, update=update))
         return [update]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from verifier.config.training import TrainConfig
-from verifier.core.record import Probe
-from verifier.core.records_trainer import WrittenTensors
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.checkpoint_folder import Checkpoints, RunState, digest_of_values
+from verifier.trainer.observer import SILENT, Observer
 from verifier.trainer.run_folder import RunFolder, shared_knobs
 
 Call = Callable[..., list[Any]]
@@ -26,17 +23,18 @@ class Continuation:
         config: of the run.
         folder: of the run.
         progress: called with a line of text.
+        observer: told of checkpoints.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], observer: Observer = SILENT
+    ) -> None:
+        self._observer = observer
         self._config, self._folder, self._progress = config, folder, progress
         self._checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self._digest = digest_of_values(shared_knobs(config))
         self._at: RunState | None = None
-        self._unjudged = False
         self._writing: RunState | None = None
-        self._stored: list[tuple[int, list[Any]]] = []
-        """Step of each checkpoint that was written and not yet recorded, and what each rank read back of it."""
 
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
@@ -85,29 +83,9 @@ class Continuation:
         if self._at is not None:
             same_mesh = self._at.mesh == self._config.mesh.label()
             arguments = {"resume": str(self._checkpoints.path(self._at.step)), "same_mesh": same_mesh}
-            self._unjudged = True
+            self._observer.on_resume(self._at.step)
         settings: dict[str, Any] = call("load", **arguments)[0]
         return settings
-
-    def begins_judged(self) -> bool:
-        """Tell once, of the first step after a load, that it is that step."""
-        first, self._unjudged = self._unjudged, False
-        return first
-
-    def record_stored(self, probe: Probe) -> bool:
-        """Record what was read back of the checkpoints since the last record; tells whether there is any."""
-        stored, self._stored = self._stored, []
-        read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if any(ranks)]
-        for step, rank, tensors in read:
-            bits = {key: [item[key] for item in tensors] for key in ("given", "written")}
-            probe.emit(
-                WrittenTensors(
-                    name=f"rank {rank}", version=step, tensors=tuple(item["name"] for item in tensors),
-                    counts=tuple(map(len, bits["given"])), found=tuple(map(len, bits["written"])),
-                ),
-                {key: np.array([bit for part in parts for bit in part], np.int64) for key, parts in bits.items()},
-            )  # fmt: skip
-        return bool(read)
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be written after a step."""
@@ -133,5 +111,5 @@ class Continuation:
         found = call("saved", folder=str(folder), wait=wait)
         if all(item is not None for item in found):
             self._checkpoints.finish(self._writing)
-            self._stored.append((self._writing.step, found))
+            self._observer.on_checkpoint(self._writing.step, found)
             self._writing = None

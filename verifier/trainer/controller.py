@@ -14,7 +14,6 @@ from verifier.core.outputs import full_disk_refused
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.model.families import moe_layers_of
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_notes import notes_of
@@ -25,23 +24,17 @@ from verifier.trainer import model_files
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
 from verifier.trainer.continuation import Continuation
-from verifier.trainer.data_as_read import DataAsRead
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
-from verifier.trainer.export_trace import ExportTrace
-from verifier.trainer.failure_trace import failure_traced
-from verifier.trainer.first_rounding import first_rounding, measures_rounding
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
-from verifier.trainer.ranks import OBSERVER, PRELOAD, Launcher, start_ranks
-from verifier.trainer.run_data import with_evaluation
+from verifier.trainer.observer import SILENT, Observer, RunParts
+from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
+from verifier.trainer.run_data import RunData, with_evaluation
 from verifier.trainer.run_folder import RunFolder, opened
 from verifier.trainer.run_layout import with_run_layout
-from verifier.trainer.sampled_step import require_judgeable, unsampled_because
-from verifier.trainer.spot import why_no_spot
-from verifier.trainer.verdicts import Judge, Suspicions, Verdicts
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster
@@ -55,35 +48,32 @@ class Trainer:
     Args:
         config: of the run.
         progress: called with a line of text.
-        judge: judges each step's trace; None trains without evidence.
+        observer: told of all that the run does.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
         resources: starts the engine, and ends it; None starts one for this run.
         within: see `WorkerSpec.within`.
         whole_answers: see `EngineRollouts`.
-        view: shows metrics and verdicts as they come; None for none.
-        tell: called with a sentence on what is suspected; None for `progress`.
+        view: shows metrics as they come; None for none.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         progress: Progress,
-        judge: Judge | None = None,
+        observer: Observer = SILENT,
         *,
         launcher: Launcher | None = None,
         resources: Resources | None = None,
         within: Sequence[str] = (),
         whole_answers: bool = False,
         view: View | None = None,
-        tell: Progress | None = None,
     ) -> None:
-        self._config, self._progress, self._judge, self._view = config, progress, judge, view
-        self._tell = tell or progress
+        self._config, self._progress, self._observer, self._view = config, progress, observer, view
         self._launcher, self._within, self._whole_answers = launcher, within, whole_answers
         self._rollouts: EngineRollouts | None = None
         self._ahead: AheadRollouts | None = None
         self._held_out: HeldOut | None = None
-        self._data: DataAsRead | None = None
+        self._data: RunData | None = None
         self._resources, self._owns_resources = resources, resources is None
         self._cluster: Cluster | None = None
         self._placement = Placement()
@@ -94,9 +84,8 @@ class Trainer:
 
         Raises:
             UsageError: something that the user can mend, before anything is started.
-            ViolationFound: a step did not hold; nothing was built on it.
-            StackFailed: the stack under test failed, and no judge was given.
-            VerifierError: a process died or hung.
+            StackFailed: the stack failed.
+            VerifierError: a process died or hung, or the observer ended the run.
         """
         config = self._config = with_evaluation(self._config)
         load_algorithms(config)
@@ -106,12 +95,12 @@ class Trainer:
         plan, self._tier = self._plan_of(model), model.tier
         with opened(config) as folder, full_disk_refused(folder.path), contextlib.ExitStack() as stack:
             self._folder = folder
-            stack.enter_context(failure_traced(config, model, folder, self._judge))
+            stack.enter_context(self._observer.during(config, model, folder))
             line = stack.enter_context(metrics_of(folder, config, model, self._view))
             if (ended := folder.finished(config.steps)) is not None:
-                kept = Suspicions(folder.suspicions, ended["steps"])
-                return TrainSummary(**ended, finished_before=True, suspicions=kept)
-            self._continuation = Continuation(config, folder, self._progress)
+                self._observer.on_finished(folder, ended["steps"])
+                return TrainSummary(**ended, finished_before=True)
+            self._continuation = Continuation(config, folder, self._progress, self._observer)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
             launcher = self._open_launcher(stack)
@@ -121,33 +110,23 @@ class Trainer:
             gpus = self._placement.trainer_gpus
             model = with_run_layout(config, model, launcher, folder.path, until, self._progress, num_gpus=gpus)
             self._model = model
-            oracle = None
-            if config.verify.steps and not unsampled_because(config, model):
-                oracle = self._on_this_host(launcher, stack).oracle(model.checkpoint.path, until)
-            noise = None
-            if measures_rounding(config, model):
-                self._progress("measuring what float32 rounds of log-probabilities")
-                noise = first_rounding(model, until)
+            self._observer.on_model(model, lambda: self._on_this_host(launcher, stack), until, self._progress)
             engine = self._start_engine(launcher, stack)
             if isinstance(launcher, ForkLauncher):
                 self._model = model = replace(model, notes=notes_of(model, launcher, until))
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
                     config, model, launcher, folder.path, until, self._progress, within=self._within, num_gpus=gpus,
-                    observer=OBSERVER if config.verify.steps else "",
+                    observer=self._observer.ranks,
                 )  # fmt: skip
                 stack.callback(self._job.kill)
                 effective = self._continuation.load(self._call)
             self._continuation.restore(self._ahead)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             loop = StepLoop(
-                config=config, model=model, folder=folder, plan=plan, continuation=self._continuation,
-                call=self._call, progress=self._progress, metrics=line,
-                verdicts=Verdicts(
-                    judge=self._judge, metrics=line, tell=self._tell, suspicions=Suspicions(folder.suspicions, done),
-                ),
-                rollouts=self._rollouts, ahead=self._ahead,
-                held_out=self._held_out, oracle=oracle, data=self._data, noise=noise,
+                config=config, folder=folder, plan=plan, continuation=self._continuation, call=self._call,
+                progress=self._progress, metrics=line, rollouts=self._rollouts, ahead=self._ahead,
+                held_out=self._held_out, observer=self._observer,
             )  # fmt: skip
             if engine is not None and self._rollouts is not None:
                 stack.callback(self._rollouts.close)
@@ -155,10 +134,18 @@ class Trainer:
                     self._connect(engine, self._rollouts, loop)
                 # It may hold the weights of another step, or of another run, or no adapter.
                 other = bool(done) or not self._owns_resources or bool(engine.restarted)
-                loop.sends_first = other or self._judge is not None
+                loop.sends_first = other or self._observer.judges
+            self._observer.on_start(
+                RunParts(
+                    config=config, model=model, folder=folder, data=self._data, call=self._call, score=loop.score,
+                    progress=self._progress, metrics=line, ahead=self._ahead, engines=loop.revival,
+                    whole_answers=self._whole_answers, done=done, updates=self._continuation.updates,
+                    has_loss="loss" in metrics,
+                )
+            )  # fmt: skip
             with in_stage(Stage.ROLLOUT):
                 summary = loop.run(done, metrics)
-            self._export(loop)
+            self._export(summary.steps)
             self._job.finish()
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
@@ -187,23 +174,23 @@ class Trainer:
     def _plan_of(self, model: ModelUnderTest) -> UpdatePlan:
         """Open the data of the run; everything that can be refused is refused here."""
         config = self._config
-        require_judgeable(config, model)
-        batch_of = RunFolder(config.run).batch
-        spots = config.verify.steps and not why_no_spot(config, model)
+        observer, batch_of = self._observer, RunFolder(config.run).batch
+        observer.on_config(config, model)
         if config.algorithm == "sft":
-            plan = SftPlan(config, model.checkpoint, batch_of, spots=spots)
+            plan = SftPlan(config, model.checkpoint, batch_of, observer)
             self._data = plan.data
             self._held_out = plan.held_out if plan.held_out.examples else None
             return plan
-        routed = moe_layers_of(model.checkpoint.config) if config.grpo.replay_routes else ()
         if config.data.rollouts is not None:
-            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, routed, spots=spots)
-        self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers)
+            return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, observer)
+        self._rollouts = EngineRollouts(
+            config, model.checkpoint, whole_answers=self._whole_answers, observer=observer
+        )
         self._data = self._rollouts.data
         if config.grpo.mode == "sync":
-            return GrpoPlan(config, self._rollouts, batch_of, routed, spots=spots)
+            return GrpoPlan(config, self._rollouts, batch_of, observer)
         self._ahead = AheadRollouts(config, self._rollouts, self._until)
-        return GrpoPlan(config, self._ahead, batch_of, routed, spots=spots)
+        return GrpoPlan(config, self._ahead, batch_of, observer)
 
     def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> Engines | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""
@@ -244,28 +231,20 @@ class Trainer:
             if (problem := gone(lost)) is not None:
                 raise problem
 
-        loop.revival = rollouts.revival = Revival(engine, connect, lambda version: loop.sync(version, None), loop.look)
+        loop.revival = rollouts.revival = Revival(engine, connect, lambda version: loop.sync(version, None))
         try:
             connect()
         except EngineGone as problem:
             loop.revival.revive(problem)
 
-    def _export(self, loop: StepLoop) -> None:
-        """Export the weights of the last step; with a judge, they are the run's once the files are what they should be.
-
-        Raises:
-            ViolationFound: they are not, and stay under another name.
-        """
-        folder, step = self._folder.exported, loop.last.version
+    def _export(self, step: int) -> None:
+        """Export the weights of the last step; they are the run's once the observer has let them pass."""
+        folder, source = self._folder.exported, self._model.checkpoint.path
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
-        trace = None if self._judge is None else ExportTrace(self._config, self._model, self._folder, step)
-        if trace is not None:
-            trace.record(loop.last, self._continuation, loop.examine, loop.noise)
-        note = None if trace is None else {"trace": str(trace.path)}
+        note = self._observer.before_export(step)
         self._call("export", folder=str(aside), version=step, note=note)
-        model_files.copy_files(self._model.checkpoint.path, aside)
-        if trace is not None and self._judge is not None:
-            trace.judge(self._judge, self._model.checkpoint.path, aside)
+        model_files.copy_files(source, aside)
+        self._observer.on_export(step, source, aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

@@ -6,11 +6,8 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifier.core.record import Probe
-from verifier.core.records_weights import EngineRestart
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
@@ -192,15 +189,10 @@ class Revival:
         engines: of the run.
         connect: has controller and ranks talk to the processes that run now.
         sync: sends the weights of a version to them, without evidence.
-        look: records in a trace what they hold, beside the weights of a version.
     """
 
-    def __init__(
-        self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None],
-        look: Callable[[int, Path], None],
-    ) -> None:  # fmt: skip
-        self.engines, self._connect, self._sync, self._look = engines, connect, sync, look
-        self._recorded = 0
+    def __init__(self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None]) -> None:
+        self.engines, self._connect, self._sync = engines, connect, sync
 
     def repeated[T](self, function: Callable[[], T], version: int) -> T:
         """Call a function that asks the engine, again for each death, from the weights of a version."""
@@ -223,29 +215,6 @@ class Revival:
                 return
             except EngineGone as gone:
                 problem = gone
-
-    def record(self, probe: Probe | None, trace: Path | None, version: int) -> bool:
-        """Record what engines hold that were started again since the last evidence of them.
-
-        Args:
-            probe: the controller's recorder of a trace.
-            trace: its directory; None records nothing.
-            version: of the weights by which their answers are labelled.
-
-        Returns:
-            True if there were any.
-        """
-        count = self.engines.restarted - self._recorded
-        if probe is None or trace is None or not count:
-            return False
-        self.repeated(lambda: self._look(version, trace), version)
-        probe.emit(EngineRestart(name="the engines", version=version, restarts=count))
-        self.recorded()
-        return True
-
-    def recorded(self) -> None:
-        """Say that a trace has what the engines hold now."""
-        self._recorded = self.engines.restarted
 
 
 def gone(text: Any) -> EngineGone | None:

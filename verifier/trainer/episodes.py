@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from verifier.config.grpo import GrpoOptions
-from verifier.core.records_policy import EpisodeTurns
 from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
@@ -44,6 +43,34 @@ class Turn:
     """Token ids from the end of the turn to the beginning of the next; empty where the episode ends."""
     session: EpisodeHandle | None = None
     """Episode of the environment; None where there is none."""
+
+
+class PlayedTurns(Struct, frozen=True, kw_only=True):
+    """Turns of episodes with an environment; lists have an entry a turn."""
+
+    before: str
+    """Text that the chat template puts before a tool's message, from the end token of the turn on."""
+    after: str
+    """Text that it puts between a tool's message and the next turn."""
+    end: int
+    """Token that ends a turn."""
+    episodes: tuple[str, ...]
+    indices: tuple[int, ...]
+    """Number of the turn in its episode, from 0."""
+    prompts: tuple[tuple[int, ...], ...]
+    sampled: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    """Text of the sampled tokens, without their end token."""
+    replies: tuple[tuple[int, ...], ...]
+    """Token ids that the environment added; empty where the episode ends."""
+    said: tuple[str, ...]
+    """Text of the added tokens."""
+    seals: tuple[int, ...]
+    """Seals of what the environment said, in any order, with the turns that it read."""
+    read_replies: tuple[tuple[int, ...], ...]
+    """Token ids of each reply by a second reader of the tokenizer's files; none without one."""
+    read_texts: tuple[str, ...]
+    """Text of each turn by the same reader."""
 
 
 class Episodes:
@@ -148,18 +175,17 @@ class Episodes:
         """Text of a turn, without its end token."""
         return self._tokenizer.decode(self._unended(tokens))
 
-    def record(self, step: int, name: str, episodes: Sequence[tuple[str, Sequence[Turn]]]) -> EpisodeTurns | None:
-        """Record of episodes by id; None where there is no environment."""
+    def played(self, episodes: Sequence[tuple[str, Sequence[Turn]]]) -> PlayedTurns | None:
+        """Turns of episodes by id; None where there is no environment."""
         if self._environment is None:
             return None
         turns = [(which, at, turn) for which, own in episodes for at, turn in enumerate(own)]
         said = [self._tokenizer.decode(turn.reply) for _, _, turn in turns]
         (before, after), encoded = self._around_reply, self._environment.take_encoded()
-        return EpisodeTurns(
-            name=name, version=step, environment=self._options.environment, max_turns=self._options.max_turns,
-            step_wise=self._options.step_wise, before=before, after=after, end=self._tokenizer.eos_id,
-            episodes=tuple(which for which, _, _ in turns), indices=tuple(at for _, at, _ in turns),
-            prompts=tuple(turn.prompt for _, _, turn in turns), replies=tuple(turn.reply for _, _, turn in turns),
+        return PlayedTurns(
+            before=before, after=after, end=self._tokenizer.eos_id, episodes=tuple(which for which, _, _ in turns),
+            indices=tuple(at for _, at, _ in turns), prompts=tuple(turn.prompt for _, _, turn in turns),
+            replies=tuple(turn.reply for _, _, turn in turns),
             sampled=tuple(tuple(turn.sample.tokens) for _, _, turn in turns),
             texts=tuple(turn.text for _, _, turn in turns),
             said=tuple(said), seals=self._environment.take_seals(),

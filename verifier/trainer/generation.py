@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from msgspec.structs import replace
 
 from verifier.config import TrainConfig
-from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
-from verifier.core.records_trainer import DataOrder
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
-from verifier.data.recorded import RolloutRow, rollout_of
-from verifier.data.rollout import Rollout
+from verifier.data.recorded import RolloutRow
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
@@ -25,18 +20,16 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform import Tier
 from verifier.rewards.scorer import RewardPool
-from verifier.trainer.asked_samples import Noted, NotedAnswers, ends_of, noted_of, sampling_asked
-from verifier.trainer.batches import Score
-from verifier.trainer.data_as_read import DataAsRead
-from verifier.trainer.decoded_rollouts import record_tokens, rendered, texts_of
+from verifier.trainer.asked_samples import Noted, NotedAnswers, noted_of
 from verifier.trainer.engines import Revival
 from verifier.trainer.episode_processes import start_processes, try_environment
-from verifier.trainer.episodes import Episodes, Sampler, Turn, rows_of, text_of
-from verifier.trainer.evaluation import Answered, places, record_answers, rewards_of_answers, seeds_of, weights_of
+from verifier.trainer.episodes import Episodes, PlayedTurns, Sampler, Turn, rows_of, text_of
+from verifier.trainer.evaluation import Answered, Rewarded, places, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
 from verifier.trainer.given_routes import whole_routes
 from verifier.trainer.lost_logprobs import require_numbers
-from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
+from verifier.trainer.observer import SILENT, Observer
+from verifier.trainer.run_data import RunData, load_held_out, load_train, open_chat_template
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round
 from verifier.trainer.token_versions import versions_of
 
@@ -66,24 +59,30 @@ class EngineRollouts:
         config: of the run.
         checkpoint: whose tokenizer writes the prompts.
         whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
+        observer: told of what is sampled.
 
     Attributes:
-        data: of the run, as they were read.
+        data: of the run.
         revival: of the engine; None where its death ends the run.
         sent: versions that the engine was sent, in order.
         shown: texts of some rollouts of the last step, with their gold answers and rewards.
     """
 
-    def __init__(self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, checkpoint: Checkpoint, *, whole_answers: bool = False, observer: Observer = SILENT
+    ) -> None:
         self._config, self._checkpoint, self._whole_answers = config, checkpoint, whole_answers
-        self._chat = open_chat_template(config)
-        self._tokenizer = open_tokenizer(checkpoint.path, self._chat)
+        self._observer, chat = observer, open_chat_template(config)
+        self._tokenizer = open_tokenizer(checkpoint.path, chat)
         self._examples = load_train(config, "grpo")
         self._held_out = load_held_out(config, self._examples, "grpo")
-        self.data = DataAsRead(config, self._examples, self._held_out)
+        self.data = RunData(
+            task="grpo", tokenizer=self._tokenizer, files=checkpoint.path, chat=chat, train=self._examples,
+            held_out=self._held_out,
+        )  # fmt: skip
         self._prompts = [encode_prompt(example, self._tokenizer) for example in self._examples]
         self._held_out_prompts = [encode_prompt(example, self._tokenizer) for example in self._held_out]
-        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, self._chat)
+        self._episodes = Episodes(config.grpo, self._tokenizer, checkpoint.path, chat)
         require_room(config, max(map(len, self._prompts)), self._longest_rest)
         try_environment(config.grpo, self._examples[0])
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
@@ -149,14 +148,14 @@ class EngineRollouts:
         if self._reward is not None:
             self._reward.close()
 
-    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+    def rollouts(self, step: int) -> tuple[Sequence[RolloutRow], str]:
         """Sample the answers of a step from the weights that the steps before it made."""
-        return self.handed_on(step, self.sample_now(step), probe)
+        return self.handed_on(step, self.sample_now(step))
 
-    def handed_on(self, step: int, batch: SampledBatch, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
-        """Record a step's rollouts in its trace, and return them with the name of their reward."""
+    def handed_on(self, step: int, batch: SampledBatch) -> tuple[Sequence[RolloutRow], str]:
+        """Hand on a step's rollouts, with the name of their reward."""
         assert self._reward is not None
-        self.facts, reward = batch.facts, self._config.grpo.reward
+        self.facts = batch.facts
         self.shown = [
             {
                 "id": row.id, "prompt": self._tokenizer.decode(row.prompt),
@@ -164,24 +163,8 @@ class EngineRollouts:
             }
             for row in batch.rows[:: max(1, len(batch.rows) // SHOWN)][:SHOWN]
         ]  # fmt: skip
-        batch.record(probe, step, reward)
-        if probe is not None:
-            whole = self._whole_answers
-            asked = sampling_asked(self._config, self._checkpoint, self._tokenizer, step, whole_answers=whole)
-            probe.emit(replace(asked, sent=tuple(self.sent[-3:])))
-        return batch.rows, reward
-
-    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what the tokens of a step's rollouts say."""
-        probe.emit(texts_of(step, self._tokenizer, rollouts))
-
-        def example_of(place: int) -> Example:
-            at, which, _ = rollouts[place].group.split("/", 2)
-            return self._examples[self._indices(step, int(at.partition(".")[2] or 0))[int(which)]]
-
-        record_tokens(
-            probe, step, self._tokenizer, self._checkpoint.path, rollouts, example_of, whole=False, chat=self._chat
-        )
+        self._observer.on_rollouts(step, batch, self.sent)
+        return batch.rows, self._config.grpo.reward
 
     def sample_now(self, step: int) -> SampledBatch:
         """Sample the answers of a step, all of them again for each death of the engine, from the trained weights."""
@@ -280,30 +263,22 @@ class EngineRollouts:
         given = self._reward.score(Episodes.asked(ids, asked, texts, [turns for own in episodes for turns in own]))
         rewards = dict(zip(ids, given, strict=True))
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
-        record = self._episodes.record(step, f"round {number}", played)
-        done = self._ordered(step, number, indices, rewarded, record, noted)
+        told = self._episodes.played(played)
+        done = self._ordered(step, number, indices, rewarded, told, noted)
         return dataclasses.replace(done, failures=self._reward.take_failures())
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
-        turns: EpisodeTurns | None, noted: Sequence[Noted],
+        turns: PlayedTurns | None, noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
         """Round of a step's groups, which answer these prompts."""
-        examples = [self._examples[index] for index in indices]
-        written = [rendered(example, self._tokenizer) for example in examples]
-        order = DataOrder(
-            name=f"examples of round {number}" if number else "examples", version=step, step=step, round=number,
-            examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
-            answers=tuple(example.answer for example in examples), rendered=tuple(written),
-        )  # fmt: skip
-        return Round(groups=groups, order=order, turns=turns, noted=noted)
+        return Round(groups=groups, indices=indices, turns=turns, noted=noted)
 
-    def evaluate(self, step: int, *, judged: bool = False) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
 
         Args:
             step: whose weights these are; the samples of each evaluation have seeds of their own.
-            judged: LGP015 will judge the answers that are kept.
 
         Returns:
             "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
@@ -318,14 +293,16 @@ class EngineRollouts:
             if self.revival is None
             else self.revival.repeated(lambda: self._evaluated(step), step)
         )
-        if self._answered is not None and (not judged or self._config.engine.quantization):
-            require_numbers(self._config, [*self._answered.sampled, *self._answered.greedy])
+        answered = self._answered
+        if answered is not None and (not self._observer.judges or self._config.engine.quantization):
+            require_numbers(self._config, [*answered.sampled, *answered.greedy])
+        self._observer.on_evaluation(step, answered)
         return found
 
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
-        prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[GivenRewards]()
+        prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[Rewarded]()
         played, shaped = list[tuple[str, Sequence[Turn]]](), list[tuple[str, ...]]()
         found, drawn, weights = {"held_out_version": float(step)}, list[list[list[int]]](), set[int]()
         failures = 0
@@ -344,43 +321,19 @@ class EngineRollouts:
             rewards = self._reward.score(Episodes.asked(ids, self._held_out, texts, [own[0] for own in episodes]))
             failures += self._reward.take_failures()
             found[name] = sum(rewards) / len(rewards)
-            given.append(rewards_of_answers(name, step, self._config.grpo.reward, self._held_out, texts, rewards))
+            given.append(Rewarded(number=name, texts=texts, rewards=rewards))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
             rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
             played += [
                 (own[-1].trajectory or own[-1].id, episodes[at][0]) for (at, _), own in zip(where, rows, strict=True)
             ]
-        record = self._episodes.record(step, "held-out problems", played)
         self._answered = Answered(
-            version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=record,
+            version=step, sampled=kept[0], greedy=kept[1], rewards=given, turns=self._episodes.played(played),
             shaped=(shaped[0], shaped[1]), seeds=drawn[0], sent=self.sent[-1] if self.sent else None,
             weights=sorted(weights),
         )  # fmt: skip
         return found | ({"held_out_errors": float(failures)} if failures else {})
-
-    def record_evaluated(self, probe: Probe, version: int, score: Score, file: Path) -> bool:
-        """Record answers of an evaluation since the last call beside scores by the live weights, which are a version.
-
-        Returns:
-            True if there was one.
-        """
-        answered, self._answered = self._answered, None
-        if answered is None:
-            return False
-        end = self._tokenizer.eos_id
-        ends = (end, *(item for item in ends_of(self._checkpoint, self._tokenizer) if item != end))
-        record_answers(probe, answered, version, self._config.grpo, ends, score, file)
-        rows = [row for row in (*answered.sampled, *answered.greedy) if not row.index]
-
-        def example_of(at: int) -> Example:
-            return self._held_out[int(rows[at].group.split("/", 2)[1])]
-
-        given = [rollout_of(row) for row in rows]
-        record_tokens(
-            probe, version, self._tokenizer, self._checkpoint.path, given, example_of, whole=False, chat=self._chat
-        )
-        return True
 
     def _rows(
         self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]

@@ -1,4 +1,4 @@
-"""Routes that a run replays: those of recorded rollouts checked, and what each pass must obey recorded."""
+"""Routes that a run replays: those of recorded rollouts are checked."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from verifier.config import TrainConfig
-from verifier.core.record import Probe
-from verifier.core.records_tokens import GivenRoutes
 from verifier.data.recorded import RolloutRow, Routes
-from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
+from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError, UsageError
 from verifier.model.families import JSON, moe_layers_of, num_experts_of
-from verifier.trainer.batches import OptimizerUpdate
 
 SCORED = {"current": "old", "reference": "reference"}
 """Weights that score a batch -> name of the pass."""
@@ -45,27 +41,6 @@ def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, J
         kept = ordered[:-1] if missing[-1] else ordered
         if kept.size and (kept.min() < 0 or kept.max() >= num_experts or (np.diff(kept, axis=-1) == 0).any()):
             raise UsageError(f"{where} has routes that are not different experts below {num_experts}")
-
-
-def record_given(
-    probe: Probe, config: TrainConfig, batches: Mapping[Path, Sequence[Rollout]], updates: Sequence[OptimizerUpdate],
-    layers: Sequence[int],
-) -> None:  # fmt: skip
-    """Record the routes of each mini-batch, as the engine reported them, and the passes over it.
-
-    Args:
-        probe: of the step's trace.
-        config: of the run.
-        batches: rollouts of each mini-batch, by its file.
-        updates: of the step.
-        layers: global indices of the layers with routers.
-    """
-    scored = [SCORED["current"], *([SCORED["reference"]] if config.grpo.has_reference else [])]
-    for file, rollouts in batches.items():
-        passes = (*scored, *(item.name for item in updates if item.file == file))
-        ids = tuple(item.id for item in rollouts)
-        record = GivenRoutes(name=file.stem, version=updates[0].step, rollouts=ids, passes=passes)
-        probe.emit(record, route_rows(rollouts, layers))
 
 
 def whole_routes(name: str, routes: Routes, length: int) -> Routes:

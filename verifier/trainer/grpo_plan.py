@@ -17,8 +17,6 @@ from verifier.algorithms.filters import DropReason, first_reasons, overlong, zer
 from verifier.algorithms.kl import kl_penalty
 from verifier.algorithms.off_policy import CorrectionOptions, correction
 from verifier.config import TrainConfig
-from verifier.core.record import Probe
-from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 from verifier.data.recorded import RolloutRow, read_recorded, recorded_files, rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import save_rollouts
@@ -30,15 +28,13 @@ from verifier.trainer.batches import (
     Score,
     ScoredRollouts,
     Values,
-    record_columns,
     weights_of,
 )
 from verifier.trainer.fitting import require_budget
-from verifier.trainer.given_routes import record_given, require_routes
-from verifier.trainer.lost_logprobs import LogprobLost, require_numbers
+from verifier.trainer.given_routes import require_routes
+from verifier.trainer.lost_logprobs import require_numbers
 from verifier.trainer.mismatch import by_position, mismatch_facts
-from verifier.trainer.sampled_batch import has_second_reader, rewards_of
-from verifier.trainer.spot import has_spot, record_spot
+from verifier.trainer.observer import SILENT, Observer, PolicyBatch
 from verifier.trainer.token_versions import fresh_tokens
 
 STALE = "stale"
@@ -51,11 +47,8 @@ class RolloutSource(Protocol):
     facts: Mapping[str, float]
     """Metrics of the last step's sampling."""
 
-    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+    def rollouts(self, step: int) -> tuple[Sequence[RolloutRow], str]:
         """Rollouts of a step, from 1 on, and the name of their reward; empty where it was not recorded."""
-
-    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record what the tokens of a step's rollouts say, beside a second reading."""
 
 
 class RecordedRollouts:
@@ -77,14 +70,11 @@ class RecordedRollouts:
         for file in self._files[: config.steps]:
             self._require_size(config, file, self._read(file))
 
-    def rollouts(self, step: int, probe: Probe | None) -> tuple[Sequence[RolloutRow], str]:
+    def rollouts(self, step: int) -> tuple[Sequence[RolloutRow], str]:
         """Read the file of a step."""
         rows = self._read(self._files[step - 1])
         names = {row.rewarded_by for row in rows}
         return rows, names.pop() if len(names) == 1 else ""
-
-    def record_texts(self, probe: Probe, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Record nothing: what the tokens of a file say is known of no example."""
 
     @staticmethod
     def _require_size(config: TrainConfig, file: Path, rows: Sequence[RolloutRow]) -> None:
@@ -110,41 +100,30 @@ class GrpoPlan:
         config: of the run.
         source: of rollouts.
         file: file of the batch of (step, mini-batch).
-        moe_layers: global indices of the layers with routers; empty unless routes are replayed.
-        spots: score one rollout of every eighth judged step by itself too.
+        observer: told of scores and batches.
     """
 
     def __init__(
-        self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path],
-        moe_layers: Sequence[int] = (), *, spots: bool = False,
-    ) -> None:  # fmt: skip
-        self._config, self._source, self._file, self._moe_layers = config, source, file, moe_layers
-        self._spots = spots
+        self, config: TrainConfig, source: RolloutSource, file: Callable[[int, int], Path], observer: Observer = SILENT
+    ) -> None:
+        self._config, self._source, self._file, self._observer = config, source, file, observer
         self.facts: Mapping[str, Any] = {}
-        self.scored: ScoredRollouts | None = None
-        self.has_text, self.unread, self.reads_rewards = False, 0, False
 
-    def updates(self, step: int, taken: int, score: Score, probe: Probe | None) -> list[OptimizerUpdate]:
+    def updates(self, step: int, taken: int, score: Score) -> list[OptimizerUpdate]:
         """Score, judge by reward, weigh and divide the rollouts of a step."""
         config, options = self._config, self._config.grpo
         began = time.monotonic()
-        rows, reward = self._source.rollouts(step, probe)
-        self.reads_rewards = has_second_reader(reward, rows)
+        rows, reward = self._source.rollouts(step)
         given = [rollout_of(row) for row in rows]
         rolled = time.monotonic()
-        if probe is None:
+        if not self._observer.judges:
             require_numbers(config, rows)
         parts = [part.tolist() for part in np.array_split(np.arange(len(given)), options.mini_batches)]
-        self.scored = scored = self._scored(step, given, parts, score)
-        try:
-            require_numbers(config, rows, step)
-        except LogprobLost:
-            if probe is not None:
-                self._record_columns(probe, step, scored, given)
-            raise
-        times = {"score_s": time.monotonic() - rolled} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
-        if probe is not None and self._spots and has_spot(step):
-            record_spot(probe, config, step, given, parts, score, self._file(step, 0))
+        scored = self._scored(step, given, parts, score)
+        scored_s = time.monotonic() - rolled
+        self._observer.on_scores(step, scored, parts, self._file(step, 0))
+        require_numbers(config, rows, step)
+        times = {"score_s": scored_s} | ({} if config.data.rollouts else {"rollout_s": rolled - began})
         penalties = np.zeros(len(given))
         masks = [item.mask for item in given]
         if scored.reference is not None and options.kl_in == "reward":
@@ -175,20 +154,14 @@ class GrpoPlan:
             **_token_counts(given, options.has_reference), **times,
         }  # fmt: skip
         updates = self._divided(step, taken, kept, columns, parts)
-        if probe is not None:
-            probe.emit(
-                Drops(
-                    name="batch", version=step, ids=tuple(row.id for row in rows),
-                    truncated=tuple(row.truncated for row in rows), reasons=tuple(str(item or "") for item in reasons),
-                    drop_overlong=options.drop_overlong, drop_zero_variance=options.drop_zero_variance,
-                )
-            )  # fmt: skip
-            self._record(probe, step, rows, reward, penalties, found, scored, columns, kept)
-            if options.replay_routes and updates:
-                batches = {self._file(step, at): [given[index] for index in part] for at, part in enumerate(parts)}
-                record_given(probe, config, batches, updates, self._moe_layers)
-            for update in updates:
-                record_columns(probe, config, update)
+        self._observer.on_batch(
+            PolicyBatch(
+                step=step, rows=rows, reward=reward, scored=scored, parts=parts,
+                files=[self._file(step, at) for at in range(len(parts))], penalties=penalties.tolist(),
+                advantages=found.tolist(), reasons=[str(item or "") for item in reasons], columns=columns, kept=kept,
+                updates=updates,
+            )
+        )  # fmt: skip
         return updates
 
     def _scored(self, step: int, given: list[Rollout], parts: list[list[int]], score: Score) -> ScoredRollouts:
@@ -239,49 +212,6 @@ class GrpoPlan:
             replace(update, number=taken + place + 1, first=place == 0)
             for place, update in enumerate(updates * options.epochs)
         ]
-
-    def _record(
-        self, probe: Probe, step: int, rows: Sequence[RolloutRow], reward: str, penalties: np.ndarray,
-        found: np.ndarray, scored: ScoredRollouts, columns: Mapping[str, Values], kept: Sequence[Rollout],
-    ) -> None:  # fmt: skip
-        options, given = self._config.grpo, scored.rollouts
-        ids = tuple(row.id for row in rows)
-        probe.emit(rewards_of("rewards", step, reward, rows))
-        self._source.record_texts(probe, step, given)
-        probe.emit(
-            Advantages(
-                name="advantages", version=step, estimator=options.advantage, ids=ids,
-                groups=tuple(row.group for row in rows), trajectories=tuple(row.trajectory or row.id for row in rows),
-                rewards=tuple(row.reward for row in rows), penalties=tuple(penalties.tolist()),
-                kl_weight=options.kl_weight if options.kl_in == "reward" else 0.0, kl_kind=options.kl_kind,
-                token_counts=tuple(int(item.mask.sum()) for item in given), advantages=tuple(found.tolist()),
-            )
-        )  # fmt: skip
-        flat = dict(columns)
-        if scored.reference is not None and options.kl_in == "reward":
-            flat["penalty_reference"] = scored.reference
-        self._record_columns(probe, step, scored, kept, flat)
-
-    def _record_columns(
-        self, probe: Probe, step: int, scored: ScoredRollouts, kept: Sequence[Rollout],
-        columns: Mapping[str, Values] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Record columns of the loss by token; those that rollouts and the scores before it have, and others."""
-        options, given = self._config.grpo, scored.rollouts
-        flat = {
-            "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
-            "own": [item.mask for item in given], "version": [item.versions for item in given], **columns,
-        }  # fmt: skip
-        probe.emit(
-            PolicyColumns(
-                name="policy inputs", version=step, ids=tuple(item.id for item in given),
-                lengths=tuple(map(len, given)),
-                ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
-                mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
-                max_staleness=options.max_staleness, keep_kv_cache=options.keep_kv_cache, trained_version=step - 1,
-            ),
-            {name: np.concatenate([*values]) for name, values in flat.items()},
-        )  # fmt: skip
 
 
 def _facts(

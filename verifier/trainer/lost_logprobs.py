@@ -1,22 +1,14 @@
-"""Log-probabilities of sampled tokens of which an engine gives no number: the end of a run, and its evidence."""
+"""Log-probabilities of sampled tokens of which an engine gives no number: the end of a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
-
-from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Facts
-from verifier.core.records_run import StackFailure
 from verifier.core.stage import Stage
-from verifier.core.store import complete
 from verifier.data.recorded import RolloutRow
 from verifier.launch.stack_failure import StackFailed, distribution
-from verifier.runs.model_under_test import ModelUnderTest
-from verifier.trainer.step_trace import step_manifest
 
 
 class LogprobLost(StackFailed):
@@ -39,18 +31,11 @@ def require_numbers(config: TrainConfig, rows: Iterable[RolloutRow], step: int =
         for at, (drawn, nats) in enumerate(zip(row.sampled, row.logprobs, strict=True)):
             if drawn and not math.isfinite(nats):
                 package, version = distribution({"hf": "transformers"}.get(config.engine.kind, config.engine.kind))
-                lost = LogprobLost(StackFailure(
+                lost = LogprobLost.of(
                     name="the engine", package=package, package_version=version, at=Stage.ROLLOUT.label,
                     during=row.versions[at],
                     message=f"the engine's log-probability of answer token {at} of `{row.id}`, which version "
                     f"{row.versions[at]} sampled, is {nats}",
-                ))  # fmt: skip
+                )  # fmt: skip
                 lost.step = step
                 raise lost
-
-
-def complete_lost(config: TrainConfig, model: ModelUnderTest, trace: Path, step: int) -> None:
-    """Declare the trace of a step that ended so: its rollouts, and the sync before them if that is in it."""
-    sent = (trace / "evidence" / "engine-0000.jsonl").exists()
-    manifest = step_manifest(config, model, Facts(part="answers", step=step, sent=sent, updates=(step,)))
-    complete(trace, replace(manifest, synced_versions=(step - 1,) if sent else ()))

@@ -1,8 +1,8 @@
-"""Hooks of a training run: what ranks and controller tell an observer. The trainer knows of no other onlooker.
+"""Hooks of a training run: what controller and ranks tell an observer. The trainer knows of no other onlooker.
 
 Every method of a class here does nothing, so that a run without an observer is a run with one of these. An observer
-looks: it changes no weight, no batch and no order of random numbers. Methods of a `RankObserver` are called on all
-ranks, and may be collectives.
+looks: it changes no weight, no batch and no order of random numbers. It may end the run by an error. Methods of a
+`RankObserver` are called on all ranks, and may be collectives.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.config.training import TrainConfig
+    from verifier.data.examples import Example
+    from verifier.data.recorded import RolloutRow
     from verifier.data.rollout import Rollout
     from verifier.engine.api import Poisoned
     from verifier.engine.client import EngineClient
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from verifier.model.provider_megatron import TrainerModel
     from verifier.plan.chunk_plan import ChunkPlan
     from verifier.platform import Tier
+    from verifier.runs.model_under_test import ModelUnderTest
+    from verifier.runs.resources import Deadline, Resources
     from verifier.train.optimizer_megatron import StepSettings
     from verifier.train.pack import PackedBatch
     from verifier.train.policy_loss_megatron import LossMeter
@@ -33,7 +37,16 @@ if TYPE_CHECKING:
     from verifier.train.step_megatron import OnRows, StepResult
     from verifier.train.written_megatron import Stepped
     from verifier.trainer.adapters_megatron import Adapters
+    from verifier.trainer.ahead import AheadRollouts
+    from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
+    from verifier.trainer.continuation import Call
+    from verifier.trainer.engines import Revival
+    from verifier.trainer.evaluation import Answered
     from verifier.trainer.merge_rounding import MergeGap
+    from verifier.trainer.metrics import Metrics
+    from verifier.trainer.run_data import RunData
+    from verifier.trainer.run_folder import RunFolder
+    from verifier.trainer.sampled_batch import SampledBatch
     from verifier.trainer.state_megatron import Facts
     from verifier.transport.wire import Agreement
 
@@ -233,3 +246,160 @@ class RankObserver:
 
     def on_export(self, version: int, note: Note | None, folder: Path, adapter: Path) -> None:
         """They are written, and so is the adapter, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Parts of a run, as its controller has them when its steps begin."""
+
+    config: TrainConfig
+    model: ModelUnderTest
+    folder: RunFolder
+    data: RunData | None
+    """Examples and tokenizer; None for recorded rollouts."""
+    call: Call
+    """Calls a method of all ranks."""
+    score: Score
+    """Log-probabilities of a batch, by the ranks."""
+    progress: Callable[[str], None]
+    metrics: Metrics
+    ahead: AheadRollouts | None
+    """Sampler that is a step ahead; None where rollouts are of the step's own weights."""
+    engines: Revival | None
+    """Engines that may be started again; None where none sample, or their death ends the run."""
+    whole_answers: bool
+    """The end token ends no answer."""
+    done: int
+    """Steps that were taken before."""
+    updates: int
+    """Optimizer steps that were taken before."""
+    has_loss: bool
+    """The last of them took an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBatch:
+    """Examples of a step of fine-tuning."""
+
+    step: int
+    examples: Sequence[Example]
+    update: OptimizerUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyBatch:
+    """Rollouts of a step and what became of them; lists have an entry a rollout."""
+
+    step: int
+    rows: Sequence[RolloutRow]
+    reward: str
+    """Name of the reward; empty where it was not recorded."""
+    scored: ScoredRollouts
+    parts: Sequence[Sequence[int]]
+    """Places of the rollouts of each mini-batch."""
+    files: Sequence[Path]
+    """File of each mini-batch."""
+    penalties: Sequence[float]
+    """Numbers by which the rewards were lowered."""
+    advantages: Sequence[float]
+    reasons: Sequence[str]
+    """Reason for which a rollout has left the loss; empty where it stays."""
+    columns: Mapping[str, Values]
+    """Inputs of the loss, by name."""
+    kept: Sequence[Rollout]
+    """The rollouts with the masks of what stays in the loss."""
+    updates: Sequence[OptimizerUpdate]
+
+
+class Observer:
+    """Told of what the controller of a run does."""
+
+    ranks = ""
+    """See `WorkerSpec.observer`."""
+    judges = False
+    """Samples are judged, so that a log-probability which is no number ends the run as a violation."""
+
+    def during(
+        self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder
+    ) -> contextlib.AbstractContextManager[object]:
+        """Entered around all of the run but the checks of its config."""
+        return contextlib.nullcontext()
+
+    def on_config(self, config: TrainConfig, model: ModelUnderTest) -> None:
+        """The run is going to start.
+
+        Raises:
+            UsageError: the observer has no means to look at what it is asked to.
+        """
+
+    def on_finished(self, folder: RunFolder, steps: int) -> None:
+        """The folder holds the whole run of so many steps already."""
+
+    def on_model(
+        self, model: ModelUnderTest, resources: Callable[[], Resources], until: Deadline,
+        progress: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """The model's layout is known, and neither ranks nor engines have started."""
+
+    def on_resume(self, step: int) -> None:
+        """The ranks load the checkpoint of a step."""
+
+    def on_start(self, run: RunParts) -> None:
+        """The steps begin."""
+
+    def on_step(self, step: int, *, sends_first: bool) -> None:
+        """A step begins.
+
+        Args:
+            step: from 1.
+            sends_first: the engines are going to get the weights that sample it.
+        """
+
+    def note(self) -> Note | None:
+        """Message that the calls of the step carry to the ranks' observers."""
+        return None
+
+    def blaming(self, until: int) -> contextlib.AbstractContextManager[object]:
+        """Entered around work that a step, up to one, may be to blame for: its error goes first."""
+        return contextlib.nullcontext()
+
+    def on_rollouts(self, step: int, batch: SampledBatch, sent: Sequence[int]) -> None:
+        """The engines have sampled a step, and the reward has scored it; `sent` are the versions that they got."""
+
+    def on_scores(self, step: int, scored: ScoredRollouts, parts: Sequence[Sequence[int]], file: Path) -> None:
+        """The ranks have scored the rollouts of a step, a mini-batch each of `parts`, the first from a file."""
+
+    def on_batch(self, batch: TextBatch | PolicyBatch) -> None:
+        """The batch of a step is made."""
+
+    def on_updates(self, step: int, updates: Sequence[OptimizerUpdate]) -> None:
+        """The updates of a step are going to be taken; none where no token is in its loss."""
+
+    def before_training(self, step: int) -> None:
+        """Wait for what has to be known before the ranks step."""
+
+    def on_sync(self, version: int) -> None:
+        """The engines hold a version that a note went with."""
+
+    def on_step_end(self, step: int, reports: Sequence[Mapping[str, float]]) -> None:
+        """A step is taken, and the engines hold its weights; each update has its report."""
+
+    def on_evaluation(self, version: int, answered: Answered | None) -> None:
+        """The weights were evaluated: by answers of the engines, or by the ranks on held-out responses."""
+
+    def before_checkpoint(self, step: int) -> None:
+        """Wait for what has to be known before a checkpoint is begun."""
+
+    def on_checkpoint(self, step: int, found: Sequence[Any]) -> None:
+        """A checkpoint is whole; each rank has read back some of it."""
+
+    def before_export(self, step: int) -> Note | None:
+        """The weights of the last step are going to be exported; return a note for the ranks."""
+        return None
+
+    def on_export(self, step: int, source: Path, exported: Path) -> None:
+        """They are in a folder, with the files beside the weights of the source."""
+
+
+SILENT = Observer()
+"""An observer that looks at nothing."""

@@ -13,10 +13,8 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
-PRELOAD = "verifier.runs.session_megatron:preload"
+PRELOAD = "verifier.trainer.preload_megatron:preload"
 """Function that a launcher's process calls before it forks ranks."""
-OBSERVER = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
-"""Observer of the ranks of a judged run."""
 
 
 class Launcher(Protocol):

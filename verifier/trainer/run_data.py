@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from verifier.config.training import TrainConfig
 from verifier.data.chat_template import ChatTemplate, chat_template_of
@@ -16,6 +17,22 @@ from verifier.errors import UsageError
 
 MOST_PROBLEMS = 512
 """Held-out problems by default, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """Examples of a run as they were read, and what writes their tokens."""
+
+    task: Task
+    tokenizer: Tokenizer
+    files: Path
+    """Folder of the checkpoint whose tokenizer it is."""
+    chat: ChatTemplate
+    """Template that the run asks for."""
+    train: Sequence[Example]
+    """Examples to train on, in order."""
+    held_out: Sequence[Example]
+    """Problems of the evaluation."""
 
 
 def key_map(config: TrainConfig) -> KeyMap:

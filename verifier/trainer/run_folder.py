@@ -56,6 +56,11 @@ class RunFolder:
         """Trace directory of a step."""
         return self.path / "steps" / f"{step:06d}"
 
+    @property
+    def held_out(self) -> Path:
+        """Held-out problems with their responses, as ranks read them."""
+        return self.path / "batches" / "held-out.safetensors"
+
     def oracle(self, step: int) -> Path:
         """Folder for the oracle in a step; what was left there by a run that was stopped is no longer needed."""
         return self.path / "oracle" / f"{step:06d}"
@@ -127,7 +132,7 @@ class RunFolder:
 
     def finish(self, asked: int, **ended: float | None) -> None:
         """Write how the run ended, and for how many steps it was asked."""
-        self.write(FINISHED, json.dumps({"asked": asked, "judged": 0, **ended}) + "\n")
+        self.write(FINISHED, json.dumps({"asked": asked, **ended}) + "\n")
 
     def finished(self, asked: int) -> dict[str, Any] | None:
         """Return how the run ended, or None if it has not, or is asked for more steps now."""

@@ -8,12 +8,9 @@ from typing import Any
 
 import msgspec
 
-from verifier.core.record import Probe
-from verifier.core.records_policy import EpisodeTurns, GivenRewards, RequestSeeds
-from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow, decoded, encoded
-from verifier.rewards.answer import is_number
 from verifier.trainer.asked_samples import Noted
+from verifier.trainer.episodes import PlayedTurns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +18,9 @@ class Round:
     """Rollouts of one round, group by group, with their rewards, and the prompts that they answer."""
 
     groups: Sequence[Sequence[RolloutRow]]
-    order: DataOrder
-    turns: EpisodeTurns | None = None
+    indices: Sequence[int]
+    """Places of the prompts in the data set."""
+    turns: PlayedTurns | None = None
     """Turns of its episodes; None where there is no environment."""
     noted: Sequence[Noted] = ()
     """Seed and seals of each answer, request by request, a turn each."""
@@ -76,63 +74,16 @@ class SampledBatch:
             for item in self.rounds
         ]  # fmt: skip
 
-    def record(self, probe: Probe | None, step: int, reward: str) -> None:
-        """Record prompts, answers and the rewards of replaced groups in the trace of the step.
 
-        Args:
-            probe: of the step; None records nothing.
-            step: from 1.
-            reward: name of the reward.
-        """
-        if probe is None:
-            return
-        for number, item in enumerate(self.rounds):
-            probe.emit(item.order)
-            if item.turns is not None:
-                probe.emit(item.turns)
-            probe.emit(
-                RequestSeeds(
-                    name=f"round {number}", version=step, round=number,
-                    turns=tuple(tuple(note.seed for note in own) for own in item.noted),
-                    seals=tuple(tuple((note.tokens, note.nats) for note in own) for own in item.noted),
-                    routes=tuple(tuple(note.routes for note in own) for own in item.noted),
-                    shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
-                    weights=tuple(tuple(note.weights for note in own) for own in item.noted),
-                    answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
-                )
-            )  # fmt: skip
-            lost = item.without_variance() if number + 1 < self.limit else []
-            if replaced := [row for at in lost for row in item.groups[at]]:
-                probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
-
-
-def mean_turns(rounds: Sequence[EpisodeTurns]) -> float:
+def mean_turns(rounds: Sequence[PlayedTurns]) -> float:
     """Mean turns of an episode, over all rounds."""
     return sum(len(item.episodes) for item in rounds) / sum(len({*item.episodes}) for item in rounds)
 
 
 def read_round(
     saved: Mapping[str, Any],
-) -> tuple[list[list[RolloutRow]], EpisodeTurns | None, Sequence[Noted]]:
+) -> tuple[list[list[RolloutRow]], PlayedTurns | None, Sequence[Noted]]:
     """Groups, turns and notes of a round; inverse of `SampledBatch.saved`."""
-    turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], EpisodeTurns)
+    turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], PlayedTurns)
     noted = msgspec.convert(saved.get("noted", ()), tuple[Noted, ...])
     return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted
-
-
-def has_second_reader(reward: str, rows: Sequence[RolloutRow]) -> bool:
-    """Tell whether RWD001 judges the reward of any of these rollouts, of a reward that has this name."""
-    known = [(row.text, row.answer) for row in rows if row.text is not None and row.answer is not None]
-    if reward:
-        return reward == "answer" and bool(known)
-    zero_or_one = all(row.reward in (0.0, 1.0) for row in rows)
-    return zero_or_one and any("\\" not in text and is_number(answer) for text, answer in known)
-
-
-def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:
-    """Record of the rewards of rollouts, and what they were given for."""
-    return GivenRewards(
-        name=name, version=step, reward=reward, ids=tuple(row.id for row in rows),
-        texts=tuple(row.text for row in rows), answers=tuple(row.answer for row in rows),
-        rewards=tuple(row.reward for row in rows),
-    )  # fmt: skip

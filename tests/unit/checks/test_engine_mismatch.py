@@ -16,7 +16,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import real
 from verifier.core.records_policy import LossTerms, PolicyColumns
 from verifier.core.trace import Trace
-from verifier.trainer.mismatch import sampled_noise
+from verifier.probes.training.sampled_noise import sampled_noise
 
 NUM = 400
 NOISE = 0.01

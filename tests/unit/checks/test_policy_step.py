@@ -21,7 +21,7 @@ from verifier.core.records_policy import Advantages, LossRows, PolicyColumns, Up
 from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
-from verifier.trainer.sampled_batch import has_second_reader, rewards_of
+from verifier.probes.training.rollout_evidence import has_second_reader, rewards_of
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 

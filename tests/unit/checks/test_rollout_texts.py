@@ -16,7 +16,7 @@ from verifier.data.examples import Example, Message
 from verifier.data.rollout import make_rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
-from verifier.trainer.decoded_rollouts import rendered, texts_of
+from verifier.probes.training.decoded_rollouts import rendered, texts_of
 
 TALK = json.dumps([["system", "be brief"], ["user", " 1+1= "], ["assistant", "2"], ["user", "\u00e9?"]])
 CHAT = "<s>[be brief] 1+1= [2] e\u0301? ["  # the tokenizer decomposes, which does not count

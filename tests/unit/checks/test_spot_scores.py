@@ -16,8 +16,8 @@ from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.data.rollout import NO_VERSION, make_rollout
-from verifier.trainer.mismatch import sampled_noise
-from verifier.trainer.spot import EVERY, beginning_of, place_of
+from verifier.probes.training.sampled_noise import sampled_noise
+from verifier.probes.training.spot import EVERY, beginning_of, place_of
 
 IDS, LENGTHS, SEED = tuple("abcdefg"), (9, 7, 8, 6, 9, 7, 8), 11
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])

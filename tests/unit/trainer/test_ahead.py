@@ -25,9 +25,9 @@ def begun(ahead: AheadRollouts, monkeypatch, seconds: float) -> None:
     """Take the first step's rollouts, and have those of the second take so long."""
     batch = SimpleNamespace(facts={})
     monkeypatch.setattr(EngineRollouts, "sample_now", lambda self, step: batch)
-    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch, probe: ([], ""))
+    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch: ([], ""))
     monkeypatch.setattr(EngineRollouts, "sample", lambda self, step, version: time.sleep(seconds) or batch)
-    ahead.rollouts(1, None)
+    ahead.rollouts(1)
 
 
 def test_rewards_that_take_longer_than_a_request_end_no_run(tmp_path, monkeypatch):
@@ -57,10 +57,10 @@ def test_each_batch_that_is_sampled_ahead_is_taken_by_its_own_step_once(tmp_path
              for name in ("sample_now", "sample", "restored")}  # fmt: skip
     for name, stands_in in batch.items():
         monkeypatch.setattr(EngineRollouts, name, stands_in)
-    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch, probe: ([batch.what], ""))
+    monkeypatch.setattr(EngineRollouts, "handed_on", lambda self, step, batch: ([batch.what], ""))
     ahead = AheadRollouts(config, engine, Deadline(10))
-    taken = [ahead.rollouts(step, None)[0] for step in (1, 2, 3)]
+    taken = [ahead.rollouts(step)[0] for step in (1, 2, 3)]
     assert taken == [[("sample_now", 1)], [("sample", 2, 0)], [("sample", 3, 1)]]
     resumed = AheadRollouts(config, engine, Deadline(10))
     resumed.restore(4, ["kept"])
-    assert [resumed.rollouts(step, None)[0] for step in (4, 5)] == [[("restored", 4, ["kept"])], [("sample", 5, 3)]]
+    assert [resumed.rollouts(step)[0] for step in (4, 5)] == [[("restored", 4, ["kept"])], [("sample", 5, 3)]]

@@ -29,23 +29,6 @@ def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 1
 
 
-def test_what_ranks_read_back_is_recorded_once_with_the_next_evidence(tmp_path):
-    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}"])
-    continuation = Continuation(config, SimpleNamespace(path=tmp_path), lambda text: None)  # type: ignore[arg-type]
-    tensors = [{"name": "a", "given": [1, 2], "written": [1, 3]}, {"name": "b", "given": [4], "written": []}]
-    records: list[Any] = []
-    probe: Any = SimpleNamespace(emit=lambda record, arrays=None: records.append((record, arrays)))
-    for step in (1, 2):
-        continuation.begin(lambda name, **_: [tensors, []], step, step)
-        continuation.finish(lambda name, **_: [tensors, []], wait=True)
-    assert continuation.record_stored(probe)
-    assert not continuation.record_stored(probe)
-    assert [(item.name, item.version, item.counts, item.found) for item, _ in records] == [
-        ("rank 0", 1, (2, 1), (2, 0)), ("rank 1", 1, (), ()), ("rank 0", 2, (2, 1), (2, 0)), ("rank 1", 2, (), ()),
-    ]  # fmt: skip
-    assert {name: values.tolist() for name, values in records[2][1].items()} == {"given": [1, 2, 4], "written": [1, 3]}
-
-
 def test_a_resume_takes_the_step_and_the_batch_that_its_checkpoint_has(tmp_path):
     """Of the newest checkpoint, those of a run that was resumed before included."""
     config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", "steps=4"])

@@ -26,6 +26,7 @@ from verifier.data.trajectories import check_steps, join_steps
 from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny
+from verifier.probes.training.rollout_evidence import turns_of
 from verifier.rewards.scorer import RewardPool
 from verifier.trainer.episodes import Episodes, Turn, rows_of
 
@@ -132,12 +133,12 @@ def test_a_turn_that_was_cut_off_gets_no_reply(episodes, tokenizer):
 
 
 def test_replies_are_sealed_as_the_environment_speaks(episodes, tokenizer):
-    episodes.record(1, "before", [])
+    episodes.played([])
     found = play(episodes, Says(tokenizer, "37+85=", "3"), (1, 2), ASKED[0])
-    record = episodes.record(1, "round 0", [("x", found)])
+    record = turns_of(OPTIONS, "round 0", 1, episodes.played([("x", found)]))
     assert len(record.seals) == len(found) == 2
     assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
-    assert episodes.record(1, "round 1", [("x", found)]).seals == ()
+    assert episodes.played([("x", found)]).seals == ()
 
 
 class Talker:
@@ -159,7 +160,7 @@ def test_the_ids_of_a_reply_are_read_from_what_the_environment_said(tmp_path):
     tokenizer = open_tokenizer(folder)
     for episodes in started(tokenizer, GrpoOptions(environment=f"{__name__}:Talker", max_turns=2)):
         turn, last = play(episodes, Says(tokenizer, "7", "8"), (2,), ASKED[0])
-        record = episodes.record(1, "round 0", [("x", [turn])])
+        record = episodes.played([("x", [turn])])
         assert record is not None
         assert tokenizer.decode(turn.reply) == "<tool>11 $2<assistant>"
         assert record.read_replies == record.replies
@@ -178,12 +179,13 @@ class User:
 
 
 def test_an_environment_may_say_several_messages_of_any_role(tokenizer):
-    for episodes in started(tokenizer, GrpoOptions(environment=f"{__name__}:User", max_turns=3)):
+    options = GrpoOptions(environment=f"{__name__}:User", max_turns=3)
+    for episodes in started(tokenizer, options):
         found = play(episodes, Says(tokenizer, "7", "8", "9"), (2,), ASKED[0])
         answer = ASKED[0].answer
         assert tokenizer.decode(found[0].reply) == f"<tool>1<user>{answer}<assistant>"
         assert tokenizer.decode(found[1].reply) == f"<tool>4<user>{answer}<assistant>"
-        record = episodes.record(1, "round 0", [("x", found)])
+        record = turns_of(options, "round 0", 1, episodes.played([("x", found)]))
         assert all(item.same for item in turn_differs_from_episode(Trace(Manifest(), [record], {}.__getitem__)))
 
 
@@ -199,7 +201,7 @@ def test_under_qwen3s_template_sampled_reasoning_stays_before_a_reply(given, tmp
         found.start(pool)
         prompt = encode_prompt(ASKED[0], tokenizer)
         turns = play(found, Says(tokenizer, *said), prompt, ASKED[0])
-        record = found.record(1, "round 0", [("x", turns)])
+        record = turns_of(options, "round 0", 1, found.played([("x", turns)]))
     assert record is not None
     asked, reply = f"user\n{ASKED[0].messages[0].content}", f"user\n{ASKED[0].answer}"
     tool = f"user\n<tool_response>\n{len(ASKED[0].messages)}\n</tool_response>"

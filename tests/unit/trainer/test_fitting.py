@@ -147,7 +147,7 @@ def test_recorded_rollouts_fill_their_mini_batches(tmp_path):
 
 
 def test_recorded_rollouts_that_fit_are_taken(tmp_path):
-    assert len(recorded(tmp_path, "batch.max_tokens=5", "grpo.mini_batches=2").rollouts(1, None)[0]) == 2
+    assert len(recorded(tmp_path, "batch.max_tokens=5", "grpo.mini_batches=2").rollouts(1)[0]) == 2
 
 
 def test_a_cache_below_one_sequence_is_refused_before_an_engine_starts(tmp_path):

@@ -14,7 +14,6 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.trainer import loop
 from verifier.trainer.loop import StepLoop
-from verifier.trainer.verdicts import Suspicions, Verdicts
 
 
 def calls_of(
@@ -22,7 +21,6 @@ def calls_of(
     accuracy: float = 0.0,
 ) -> list[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Calls of the ranks in a run whose steps drop all of their groups, or take so many updates each."""
-    monkeypatch.setattr(loop, "step_manifest", lambda *given, **named: None)
     asked = (f"steps={steps}", f"evaluation.every={every}", f"run={tmp_path}")
     knobs = ("model=tiny:add", "algorithm=grpo", *asked, *words)
     found: list[tuple[str, dict[str, Any]]] = []
@@ -31,24 +29,20 @@ def calls_of(
         found.append((name, given))
         return [{"loss": 1.0, "grad_norm": 1.0}] if name == "train" else [(refused, {}, "")]
 
-    def evaluate(step: int, *, judged: bool = False) -> dict[str, float]:
+    def evaluate(step: int) -> dict[str, float]:
         found.append(("sample", {"step": step}))
         return {"accuracy": accuracy if step else 0.0, "held_out_version": float(step)}
 
     taken = [SimpleNamespace(step=0, number=at, file="f", first=not at, rollouts=[]) for at in range(updates)]
-    plan = SimpleNamespace(
-        updates=lambda *given: taken, facts={}, scored=None, has_text=False, unread=0, reads_rewards=False
-    )
+    plan = SimpleNamespace(updates=lambda *given: taken, facts={})
     continuation = SimpleNamespace(
-        updates=0, record=lambda *given: False, is_due=lambda step: False, begin=lambda *given: None,
-        finish=lambda *given, wait: None, record_stored=lambda *given: False,
-    )  # fmt: skip
+        updates=0, is_due=lambda step: False, begin=lambda *given: None, finish=lambda *given, wait: None
+    )
     metrics = SimpleNamespace(add=lambda *given: None, add_samples=lambda *given: None)
     StepLoop(
-        config=load(TrainConfig, overrides=knobs)[0], model=None, folder=None, plan=plan, continuation=continuation,
+        config=load(TrainConfig, overrides=knobs)[0], folder=None, plan=plan, continuation=continuation,
         call=call, progress=lambda text: None, metrics=metrics,
-        verdicts=Verdicts(judge=None, metrics=metrics, tell=print, suspicions=Suspicions(tmp_path / "kept.json", 0)),
-        rollouts=SimpleNamespace(evaluate=evaluate, sent=[], shown=[]), ahead=None, held_out=None, oracle=None,
+        rollouts=SimpleNamespace(evaluate=evaluate, sent=[], shown=[]), ahead=None, held_out=None,
     ).run(0, {})  # type: ignore[arg-type]  # fmt: skip
     return found
 

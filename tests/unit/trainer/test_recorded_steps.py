@@ -15,7 +15,9 @@ from verifier.core.records_policy import Drops, GivenRewards
 from verifier.data.rollout_file import load_rollouts
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
+from verifier.probes.training.rollout_evidence import record_policy
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
+from verifier.trainer.observer import Observer, PolicyBatch
 
 FOLDERS = Path(__file__).parent / "rollouts"
 ROUTED = Path(__file__).parents[3] / "verifier" / "faults" / "rollouts" / "routed"
@@ -26,19 +28,29 @@ CASES = (
 )  # fmt: skip
 
 
+class Batches(Observer):
+    """Keeps the last batch."""
+
+    last: PolicyBatch
+
+    def on_batch(self, batch):
+        self.last = batch
+
+
 @pytest.mark.parametrize(("folder", "model", "words"), CASES, ids=["masked", "unpadded", "routed"])
 def test_a_step_trains_on_its_file_field_by_field(tmp_path, folder, model, words):
     asked = [f"model=tiny:{model}", f"run={tmp_path}", "algorithm=grpo", "steps=3", f"data.rollouts={folder}",
              "grpo.group_size=4", "evaluation.num_problems=0", *words]  # fmt: skip
     config, _ = load(TrainConfig, overrides=asked)
     source = RecordedRollouts(config, open_checkpoint(write_tiny(model, tmp_path)))
-    plan = GrpoPlan(config, source, lambda step, number: tmp_path / f"{step}-{number}.safetensors", moe_layers=range(4))
+    batches = Batches()
+    plan = GrpoPlan(config, source, lambda step, number: tmp_path / f"{step}-{number}.safetensors", batches)
     for step in (1, 2, 3):
         rows, probe = rows_of_step(folder, step), Records()
         updates = plan.updates(
-            step, step, lambda file, which: [np.full(len(item), -1.0, np.float32) for item in load_rollouts(file)[0]],
-            probe,  # type: ignore[arg-type]
-        )  # fmt: skip
+            step, step, lambda file, which: [np.full(len(item), -1.0, np.float32) for item in load_rollouts(file)[0]]
+        )
+        record_policy(probe, config, batches.last)
         found = [item for update in updates for item in load_rollouts(update.file)[0]]
         assert [item.id for item in found] == [row["id"] for row in rows]
         for item, row in zip(found, rows, strict=True):

@@ -21,13 +21,13 @@ from verifier.core.manifest import Facts, Manifest
 from verifier.export.derived import DerivedLayout
 from verifier.launch.rank import JobSpec
 from verifier.mesh import Mesh
+from verifier.probes.training.sampled_step import require_judgeable
+from verifier.probes.training.step_trace import step_manifest
 from verifier.runs.model_under_test import DERIVED, WRITTEN, ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
 from verifier.trainer import run_layout
 from verifier.trainer.ranks import start_ranks
 from verifier.trainer.run_layout import with_kept_layout, with_run_layout
-from verifier.trainer.sampled_step import require_judgeable
-from verifier.trainer.step_trace import step_manifest
 from verifier.trainer.worker_spec import WorkerSpec
 
 LAYOUT = DerivedLayout(mesh=Mesh(), rows=[[[]]], tied=False, gaps=())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from verifier.core.records_trainer import DataOrder
 from verifier.data.recorded import RolloutRow
 from verifier.trainer.sampled_batch import Round, SampledBatch
-
-ORDER = DataOrder(name="examples", version=1, step=1, examples=(), prompts=(), answers=(), rendered=())
 
 
 def group(name: str, *rewards: float) -> list[RolloutRow]:
@@ -21,9 +18,9 @@ def group(name: str, *rewards: float) -> list[RolloutRow]:
 
 def test_a_group_of_one_reward_is_replaced_in_its_place_and_no_other():
     rounds = [
-        Round(groups=[group("a", 0, 0, 0, 1), group("b", 0, 0), group("c", 1, 0), group("d", 1, 1)], order=ORDER),
-        Round(groups=[group("e", 0.25, 0.25), group("f", 0, 1)], order=ORDER),
-        Round(groups=[group("g", 0, 0)], order=ORDER),
+        Round(groups=[group("a", 0, 0, 0, 1), group("b", 0, 0), group("c", 1, 0), group("d", 1, 1)], indices=()),
+        Round(groups=[group("e", 0.25, 0.25), group("f", 0, 1)], indices=()),
+        Round(groups=[group("g", 0, 0)], indices=()),
     ]
     batch = SampledBatch(rounds=rounds, limit=3)
     assert list(dict.fromkeys(row.group for row in batch.rows)) == ["a", "g", "c", "f"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 from tests.unit.trainer.test_evaluated_numbers import Engine, Reward
+from verifier.algorithms.advantages import advantages
+from verifier.algorithms.aggregation import token_weights
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.record import Record
@@ -25,6 +28,8 @@ from verifier.engine.api import Sample
 from verifier.knob import flat
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
+from verifier.probes.training.data_as_read import DataAsRead
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts
@@ -51,6 +56,8 @@ TURNED = (
     "grpo.ratio_over=engine",
 )
 LEVELS = ("weight_level", "mask_level")
+BEHIND = 0.2
+"""Nats by which the trainer's log-probability of each token is less than the engine's."""
 CASES = (WEIGHED, REWARDED, TURNED)
 TERMS: Mapping[type[Record], Mapping[str, str]] = {
     LossColumns: {"aggregation": "aggregation"},
@@ -67,6 +74,18 @@ TERMS: Mapping[type[Record], Mapping[str, str]] = {
     },
 }  # fmt: skip
 """Kind of record -> field -> key of the config that it is a copy of."""
+
+
+class Wordy(Engine):
+    """Answers by two to four tokens."""
+
+    def generate(self, prompts: Any, sampling: Any) -> list[list[Sample]]:
+        found = super().generate(prompts, sampling)
+        tokens = [(prompt[-1],) * (1 + at % 3) + (self.end,) for at, prompt in enumerate(prompts)]
+        return [
+            [replace(item, tokens=answer, logprobs=(-1.0,) * len(answer)) for item in own]
+            for own, answer in zip(found, tokens, strict=True)
+        ]
 
 
 class Records:
@@ -86,22 +105,26 @@ def config_of(folder: Path, words: tuple[str, ...]) -> TrainConfig:
 def step_of(folder: Path, words: tuple[str, ...]) -> tuple[TrainConfig, list[Record], list[OptimizerUpdate], Engine]:
     """Records and updates of a run's second step, whose engine is made up."""
     config = config_of(folder, words)
-    rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", folder)))
-    rollouts._client = engine = Engine(rollouts._tokenizer.eos_id)
+    checkpoint, probe, evidence = open_checkpoint(write_tiny("add", folder)), Records(), RunEvidence(Any)
+    rollouts = EngineRollouts(config, checkpoint, observer=evidence)
+    rollouts._client = engine = Wordy(rollouts._tokenizer.eos_id)
     rollouts._reward = Reward()  # type: ignore[assignment]
-    probe = Records()
+    evidence.run, evidence._probe, evidence._spots, evidence._layers = SimpleNamespace(
+        config=config, model=SimpleNamespace(checkpoint=checkpoint), data=rollouts.data, whole_answers=False
+    ), probe, False, ()  # type: ignore[assignment]
+    evidence._data = DataAsRead(config, rollouts.data.train, rollouts.data.held_out)
 
     def score(file: Path, which: str) -> list[np.ndarray]:
-        nats = -1.0 if which == "current" else -1.5
+        nats = -1.0 - BEHIND if which == "current" else -1.5
         return [np.full(len(item), nats, np.float32) for item in load_rollouts(file)[0]]
 
-    plan = GrpoPlan(config, rollouts, lambda step, number: folder / f"{step}-{number}.safetensors")
-    return config, probe.records, plan.updates(2, 10, score, probe), engine  # type: ignore[arg-type]
+    plan = GrpoPlan(config, rollouts, lambda step, number: folder / f"{step}-{number}.safetensors", evidence)
+    return config, probe.records, plan.updates(2, 10, score), engine
 
 
 @pytest.mark.parametrize("words", CASES)
 def test_every_part_of_a_step_works_by_the_config(tmp_path, words):
-    _, records, _, engine = step_of(tmp_path, words)
+    _, records, updates, engine = step_of(tmp_path, words)
     knobs = flat(config_of(tmp_path, words).to_dict())
     for kind, fields in TERMS.items():
         for item in records:
@@ -117,6 +140,23 @@ def test_every_part_of_a_step_works_by_the_config(tmp_path, words):
         knobs["grpo.group_size"], knobs["grpo.temperature"], knobs["grpo.max_answer_tokens"]
     )  # fmt: skip
     assert len(engine.prompts[0]) == knobs["data.batch_size"]
+    assert asked.seed // 1_000_003 == knobs["seed"]
+    weighed(given, updates, knobs)
+
+
+def weighed(given: Advantages, updates: list[OptimizerUpdate], knobs: Mapping[str, Any]) -> None:
+    """Advantages, their correction and the weights of tokens are those that the config asks for."""
+    found = advantages(
+        np.array(given.rewards) - given.penalties, given.groups, knobs["grpo.advantage"],
+        trajectories=given.trajectories, token_counts=given.token_counts,
+    )  # fmt: skip
+    factor, by_id = np.exp(-BEHIND) if knobs["grpo.weight_level"] else 1.0, dict(zip(given.ids, found, strict=True))
+    for update in updates:
+        for item, values in zip(update.rollouts, update.columns["advantage"], strict=True):
+            assert values[item.mask] == pytest.approx(by_id[item.id] * factor)
+        masks, groups = [item.mask for item in update.rollouts], [item.group for item in update.rollouts]
+        right = token_weights(masks, groups, knobs["aggregation"], knobs["aggregation_constant"])
+        assert np.concatenate([*update.weights]) == pytest.approx(np.concatenate(right))
 
 
 @pytest.mark.parametrize("words", CASES)
@@ -156,7 +196,7 @@ def test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for(tmp_p
     words = ["model=tiny:add", f"run={tmp_path}", "data.batch_size=8", "evaluation.num_problems=0"]
     config, _ = load(TrainConfig, overrides=words)
     plan = SftPlan(config, open_checkpoint(write_tiny("add", tmp_path)), lambda step: tmp_path / f"{step}.safetensors")
-    (update,) = plan.updates(1, 0, lambda file, which: [], None)
+    (update,) = plan.updates(1, 0, lambda file, which: [])
     assert len(load_rollouts(update.file)[0]) == 8
 
 
@@ -177,7 +217,7 @@ def test_steps_take_each_example_once_an_epoch_in_another_order_and_none_that_is
     plan = SftPlan(config, open_checkpoint(write_tiny("add", tmp_path)), lambda step: tmp_path / f"{step}.safetensors")
     taken = []
     for step in range(1, 7):
-        (update,) = plan.updates(step, step, lambda file, which: [], None)
+        (update,) = plan.updates(step, step, lambda file, which: [])
         taken += [item.group for item in load_rollouts(update.file)[0]]
     epochs = [taken[at : at + 8] for at in range(0, 24, 8)]
     assert len({*taken}) == 8

@@ -31,6 +31,7 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.training_trial import DeferredJudge
 from verifier.faults.trial import Trials
 from verifier.launch.channel import Channel, ChannelClosed
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report import report_of
 from verifier.report.gate_result import Cell, CellResult, CheckVerdict, GateFinding, Status
 from verifier.report.progress import Progress
@@ -123,7 +124,8 @@ class CellRuns:
         config, _ = load(TrainConfig, overrides=[*cell.words, f"run={run}", f"timeout_s={deadline_s}"])
         launcher = self._resources.launcher(Deadline(deadline_s))
         try:
-            Trainer(config, self._progress, DeferredJudge(), launcher=launcher, resources=self._resources).run()
+            evidence, resources = RunEvidence(DeferredJudge()), self._resources
+            Trainer(config, self._progress, evidence, launcher=launcher, resources=resources).run()
         finally:
             self._resources.stop_engines()
             self._engine = ()

@@ -22,9 +22,9 @@ from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.gradient_products_megatron import Products
+from verifier.probes.training.step_trace import compares_products
 from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
-from verifier.trainer.step_trace import compares_products
 
 TENSORS = 16
 """Tensors of a rank that an update adds up, at most."""

@@ -26,6 +26,7 @@ from verifier.probes.training.kept_records import Kept
 from verifier.probes.training.load_evidence_megatron import record_loaded_weights
 from verifier.probes.training.loaded_state_megatron import record_facts, record_loaded
 from verifier.probes.training.scoring_passes_megatron import Digests, ScoringPasses, live_digests
+from verifier.probes.training.step_trace import cuts_exports
 from verifier.probes.training.transfer_evidence_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.probes.training.update_evidence_megatron import UpdateEvidence
 from verifier.probes.weights_megatron import record_live, source_tensors
@@ -35,7 +36,6 @@ from verifier.train.written_megatron import Stepped
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, TransferObserver, Update, UpdateObserver
 from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, digests_of
-from verifier.trainer.step_trace import cuts_exports
 
 
 class RankEvidence(RankObserver):

@@ -27,13 +27,13 @@ from verifier.probes.trainer import TokenProbe
 from verifier.probes.training.adam_audit_megatron import groups_of
 from verifier.probes.training.hand_on_megatron import HandOn
 from verifier.probes.training.oracle_scores import save_scores, tells_scores
+from verifier.probes.training.step_trace import can_audit, compares_products, has_router_losses
 from verifier.train import optimizer_megatron
 from verifier.train.pack import PackedBatch
 from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.router_replay_megatron import RouterWatch
 from verifier.train.step_megatron import StepResult
 from verifier.trainer.observer import Update, UpdateObserver
-from verifier.trainer.step_trace import can_audit, compares_products, has_router_losses
 
 if TYPE_CHECKING:
     from verifier.probes.training.rank_evidence_megatron import RankEvidence

@@ -25,19 +25,20 @@ from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError, ViolationFound
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.checkpoint import Checkpoint
+from verifier.probes.training.run_evidence import RANKS, RunEvidence
+from verifier.probes.training.sampled_step import require_judgeable
+from verifier.probes.training.step_trace import step_manifest
+from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
 from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import require_fit
-from verifier.trainer.ranks import OBSERVER, PRELOAD, start_ranks
+from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_data import load_train, open_chat_template
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.run_layout import with_kept_layout
-from verifier.trainer.sampled_step import require_judgeable
-from verifier.trainer.step_trace import step_manifest
-from verifier.trainer.verdicts import Judge, require_held
 
 ENTROPY_WEIGHT = 0.01
 """Weight of the entropy where the config has none: answers that nobody ended earn equal rewards, and the gradient of
@@ -97,8 +98,9 @@ def preflight(
             deadline_s = until.left("importing Megatron")
             launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
         ranks = None if own.ray.use else launcher
-        summary = Trainer(own, progress, judge, launcher=ranks, whole_answers=True).run()
-        for item in summary.suspicions.open.values():
+        evidence = RunEvidence(judge)
+        Trainer(own, progress, evidence, launcher=ranks, whole_answers=True).run()
+        for item in evidence.suspicions.open.values() if evidence.suspicions is not None else ():
             raise ViolationFound(f"suspected: {item.sentence}: try once more\n", ExitCode.INCONCLUSIVE)
         trace = _load_again(own, with_kept_layout(own, model, own.run), launcher, until, progress)
         require_held(judge, trace, "the load")
@@ -196,7 +198,7 @@ def _load_again(
     continuation.rewind()
     manifest = step_manifest(config, model, Facts(part="load", step=1))
     trace = create(config.run / "loaded", manifest)
-    job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=OBSERVER)
+    job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=RANKS)
     try:
 
         def call(name: str, **arguments: Any) -> list[Any]:

@@ -10,11 +10,11 @@ from verifier.core.records_tokens import SampledNoise
 from verifier.model.families import size_if_any
 from verifier.oracle.oracle import Oracle
 from verifier.oracle.recording import scales_of
+from verifier.probes.training.sampled_noise import sampled_noise
+from verifier.probes.training.sampled_step import unsampled_because
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
 from verifier.train.memory import host_bytes
-from verifier.trainer.mismatch import sampled_noise
-from verifier.trainer.sampled_step import unsampled_because
 
 NUM_SEQUENCES, LENGTH = 4, 64
 """Sequences of random tokens, and tokens of each."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from verifier.errors import ContractError, InternalError, ViolationFound
-from verifier.trainer import verdicts
-from verifier.trainer.verdicts import Judged, Suspicions, Verdicts, require_held
+from verifier.probes.training import verdicts
+from verifier.probes.training.verdicts import Judged, Suspicions, Verdicts, require_held
 
 
 class GivenJudge:

@@ -9,8 +9,8 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.trainer import sampled_step
-from verifier.trainer.sampled_step import COPIES, chosen_routes, is_sampled, unsampled_because
+from verifier.probes.training import sampled_step
+from verifier.probes.training.sampled_step import COPIES, chosen_routes, is_sampled, unsampled_because
 
 
 def config_of(*knobs):

@@ -125,13 +125,13 @@ class Verdicts:
     A step that is suspected ends nothing: the next judged step in which the same check compares something decides.
 
     Args:
-        judge: judges them, one after another; None for a run without evidence.
+        judge: judges them, one after another.
         metrics: of the run, which is told of each verdict.
         tell: called with a sentence on each suspicion, when it is raised and when it is dropped.
         suspicions: open ones and the number of dropped ones, which outlive the process.
     """
 
-    judge: Judge | None
+    judge: Judge
     metrics: Metrics
     tell: Callable[[str], None]
     suspicions: Suspicions
@@ -143,7 +143,6 @@ class Verdicts:
 
     def ask(self, step: int, trace: Path) -> None:
         """Begin to judge a step."""
-        assert self.judge is not None
         self._pending.append((step, trace, self.judge.submit(trace)))
 
     def settle(self, until: int) -> None:

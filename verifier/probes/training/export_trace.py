@@ -13,13 +13,13 @@ from verifier.core.manifest import Facts
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import PreviousStep
 from verifier.core.store import Recorder, complete, create
+from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
+from verifier.probes.training.evaluation_evidence import Examine
+from verifier.probes.training.saved_files import record_files
+from verifier.probes.training.step_trace import step_manifest
+from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest
-from verifier.trainer.continuation import Continuation
-from verifier.trainer.evaluation import Examine
-from verifier.trainer.model_files import record_files
 from verifier.trainer.run_folder import RunFolder
-from verifier.trainer.step_trace import step_manifest
-from verifier.trainer.verdicts import Judge, require_held
 
 
 class ExportTrace:
@@ -45,7 +45,7 @@ class ExportTrace:
         self.path = create(folder.export_trace, self._manifest)
 
     def record(
-        self, last: PreviousStep, continuation: Continuation, examine: Examine, noise: SampledNoise | None
+        self, last: PreviousStep, continuation: CheckpointEvidence, examine: Examine, noise: SampledNoise | None
     ) -> None:
         """Record the last step, the checkpoints of the run, and answers of its evaluation."""
         with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:

@@ -21,9 +21,9 @@ from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
+from verifier.probes.training.sampled_step import unsampled_because
+from verifier.probes.training.spot import has_spot, why_no_spot
 from verifier.runs.model_under_test import ModelUnderTest, cache_folder
-from verifier.trainer.sampled_step import unsampled_because
-from verifier.trainer.spot import has_spot, why_no_spot
 
 MAX_CUT_BYTES = 2**28
 """Largest checkpoint whose exports a GPU's ranks copy to the host at every sync."""

@@ -46,12 +46,12 @@ from verifier.oracle.recording import (
     scales_of,
 )
 from verifier.probes.training.oracle_scores import load_scores
+from verifier.probes.training.sampled_noise import sampled_noise
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.train.memory import host_bytes
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
-from verifier.trainer.mismatch import sampled_noise
 from verifier.trainer.token_versions import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")

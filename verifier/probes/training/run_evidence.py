@@ -1,0 +1,397 @@
+"""Observer of the controller of a judged run: a trace for each step, its oracle, and the verdict that it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verifier.config.training import TrainConfig
+from verifier.core.manifest import Facts
+from verifier.core.record import Probe
+from verifier.core.records_policy import LossTerms
+from verifier.core.records_tokens import SampledNoise
+from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, PreviousStep
+from verifier.core.records_weights import EngineRestart
+from verifier.core.store import Recorder, complete, create
+from verifier.model.families import moe_layers_of
+from verifier.oracle.oracle import Oracle
+from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
+from verifier.probes.training.data_as_read import DataAsRead
+from verifier.probes.training.decoded_rollouts import record_tokens, texts_of
+from verifier.probes.training.evaluation_evidence import record_answers, record_held_out
+from verifier.probes.training.export_trace import ExportTrace
+from verifier.probes.training.failure_trace import failure_traced
+from verifier.probes.training.first_rounding import first_rounding, measures_rounding
+from verifier.probes.training.rollout_evidence import (
+    has_second_reader,
+    record_columns,
+    record_given,
+    record_policy,
+    record_policy_columns,
+    record_sampled,
+    sampling_asked,
+)
+from verifier.probes.training.sampled_step import (
+    SampledStep,
+    is_sampled,
+    record_scored,
+    require_judgeable,
+    unsampled_because,
+)
+from verifier.probes.training.spot import has_spot, record_spot, why_no_spot
+from verifier.probes.training.step_trace import step_manifest
+from verifier.probes.training.trained_text import trained_text
+from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.resources import Deadline, Resources
+from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
+from verifier.trainer.engines import gone
+from verifier.trainer.evaluation import Answered
+from verifier.trainer.lost_logprobs import LogprobLost
+from verifier.trainer.observer import Note, Observer, PolicyBatch, RunParts, TextBatch
+from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.sampled_batch import SampledBatch
+from verifier.trainer.token_versions import has_fresh
+from verifier.trainer.upstream_fields import asked
+from verifier.trainer.worker_spec import loss_terms, optimizer_settings
+
+JUDGED_BEHIND = 2
+"""Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""
+RANKS = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
+"""Observer of the ranks."""
+
+
+class RunEvidence(Observer):
+    """Traces of a run's steps and of its export, each judged before more is built on it.
+
+    Args:
+        judge: judges them, one after another.
+        tell: called with a sentence on each suspicion; None for the run's progress.
+
+    Attributes:
+        suspicions: open ones, which no later step has decided, and the number of dropped ones.
+    """
+
+    ranks = RANKS
+    judges = True
+
+    def __init__(self, judge: Judge, tell: Callable[[str], None] | None = None) -> None:
+        self._judge, self._tell = judge, tell
+        self._verdicts: Verdicts | None = None
+        self.suspicions: Suspicions | None = None
+        self.noise: SampledNoise | None = None
+        """Rounding of log-probabilities by the run's dtype, as the last step that measures it found."""
+        self._oracle: Oracle | None = None
+        self._probe: Recorder | None = None
+        self._scored: ScoredRollouts | None = None
+        self._answered: Answered | None = None
+        self._evaluated = False
+        self._restarts = 0
+        """Restarts of engines of which a trace has what they hold now."""
+        self._held: dict[int, Path] = {}
+        self._sampled: SampledStep | None = None
+        self._earlier: Mapping[int, Path] = {}
+        self._trace: Path | None = None
+
+    @property
+    def judged(self) -> int:
+        """Steps that were judged, none of which was violated."""
+        return 0 if self._verdicts is None else self._verdicts.num_judged
+
+    @property
+    def not_judged(self) -> Mapping[str, int]:
+        """Sentences on what no check judged -> number of judged steps that each is true of."""
+        return {} if self._verdicts is None else self._verdicts.not_judged
+
+    @contextlib.contextmanager
+    def during(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder) -> Iterator[None]:
+        """Leave a trace of the failure of the stack that ends the run."""
+        with failure_traced(config, model, folder, self._judge), contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            try:
+                yield
+            except LogprobLost as problem:
+                if problem.step and self._probe is not None and self._scored is not None:
+                    given = self._scored.rollouts
+                    record_policy_columns(self._probe, config, problem.step, self._scored, given)
+                raise
+
+    def on_config(self, config: TrainConfig, model: ModelUnderTest) -> None:
+        """Refuse what the oracle cannot judge."""
+        require_judgeable(config, model)
+        self._config = config
+        self.checkpoints = CheckpointEvidence()
+
+    def on_finished(self, folder: RunFolder, steps: int) -> None:
+        """Take the suspicions that the run has left."""
+        self.suspicions = Suspicions(folder.suspicions, steps)
+
+    def on_model(
+        self, model: ModelUnderTest, resources: Callable[[], Resources], until: Deadline,
+        progress: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Start the oracle, or measure what it would, once."""
+        if not unsampled_because(self._config, model):
+            self._oracle = resources().oracle(model.checkpoint.path, until)
+        if measures_rounding(self._config, model):
+            progress("measuring what float32 rounds of log-probabilities")
+            self.noise = first_rounding(model, until)
+
+    def on_resume(self, step: int) -> None:
+        """Know that the ranks have loaded a checkpoint."""
+        self.checkpoints.on_resume(step)
+
+    def on_start(self, run: RunParts) -> None:
+        """Take the parts of the run, and the suspicions that it goes on with."""
+        self.run, data = run, run.data
+        self.suspicions = Suspicions(run.folder.suspicions, run.done)
+        self._verdicts = Verdicts(
+            judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions
+        )
+        self._data = None
+        if data is not None:
+            self._data = DataAsRead(run.config, data.train, data.held_out)
+        self._spots = not why_no_spot(run.config, run.model)
+        self._layers = moe_layers_of(run.model.checkpoint.config) if run.config.grpo.replay_routes else ()
+        self._begins, self._taken = not run.done, run.updates
+        self._last = PreviousStep(name="step", version=run.done, updated=run.has_loss, here=False)
+
+    def on_step(self, step: int, *, sends_first: bool) -> None:
+        """Begin the step's trace."""
+        run = self.run
+        self._sent, self._text, self._unread, self._reads_rewards = sends_first, False, 0, False
+        self._sampled, self._scored, self._earlier = None, None, {}
+        happened = Facts(step=step, updates=(self._taken + 1,))
+        self._trace = create(run.folder.trace(step), step_manifest(run.config, run.model, happened))
+        self._probe = Recorder(self._trace, "controller", 0)
+        if run.config.samples and step > 1:
+            self._probe.emit(self._last)
+
+    def note(self) -> Note | None:
+        """Trace of the step, and the folder that the oracle reads."""
+        if self._trace is None:
+            return None
+        return {"trace": str(self._trace), "oracle": None if self._sampled is None else str(self._sampled.folder)}
+
+    def blaming(self, until: int) -> contextlib.AbstractContextManager[object]:
+        """Wait for verdicts before an error."""
+        assert self._verdicts is not None
+        return self._verdicts.first(until)
+
+    def on_rollouts(self, step: int, batch: SampledBatch, sent: Sequence[int]) -> None:
+        """Record the prompts and requests of a step."""
+        run, probe = self.run, self._open
+        assert run.data is not None
+        data = run.data
+        record_sampled(probe, run.config, data, step, batch)
+        asks = sampling_asked(
+            run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers
+        )
+        probe.emit(msgspec.structs.replace(asks, sent=tuple(sent[-3:])))
+        self._rounds = batch.rounds
+
+    def on_scores(self, step: int, scored: ScoredRollouts, parts: Sequence[Sequence[int]], file: Path) -> None:
+        """Score one rollout by itself."""
+        self._scored = scored
+        if self._spots and has_spot(step):
+            record_spot(self._open, self.run.config, step, scored.rollouts, parts, self.run.score, file)
+
+    def on_batch(self, batch: TextBatch | PolicyBatch) -> None:
+        """Record what the loss takes, beside a second reading of what it is made from."""
+        if isinstance(batch, TextBatch):
+            self._record_text(batch)
+            return
+        run, probe = self.run, self._open
+        self._reads_rewards = has_second_reader(batch.reward, batch.rows)
+        record_policy(probe, run.config, batch)
+        if run.data is not None:
+            self._record_texts(probe, batch)
+        if self._layers and batch.updates:
+            record_given(probe, run.config, batch, self._layers)
+
+    def _record_texts(self, probe: Probe, batch: PolicyBatch) -> None:
+        """Record what the tokens of sampled rollouts say."""
+        data, rollouts = self.run.data, batch.scored.rollouts
+        assert data is not None
+        probe.emit(texts_of(batch.step, data.tokenizer, rollouts))
+
+        def example_of(place: int) -> Any:
+            at, which, _ = rollouts[place].group.split("/", 2)
+            return data.train[self._rounds[int(at.partition(".")[2] or 0)].indices[int(which)]]
+
+        record_tokens(
+            probe, batch.step, data.tokenizer, data.files, rollouts, example_of, whole=False, chat=data.chat
+        )
+
+    def _record_text(self, batch: TextBatch) -> None:
+        """Record the examples of a step of fine-tuning."""
+        run, probe, step = self.run, self._open, batch.step
+        config, data, examples, rollouts = run.config, run.data, batch.examples, batch.update.rollouts
+        assert data is not None
+        record_tokens(
+            probe, step, data.tokenizer, data.files, rollouts, examples.__getitem__, whole=True, chat=data.chat
+        )
+        text = trained_text(step, examples, rollouts, data.tokenizer)
+        self._text, self._unread = bool(text.ids), len(examples) - len(text.ids)
+        if self._text:
+            probe.emit(text)
+        record_columns(probe, config, batch.update)
+        if self._spots and has_spot(step):
+            record_spot(probe, config, step, rollouts, [range(len(rollouts))], run.score, batch.update.file)
+
+    def on_updates(self, step: int, updates: Sequence[OptimizerUpdate]) -> None:
+        """Record what else the step begins with, and declare what its trace has to show."""
+        run, probe = self.run, self._open
+        config, first = run.config, step == run.done + 1
+        stored = self.checkpoints.record_stored(probe)
+        restarted = self._record_restarts(probe, step - 1) if updates else False
+        resumed = bool(updates) and self.checkpoints.begins_judged()
+        examined = self._examine(probe, step - 1)
+        every = config.evaluation.every
+        due = first or (every > 0 and step % every == 0)
+        evaluated = self._data is not None and due and self._data.record_held_out(probe, step)
+        fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
+        known = not (run.ahead is not None and run.done and first)  # whose weights are gone
+        assert self.suspicions is not None
+        again = run.ahead is None and bool(self.suspicions.open)
+        if updates and self._oracle is not None and known and (is_sampled(config, step) or again):
+            self._sampled = SampledStep(config, run.model, self._oracle, run.folder.oracle(step), step)
+            if self._scored is not None:
+                record_scored(probe, config, step, self._scored)
+        self._manifest = step_manifest(config, run.model, Facts(
+            step=step, updates=tuple(item.number for item in updates), sampled=self._sampled is not None,
+            loaded=self._begins and bool(updates), sent=self._sent, resumed=resumed, restarted=restarted,
+            stored=stored, evaluated=evaluated, examined=examined, fresh=fresh, text=self._text, unread=self._unread,
+            rewarded=self._reads_rewards, noise=self._record_noise(probe, step, fresh=fresh),
+        ))  # fmt: skip
+        probe.emit(KnobsAsked(name="config", version=step, values=asked(config)))
+        probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(config)))
+        probe.emit(LossTerms(name="loss", version=step, **loss_terms(config)))
+        self._close()
+        self._updates, self._begins = updates, self._begins and not updates
+        self._taken += len(updates)
+        if run.ahead is not None:
+            self._earlier = self._hold_weights(step)
+
+    def before_training(self, step: int) -> None:
+        """Wait for the verdicts on the steps before, but for the last ones of fine-tuning, which copies no rollout."""
+        assert self._verdicts is not None
+        self._verdicts.settle(step - 1 - (JUDGED_BEHIND if not self.run.config.samples else 0))
+
+    def on_sync(self, version: int) -> None:
+        """Know that a trace has what the engines hold."""
+        if self.run.engines is not None:
+            self._restarts = self.run.engines.engines.restarted
+
+    def on_step_end(self, step: int, reports: Sequence[Mapping[str, float]]) -> None:
+        """Have the oracle compute the step too, and have it judged."""
+        run, trace = self.run, self._trace
+        assert trace is not None
+        assert self._verdicts is not None
+        if self._sampled is not None:
+            run.progress(f"step {step}: transformers computes it too")
+            rates = [report["learning_rate"] for report in reports]
+            found = self._sampled.judge(trace, self._updates, rates, self._scored, self._earlier, self.noise)
+            self.noise = found or self.noise
+        complete(trace, self._manifest)
+        self._verdicts.ask(step, trace)
+        if run.ahead is not None or self._sampled is not None:
+            self._verdicts.settle(step)
+        for weights in self._earlier.values():
+            shutil.rmtree(weights.parent)
+        self._last = PreviousStep(name="step", version=step, updated=bool(self._updates), here=True)
+        self._trace, self._sampled = None, None
+
+    def on_evaluation(self, version: int, answered: Answered | None) -> None:
+        """Keep the answers for the trace that comes next."""
+        self._evaluated, self._answered = True, answered
+
+    def before_checkpoint(self, step: int) -> None:
+        """Wait for the verdicts on every step up to the checkpoint."""
+        assert self._verdicts is not None
+        self._verdicts.settle(step)
+
+    def on_checkpoint(self, step: int, found: Sequence[Any]) -> None:
+        """Keep what was read back of a checkpoint."""
+        self.checkpoints.on_checkpoint(step, found)
+
+    def before_export(self, step: int) -> Note | None:
+        """Begin the trace of the export."""
+        run = self.run
+        self._export = ExportTrace(run.config, run.model, run.folder, step)
+        self._export.record(self._last, self.checkpoints, self._examine, self.noise)
+        return {"trace": str(self._export.path)}
+
+    def on_export(self, step: int, source: Path, exported: Path) -> None:
+        """Have the export judged."""
+        self._export.judge(self._judge, source, exported)
+
+    @property
+    def _open(self) -> Recorder:
+        assert self._probe is not None
+        return self._probe
+
+    def _close(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _record_restarts(self, probe: Probe, version: int) -> bool:
+        """Record what engines hold that were started again and sampled a step; True if there were any."""
+        revival, trace = self.run.engines, self._trace
+        if revival is None or self.run.ahead is not None:  # one that samples ahead is not asked meanwhile
+            return False
+        count = revival.engines.restarted - self._restarts
+        if not count:
+            return False
+
+        def look() -> None:
+            found = self.run.call("observe", stage="ENGINE", what="look", version=version, trace=str(trace))
+            if (problem := gone(found[0])) is not None:
+                raise problem
+
+        revival.repeated(look, version)
+        probe.emit(EngineRestart(name="the engines", version=version, restarts=count))
+        self.on_sync(version)
+        return True
+
+    def _examine(self, probe: Probe | None, version: int) -> bool:
+        """Record the last evaluation, if no trace has it, beside scores by the weights; tell whether there was one."""
+        run = self.run
+        if probe is None or run.config.engine.quantization:
+            return False
+        evaluated, self._evaluated = self._evaluated, False
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            record_answers(probe, run, answered, version)
+            return True
+        examined = evaluated and run.data is not None and run.data.task == "sft"
+        if examined and run.data is not None:
+            record_held_out(probe, version, run.data, run.folder.held_out)
+        return examined
+
+    def _record_noise(self, probe: Probe, step: int, *, fresh: bool) -> bool:
+        """Record the last measured noise beside a step that measures none; True if there is one.
+
+        A sampled step measures it on fresh tokens; without any it repeats the last one by itself.
+        """
+        sampled = self._sampled is not None
+        if not sampled and self.noise is not None:
+            probe.emit(msgspec.structs.replace(self.noise, version=step))
+        measures = sampled and (fresh or not self.run.config.samples or self.run.model.dtype == "float32")
+        return measures or self.noise is not None
+
+    def _hold_weights(self, step: int) -> Mapping[int, Path]:
+        """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""
+        last = self._held.pop(step - 2, None)
+        found = {} if last is None else {step - 2: last}
+        if self._oracle is not None and is_sampled(self.run.config, step + 1):
+            held = self.run.folder.oracle(step + 1).with_name(f"version-{step - 1}")
+            self.run.call("observe", stage="EXPORT", what="hold", version=step - 1, folder=str(held))
+            self._held[step - 1] = held / f"weights-{step - 1}"
+        return found
