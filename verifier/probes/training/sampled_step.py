@@ -403,7 +403,7 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
 
 
 def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
-    """What `policy_hf:entropies` gives of an update, from entropies by rollout."""
+    """Answer of `policy_hf:entropies` for an update, from entropies by rollout."""
     rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
     exact, other, scale = ([np.array(known[item.id][side]) for item in rollouts] for side in range(3))
     masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
