@@ -61,7 +61,7 @@ def outcomes(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> dict[str
         device = "cpu"
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
 
-        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        def forward(self, input_ids: torch.Tensor, use_cache: bool, past_key_values: None = None) -> SimpleNamespace:
             return SimpleNamespace(logits=TABLE[input_ids])
 
     monkeypatch.setattr(logprob_hf, "hold_model", lambda path, dtype, device: Toy())
