@@ -42,9 +42,7 @@ LEAST_BYTES = 2 * 10**9
 LEAST_SHARE_OF_READING = 0.5
 PIECE_BYTES = 64 << 20
 ROUNDS = 3
-MANIFEST = Manifest(
-    command="golden", model="bench", dtype="bfloat16", mesh=MeshSizes(), world_size=1, tier="cpu"
-)
+MANIFEST = Manifest(command="golden", model="bench", dtype="bfloat16", mesh=MeshSizes(), world_size=1, tier="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -101,9 +101,7 @@ def test_a_training_run_that_dies_in_megatron(tmp_path, trainer_launcher: ForkLa
     config, _ = load(TrainConfig, file=ROOT / "configs" / "add-sft.yaml", overrides=words)
     within = (INJECTED, "norm-wider-than-its-shard", str(tmp_path))
     with started_judge() as judge, pytest.raises(Exception, match="megatron-core") as caught:
-        Trainer(
-            config, print, RunEvidence(judge) if judged else SILENT, launcher=trainer_launcher, within=within
-        ).run()
+        Trainer(config, print, RunEvidence(judge) if judged else SILENT, launcher=trainer_launcher, within=within).run()
     assert caught.value.exit_code == 1
     assert isinstance(caught.value, ViolationFound) is judged
     if not judged:

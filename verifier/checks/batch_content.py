@@ -137,8 +137,6 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
             )  # fmt: skip
 
 
-
-
 def _said(reason: str) -> str:
     return f"dropped as {reason.replace('_', ' ')}" if reason else "in the loss"
 

@@ -33,5 +33,3 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
                 expected="no example of the training set", actual=f"example {row}", allowed="none",
                 hint="look at the split that the evaluation reads",
             )  # fmt: skip
-
-

@@ -56,9 +56,12 @@ def manifest_of(
         stand_ins=tuple(stand_ins_of(sizes, run)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
         facts=Facts(
-            expert_stages=model.expert_stages, frozen_base=bool(model.lora_rank), replicas=model.has_replicas,
+            expert_stages=model.expert_stages,
+            frozen_base=bool(model.lora_rank),
+            replicas=model.has_replicas,
             saved=model.is_saved,
-            judges_gradients=model.judges_gradients, why_no_layout=model.why_no_layout,
+            judges_gradients=model.judges_gradients,
+            why_no_layout=model.why_no_layout,
         ),
     )
     if isinstance(config, GoldenConfig):

@@ -73,6 +73,7 @@ class UpdatePlan(Protocol):
 
     facts: Mapping[str, Any]
     """Metrics of the last step's batch, by name."""
+
     def updates(self, step: int, taken: int, score: Score) -> list[OptimizerUpdate]:
         """Make and save the updates of a step, from 1 on; `taken` updates were taken before it."""
 

@@ -183,9 +183,7 @@ class Trainer:
             return plan
         if config.data.rollouts is not None:
             return GrpoPlan(config, RecordedRollouts(config, model.checkpoint), batch_of, observer)
-        self._rollouts = EngineRollouts(
-            config, model.checkpoint, whole_answers=self._whole_answers, observer=observer
-        )
+        self._rollouts = EngineRollouts(config, model.checkpoint, whole_answers=self._whole_answers, observer=observer)
         self._data = self._rollouts.data
         if config.grpo.mode == "sync":
             return GrpoPlan(config, self._rollouts, batch_of, observer)

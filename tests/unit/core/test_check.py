@@ -88,9 +88,7 @@ def test_what_a_broken_run_shows_to_differ_is_a_mismatch():
 def test_no_check_holds_that_rests_on_a_moved_contract(code, same, verdict):
     moved = MovedContract(name="ranks_are_laid_out", package="megatron-core", why="x.py:1: Error", checks=("ABC001",))
     trace = Trace(Manifest(moved_contracts=(moved,)), TRACE.records)
-    item = Check(
-        code=code, name="a-b", needs=(ExportedTensor,), fn=lambda _: iter([compared("a", same=same)])
-    )
+    item = Check(code=code, name="a-b", needs=(ExportedTensor,), fn=lambda _: iter([compared("a", same=same)]))
     outcome = run_check(item, trace)
     assert outcome.verdict is verdict
     assert outcome.moved == (("ranks_are_laid_out of megatron-core",) if code == "ABC001" else ())

@@ -98,9 +98,8 @@ def source(tmp_path: Path) -> Checkpoint:
 def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int]]]) -> Asked:
     """A trace as ranks and engine leave it, with routes of a step, and what the oracle adds."""
     store.create(
-        trace, Manifest(
-            model="tiny:qwen3", dtype="float32", tier="cpu", facts=Facts(judges_gradients=True), config=CONFIG
-        ),
+        trace,
+        Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", facts=Facts(judges_gradients=True), config=CONFIG),
     )
     trainer = store.Recorder(trace, "trainer", 0)
     for name, temperature in (("policy", 1.0), ("policy, warm", 2.0)):

@@ -27,9 +27,7 @@ def flat(rows: list[list[float]]) -> np.ndarray:
     return np.array([value for row in rows for value in row])
 
 
-def score_twice(
-    path: Path, sequences: list[list[int]], temperature: Any = 1.0
-) -> list[list[list[float]]]:
+def score_twice(path: Path, sequences: list[list[int]], temperature: Any = 1.0) -> list[list[list[float]]]:
     return sides(None, str(path), sequences, "float64", temperature=temperature)[0]
 
 

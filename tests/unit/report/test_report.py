@@ -102,10 +102,7 @@ def test_a_cause_stands_before_its_consequences():
     def late(trace: Trace) -> Iterator[Comparison]:
         yield Comparison(what="w", same=False, stage=Stage.ENGINE, version=1, sentence="consequence")
 
-    checks = {
-        code: Check(code=code, name="x", needs=(), fn=fn)
-        for code, fn in (("A001", late), ("B001", early))
-    }
+    checks = {code: Check(code=code, name="x", needs=(), fn=fn) for code, fn in (("A001", late), ("B001", early))}
     text = render_text(report_of(make_trace("a"), "t", checks=checks))
     assert text.index("B001 x: cause") < text.index("A001 x: consequence")
     assert "first bad stage: load, version 0" in text
@@ -147,10 +144,7 @@ def test_nothing_in_a_trace_steers_the_terminal_or_breaks_a_line(complete):
     def breaks(trace: Trace) -> Iterator[Comparison]:
         raise ValueError(next(trace.of(ExportedTensor)).name)
 
-    checks = {
-        code: Check(code=code, name="x", needs=(), fn=fn)
-        for code, fn in (("A001", tells), ("B001", breaks))
-    }
+    checks = {code: Check(code=code, name="x", needs=(), fn=fn) for code, fn in (("A001", tells), ("B001", breaks))}
     reports = [report_of(trace, trace.manifest.tier, checks=checks) for trace in (plain, evil)]
     lines, found = (render_text(report).split("\n") for report in reports)
     assert len(found) == len(lines)

@@ -109,9 +109,14 @@ def step_of(folder: Path, words: tuple[str, ...]) -> tuple[TrainConfig, list[Rec
     rollouts = EngineRollouts(config, checkpoint, observer=evidence)
     rollouts._client = engine = Wordy(rollouts._tokenizer.eos_id)
     rollouts._reward = Reward()  # type: ignore[assignment]
-    evidence.run, evidence._probe, evidence._spots, evidence._layers = SimpleNamespace(
-        config=config, model=SimpleNamespace(checkpoint=checkpoint), data=rollouts.data, whole_answers=False
-    ), probe, False, ()  # type: ignore[assignment]
+    evidence.run, evidence._probe, evidence._spots, evidence._layers = (
+        SimpleNamespace(
+            config=config, model=SimpleNamespace(checkpoint=checkpoint), data=rollouts.data, whole_answers=False
+        ),
+        probe,
+        False,
+        (),
+    )  # type: ignore[assignment]
     evidence._data = DataAsRead(config, rollouts.data.train, rollouts.data.held_out)
 
     def score(file: Path, which: str) -> list[np.ndarray]:

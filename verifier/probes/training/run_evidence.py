@@ -189,9 +189,7 @@ class RunEvidence(Observer):
         assert run.data is not None
         data = run.data
         record_sampled(probe, run.config, data, step, batch)
-        asks = sampling_asked(
-            run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers
-        )
+        asks = sampling_asked(run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers)
         probe.emit(msgspec.structs.replace(asks, sent=tuple(sent[-3:])))
         self._rounds = batch.rounds
 
@@ -224,9 +222,7 @@ class RunEvidence(Observer):
             at, which, _ = rollouts[place].group.split("/", 2)
             return data.train[self._rounds[int(at.partition(".")[2] or 0)].indices[int(which)]]
 
-        record_tokens(
-            probe, batch.step, data.tokenizer, data.files, rollouts, example_of, whole=False, chat=data.chat
-        )
+        record_tokens(probe, batch.step, data.tokenizer, data.files, rollouts, example_of, whole=False, chat=data.chat)
 
     def _record_text(self, batch: TextBatch) -> None:
         """Record the examples of a step of fine-tuning."""
