@@ -119,9 +119,9 @@ def alike(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]
     for at in [*sorted(range(len(sequences)), key=lambda at: tuple(sequences[at])), None]:
         if group and at is not None:
             pairs = zip(sequences[group[0]][:common], sequences[at], strict=False)
-            alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if alike > SHARED and len(group) * alike >= (len(group) - 1) * common:  # no fewer tokens are saved
-                group, common = [*group, at], alike
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if shared > SHARED and len(group) * shared >= (len(group) - 1) * common:  # no fewer tokens are saved
+                group, common = [*group, at], shared
                 continue
         if len(group) > 1:
             yield common - 1, group

@@ -215,8 +215,8 @@ class SampledStep:
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
             adapters = adapters_of(row, lora.targets, lora.rank)
             told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
-        told_rule = (rule, objective, asked, told, model.oracle_device)
-        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *told_rule, read=read)
+        arguments = (rule, objective, asked, told, model.oracle_device)
+        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *arguments, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
