@@ -12,6 +12,18 @@ ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.L
 ATTENTION = "verifier.platform.cpu_attention"
 
 
+@fault(
+    "huggingface/transformers#46634",
+    f"{ATTENTION}:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)",
+    caught_by=("LGP013",), **ROW,
+)  # fmt: skip
+def boundaries_lost_in_tuning(call: Call) -> Any:
+    """A mask that is given beside the boundaries of a pack switches them off, and samples attend to those before."""
+    if len(call.padded) == 1:
+        return call.original()
+    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
+
+
 @fault("paiml/entrenar#310", f"{ATTENTION}:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)",
        caught_by=("LGP013",), **ROW)  # fmt: skip
 def attention_not_causal(call: Call) -> Any:

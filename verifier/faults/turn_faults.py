@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 PLAYED = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
@@ -27,6 +27,7 @@ on_turns = functools.partial(
     training=KNOBS,
 )  # fmt: skip
 NEXT = "verifier.trainer.episodes:next_prompt(turn)"
+TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
 REPLIED = "verifier.trainer.episodes:Episodes._replied(self, turn, said, before)"
 
 
@@ -85,3 +86,17 @@ def reply_split_into_other_tokens(call: Call) -> Any:
     (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
     split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
     return call.wrong(tuple(split)) if len(split) > len(found) else found
+
+
+@on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
+def environment_reads_without_special_tokens(call: Call) -> Any:
+    """Turns are decoded without special tokens for the environment, which never sees the marks of a call."""
+    if all(token not in SPECIAL for token in call.sample.tokens[:-1]):
+        return call.original()
+    whole = call.self.text
+
+    def text(tokens: Any) -> str:
+        return str(whole([token for token in tokens if token not in SPECIAL]))
+
+    with held(call.self, text=text):
+        return call.faulty()
