@@ -146,7 +146,8 @@ def test_a_gradient_of_0_has_its_causes():
     assert judged(silent=[f"{LAYER}.mlp.experts.linear_fc1.weight3"]).verdict is Verdict.HOLDS
     assert judged({A: 0.0, B: 0.0}, silent=[A], zero=[A, B]).verdict is Verdict.HOLDS
     assert said(judged({A: 0.0, B: 0.0}, silent=[B], zero=[A, B])) == ["tensors without a gradient"]
-    assert judged(rows=False, silent=MODEL).finding is None
+    without_rows = judged(rows=False, silent=MODEL)
+    assert (without_rows.verdict, without_rows.finding) == (Verdict.INCONCLUSIVE, None)
 
 
 def test_a_product_that_is_no_number_is_seen():
