@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verifier.core import ragged
-from verifier.core.comparison import Tolerance
+from verifier.core.check import Stage, Tolerance, Trace
 from verifier.core.records_tokens import ROUNDINGS, DtypeNoise, EngineNoise, GivenRoutes, NoiseRecord, StoredFloor
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 FP32 = Tolerance(absolute=1e-5, unit="nats", source="fp32: ten times the scale of rounding in tiny models")
 """Least that is allowed in fp32: what is below it is asked of nobody."""

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from verifier.checks.conditions import EXPORTS
-from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on
 from verifier.core.records_tokens import SHARES, DrawnTokens, OracleOfNext, OracleOfPlaces, SampledTokens, ShapedTokens
-from verifier.core.trace import Trace
 
 RARE = 1e-6
 """Probability of a false alarm over one set of samples."""
@@ -32,12 +29,10 @@ def compare_with_chance(
 ) -> Comparison:
     """The unlikeliest of so many counts against what one run in a million exceeds."""
     source = f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts"
-    allowed = Tolerance(absolute=math.log(cases / RARE), unit="nats", source=source)
-    return Comparison(
-        what=item.name, same=nats <= allowed.absolute, stage=item.stage, version=item.version,
-        share=nats / allowed.absolute, owner=owner_of(item), sentence=sentence, expected=expected, actual=actual,
-        mismatched=f"{nats:.3g} nats", allowed=str(allowed), hint=hint,
-    )  # fmt: skip
+    allowed, said = Tolerance(absolute=math.log(cases / RARE), unit="nats", source=source), f"{nats:.3g} nats"
+    return compare_value(
+        item, item.name, actual, expected, sentence=sentence, hint=hint, allowed=allowed, gap=nats, mismatched=said
+    )
 
 
 def nats_of(count: float, trials: float, share: float) -> float:
@@ -65,6 +60,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
     Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
+    Where to look: temperature, top-p, top-k, penalties and generators of the sampler.
     What it does not catch: changes of less than a few hundredths of the distribution; samples that depend on each other
     (LGP005).
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
@@ -107,13 +103,10 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
 def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
     """No sampled token beyond the ids that the model has."""
     beyond = [token for token in tokens if token >= vocabulary]
-    return Comparison(
-        what=f"{item.name} ids", same=not beyond, stage=item.stage, version=item.version, badness=1.0,
-        owner=owner_of(item), expected=f"ids below {vocabulary:,}, the vocabulary's size",
-        sentence=f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}",
-        actual=f"{sorted(set(beyond))[:4]} (the engine)", allowed="exact",
-        hint="look at what cuts the padding of the head's rows off, and at which ids the sampler draws from",
-    )  # fmt: skip
+    found, right = f"{sorted(set(beyond))[:4]} (the engine)", f"ids below {vocabulary:,}, the vocabulary's size"
+    sentence = f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}"
+    hint = "look at what cuts the padding of the head's rows off, and at which ids the sampler draws from"
+    return compare_value(item, f"{item.name} ids", found, right, same=not beyond, sentence=sentence, hint=hint)
 
 
 def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:
@@ -218,6 +211,7 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     for; one that is heeded too soon cuts it off. An answer that was cut off and is said to be whole is trained on.
     Evidence: rollout/sampled (token ids, stop tokens, the limit, the cause).
     Tolerance and its source: exact; a sample is as long as its own tokens say.
+    Where to look: which stop tokens reach the engine, what it compares with them, and who hands the cause of an end on.
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
     References: verl#213, SkyRL#1319, OpenRLHF#1327, Trinity-RFT#608.
     """
@@ -225,20 +219,12 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
         rows = zip(item.tokens, item.stops, item.limits, item.ended, strict=True)
         for number, (tokens, stop, limit, ended) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
-            yield Comparison(
-                what=f"{item.name} sample {number}", same=len(tokens) == right, stage=item.stage,
-                version=item.version, badness=1.0, owner=owner_of(item),
-                sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
-                expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
-                allowed="exact", hint="look at which stop tokens reach the engine, and at what it compares with them",
-            )  # fmt: skip
+            subject = f"the number of tokens of sample {number}"
+            says = ("", f"the first of {sorted(stop)}, or {limit:,}")
+            yield compare_value(item, f"{item.name} sample {number}", len(tokens), right, subject=subject, says=says)
             cause = "stop" if tokens and tokens[-1] in stop else "length"
-            yield Comparison(
-                what=f"{item.name} cause {number}", same=ended == cause, stage=item.stage, version=item.version,
-                badness=1.0, owner=owner_of(item), expected=f"`{cause}`, as its last token says", actual=f"`{ended}`",
-                sentence=f"sample {number} is said to have ended by `{ended}`, and ended by `{cause}`",
-                allowed="exact", hint="look at who hands the cause on: trainers leave truncated answers out by it",
-            )  # fmt: skip
+            subject = f"the cause by which sample {number} is said to have ended"
+            yield compare_value(item, f"{item.name} cause {number}", ended, cause, subject=subject)
 
 
 def _shown(counts: Iterable[float]) -> str:

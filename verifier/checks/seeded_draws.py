@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from verifier.checks.conditions import EXPORTS
 from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.samples import TILTS, compare_with_chance, nats_of
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check
 from verifier.core.condition import on
 from verifier.core.records_tokens import SampledTokens
-from verifier.core.trace import Trace
 
 SIDES = 2
 """Answers of which each may be off by the bound on a log-probability."""

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from verifier.checks.conditions import LIVE, WEIGHTS_SENT
 from verifier.checks.named_weights import compare_answers
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check
 from verifier.core.condition import on
 from verifier.core.records_policy import PolicyColumns, SamplingAsked
 from verifier.core.records_trainer import PreviousStep
-from verifier.core.trace import Trace
 
 
 @check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE & WEIGHTS_SENT))
@@ -27,6 +25,7 @@ def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     Evidence: advantage/policy ("version"), train/previous (whether the step before took an update), data/seeds
     ("weights"), data/asked ("sent").
     Tolerance and its source: exact; versions are copied.
+    Where to look: what counts versions, and whether answers are sampled before or after a sync.
     What it does not catch: answers that are sampled further ahead than was asked for, beyond the bound of their age
     (ADV003); a transfer that brings other weights than its version says (WGT020, ENG001), or weights that change after
     it (ENG008, ENG009); of engines that get adapters, which adapter (LGP011); in the first step after a resume, older
