@@ -36,8 +36,8 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     token ends it; in an episode of several turns each but the last was ended. And that a rollout is said to be cut off
     just if its last turn has no end token.
     Why it matters: an end token that is masked, as one that is also padding, is never learned, and answers grow until
-    they are cut off. An answer that ended at the last place allowed and counts as cut off is left out; stop tokens that
-    do not reach the engine let it run on into text that no reward is meant for.
+    they are cut off. An answer that counts as cut off is left out; one whose stop token does not reach the engine runs
+    on.
     Evidence: data/asked (as the config asks), advantage/policy, data/drops, pack/rollouts.
     Tolerance and its source: exact; tokens and flags.
     Where to look: what makes the loss mask of an answer, its end token above all; which stop tokens and which limit

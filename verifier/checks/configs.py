@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import verifier.checks.stated as stated
 from verifier.checks.conditions import AWAKE, EXPORTS, SYNCED, UPDATED
 from verifier.checks.stated import Config
-from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
+from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on
 from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
@@ -244,18 +244,9 @@ def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterat
         subject = f"the radians a position of pair {at} of `{path}` in the trainer"
         says = f"{len(got)} live pairs", f"{len(want)} pairs by rope_theta of config.json"
         words, what = f"{FREQUENCY:g} of it (float32 rounds a power)", f"frequencies of {path}"
-        yield compare_value(
-            _at(item),
-            what,
-            live[at],
-            want[at],
-            same=same,
-            subject=subject,
-            says=says,
-            allowed=words,
-            bound=FREQUENCY,
-            gap=off[at],
-        )
+        sides, gap, most = (live[at], want[at]), off[at], FREQUENCY
+        texts: Given = {"subject": subject, "says": says}
+        yield compare_value(_at(item), what, *sides, same=same, allowed=words, bound=most, gap=gap, **texts)
 
 
 @check("ENG007", needs=(StatedConfig, SyncedSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE))

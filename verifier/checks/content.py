@@ -102,7 +102,7 @@ def compare_contents(
 def compare_ranks(
     trace: Trace, actual: Moment, expected: Moment, says: tuple[str, str], ranks: Iterable[int] | None = None
 ) -> Iterator[Comparison]:
-    """What each rank recorded at one moment against what it recorded at another, in the stage of the first.
+    """Records of each rank at one moment against its records of another, in the stage of the first.
 
     `ranks` are by default those that recorded the actual side.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,19 +49,17 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     of the first update that the trained version sampled, the sum of what their log-probability, negated, is above the
     entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over all sampled tokens, of
     whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p is the trainer's probability
-    of a token and q the one that the engine reported, for a stake s of a half and of a tenth. If the token was drawn by
-    q, p/q is 1 on average, whatever p is, so the product hardly ever grows large.
+    of a token and q the one that the engine reported, for a stake s of a half and of a tenth. If a token was drawn by
+    q, p/q is 1 on average.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
     log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
-    Importance weights of tokens of older weights are made of what is reported for them.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
     Tolerance and its source: exact seeds and knobs. For the sum six times the root of a third of the sum of squares and
     two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what
     this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number: chance
-    exceeds it in 2e-9 of steps (Ville 1939). Rounding of logits changes nothing, as each side's probabilities are of
-    its own logits and add up to 1; to them float32 adds 2e-5 nats a token.
+    exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a token.
     Where to look: what the seed of each request and of each of its samples is made of.
     What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
     the sum shows; draws of one request that depend on each other (LGP005, in round trips); samples of an evaluation
@@ -182,23 +179,13 @@ def _mixed(won: np.ndarray) -> np.ndarray:
     return np.asarray(np.logaddexp.reduce(won, axis=0) - math.log(len(won)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Tokens of a step that were drawn from the trained weights, in the trainer's numbers."""
-
-    nats: np.ndarray
-    """[T] log-probability, float64."""
-    entropy: np.ndarray
-    """[T] float64, nats."""
-
-
 def _fair(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     noise = next(trace.of(SampledNoise, version=asked.version), None)
-    found = _drawn(trace, asked)
-    if found is None or len(found.nats) < FEW_TOKENS or (noise is None and trace.manifest.dtype != "float32"):
+    nats, entropy = _drawn(trace, asked)
+    if len(nats) < FEW_TOKENS or (noise is None and trace.manifest.dtype != "float32"):
         return
-    above = -found.nats - found.entropy
-    greatest = greatest_variance(found.entropy, asked.vocab_size)
+    above = -nats - entropy
+    greatest = greatest_variance(entropy, asked.vocab_size)
     deviation = math.sqrt(float((above**2).sum()) / 3 + 2 * float(greatest.sum()) / 3)
     allowed = ERRORS * deviation
     if noise is not None:  # a log-probability that is off by r changes the mean by r times their deviation, at most
@@ -206,28 +193,21 @@ def _fair(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     gap, kind = abs(float(above.sum())), "less" if above.sum() > 0 else "more"
     sentence = f"the {len(above):,} sampled tokens are {gap / len(above):.3g} nats {kind} likely each than draws at "
     sentence += f"temperature {asked.temperature:g} are"
-    yield compare_value(
-        At(Stage.ROLLOUT, asked.version, "engine"),
-        "log-probabilities of the tokens",
-        float(-found.nats.mean()),
-        float(found.entropy.mean()),
-        sentence=sentence,
-        says=("nats each below 0", "the entropy of the trainer's distributions"),
-        allowed=f"{allowed / len(above):.3g} nats each, {ERRORS:g} deviations of fair draws",
-        bound=allowed,
-        gap=gap,
-        hint="look at what the engine samples from: temperature, top-k, top-p, the model's generation_config",
-    )
+    at, what = At(Stage.ROLLOUT, asked.version, "engine"), "log-probabilities of the tokens"
+    sides = float(-nats.mean()), float(entropy.mean())
+    words = f"{allowed / len(above):.3g} nats each, {ERRORS:g} deviations of fair draws"
+    hint = "look at what the engine samples from: temperature, top-k, top-p, the model's generation_config"
+    yield compare_value(at, what, *sides, sentence=sentence, allowed=words, bound=allowed, gap=gap, hint=hint)
 
 
-def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
-    """Tokens in the loss of the step's first update that its weights sampled; None without rows."""
+def _drawn(trace: Trace, asked: SamplingAsked) -> np.ndarray:
+    """[2, T] the trainer's log-probability and entropy at tokens of the first update that its weights sampled, nats."""
     columns = min(
         trace.of(LossColumns, version=asked.version), key=lambda item: int(item.name.rpartition(" ")[2]), default=None
     )
     policy = next(trace.of(PolicyColumns, version=asked.version), None)
     if columns is None or policy is None:
-        return None
+        return np.zeros((2, 0))
     versions = dict(zip(policy.ids, ragged.split(trace.array(policy, "version"), policy.lengths), strict=True))
     fresh = np.concatenate([_fresh(policy, versions[name]) for name in columns.ids])
     starts = np.concatenate([[0], np.cumsum(columns.lengths)])
@@ -239,7 +219,7 @@ def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
         place = starts[(sentinel >> POSITION_BITS) - 1] + (sentinel & ((1 << POSITION_BITS) - 1))
         both = np.stack([arrays["current"][mask], arrays["entropy"][mask]])[:, fresh[place]]
         kept.append(both.astype(np.float64))
-    return _Drawn(*np.concatenate(kept, axis=1)) if kept else None
+    return np.concatenate(kept, axis=1) if kept else np.zeros((2, 0))
 
 
 def _fresh(policy: PolicyColumns, versions: np.ndarray) -> np.ndarray:

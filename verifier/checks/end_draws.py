@@ -27,17 +27,16 @@ def answers_end_unfairly(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: on sampled steps of a training run (`verify.every`), over all tokens that the weights before the
     step sampled, the number of end tokens among them against the sum of the probabilities that transformers in fp32
-    gives an end token at each, at the run's temperature. The difference is 0 on average, whatever was sampled before.
+    gives an end token at each, at the run's temperature.
     Why it matters: an engine that is asked for more answers than are trained on, and keeps those that end first, gives
     each token its right log-probability, and the policy learns from short answers alone.
     Evidence: data/asked, rollout/sampled, logprob/ends (array).
     Tolerance and its source: six times the root of a third of the sum of squares and two thirds of the sum of variances
     (Delyon 2009), and three times what the run's dtype changes of the probabilities.
     Where to look: which of the answers that were drawn are handed on: the first to finish, the shortest.
-    What it does not catch: a choice by anything but length; one of few answers: the shorter half of sixteen shows from
-    about 100 kept answers on, the shorter of two from about 200, nine of ten from about 4,000; any where the weights
-    leave no choice of a length. Steps between the sampled ones; steps with several rounds of sampling; quantized
-    engines; tokens of older weights.
+    What it does not catch: a choice by anything but length; one of few answers ; any where the weights leave no choice
+    of a length. Steps between the sampled ones; steps with several rounds of sampling; quantized engines; tokens of
+    older weights.
     References: verl#2929.
     """
     for asked in trace.of(SamplingAsked):

@@ -95,12 +95,10 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     measure and later steps keep.
     Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
     times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
-    nats, divided by a temperature below 1. A run that samples no step measures the scale before its first, on random
-    tokens of the checkpoint: twice that for nine tenths, 8 times for the coarsest. Chance of a false alarm below 1e-11
-    a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be off by it, so twice; a token
-    three times the greatest of all sampled steps so far. A mean has three standard errors more, a signed mean and a
-    slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise of a log-probability grows
-    as 1 - p: less sure tokens than the floor's may be off by so much more.
+    nats, divided by a temperature below 1; of random tokens where no step is sampled twice that, and 8 times for the
+    coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this run's noise, transformers in bf16 against
+    fp32; a token three times the greatest of all sampled steps so far, and more as it is less sure than the floor's (1
+    - p). A mean has three standard errors more, a signed mean and a slope five. Of 100 tokens or more.
     Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
     scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
@@ -210,15 +208,21 @@ def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
 def _greatest(noise: SampledNoise, old: float) -> Tolerance:
     """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone."""
     greatest = float(greatest_nats(noise, np.array([old]))[0])
+    bound = noise_bound(noise, GREATEST_NOISES * greatest)
+    more = "" if math.isinf(greatest) else _surer(float(_less_sure(noise, np.array([old]))[0]))
+    if greatest == float(noise.greatest_of_run) > float(noise.greatest):
+        more += "; the greatest of the run so far"
+    return replace(bound, source=bound.source + more)
+
+
+def noise_bound(noise: SampledNoise, nats: float) -> Tolerance:
+    """Bound on a token by a measured noise; of a mixture, or of a floor of few tokens, any finite one."""
+    source = f"{GREATEST_NOISES} x {noise_source(noise)}"
     if noise.routed:
         source = "routers flip, so any finite one"
     elif noise.tokens < FEW_TOKENS:
         source = f"{noise.tokens} tokens are no floor, so any finite one"
-    else:
-        source = f"{GREATEST_NOISES} x {noise_source(noise)}{_surer(float(_less_sure(noise, np.array([old]))[0]))}"
-        if greatest == float(noise.greatest_of_run) > float(noise.greatest):
-            source += "; the greatest of the run so far"
-    return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
+    return Tolerance(absolute=nats, unit="nats", source=source)
 
 
 def greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:

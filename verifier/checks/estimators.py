@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verifier.checks.conditions import GRPO
-from verifier.core.check import Comparison, Trace, check, compare_value, times
+from verifier.core.check import Comparison, Given, Trace, check, compare_value, times
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 
@@ -70,11 +70,9 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
-    Tolerance and its source: worst case of rounding in the record's dtype, u its unit roundoff, over n terms: rewards
-    are rounded once, a sum by n - 1 of its terms, and so on through mean, difference, deviation and quotient (Higham,
-    Accuracy and Stability of Numerical Algorithms, 2002, (3.2) and (4.4)). A group whose rewards are nearly equal
-    divides by little, and is allowed as much more. No right computation is beyond it, in any order of its sums: the
-    chance of a false alarm is 0.
+    Tolerance and its source: worst case of rounding in the record's dtype, u its unit roundoff, over n terms (Higham,
+    Accuracy and Stability of Numerical Algorithms, 2002, (3.2) and (4.4)). No right computation is beyond it, in any
+    order of its sums: the chance of a false alarm is 0.
     Where to look: which rollouts form a group or a trajectory; a recorded loop may name its denominator by
     `advantages(epsilon=..., ddof=...)`.
     What it does not catch: estimators of plugins, which have no second implementation; groups of one; between rewards
@@ -94,18 +92,9 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
             right = expected[trajectory]
             gap, bound, says = right.gap(actual), right.allowed, ("", f"{item.estimator}, {_denominator(item)}")
             words = f"{bound:.3g} ({item.dtype}: worst case of its rounding through the formula)"
-            same, left = right.holds(actual), f"{actual:.9g}"
-            sides = name, left, right.text
-            yield compare_value(
-                item,
-                *sides,
-                same=same,
-                subject=f"the advantage of `{name}`",
-                says=says,
-                allowed=words,
-                bound=bound,
-                gap=gap,
-            )
+            same, sides = right.holds(actual), (f"{actual:.9g}", right.text)
+            texts: Given = {"subject": f"the advantage of `{name}`", "says": says}
+            yield compare_value(item, name, *sides, same=same, allowed=words, bound=bound, gap=gap, **texts)
 
 
 def _worst(found: Mapping[str, _Expected], actual_of: Mapping[str, float]) -> float:

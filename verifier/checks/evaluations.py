@@ -12,8 +12,8 @@ import numpy as np
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.conditions import EXAMINED, NOISE
 from verifier.checks.draws import SEEDS
-from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES
+from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_bound
+from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.checks.named_weights import adapters_named, compare_evaluated
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
@@ -87,7 +87,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             bounds = (
                 np.full(len(at), own.absolute) if noise is None else GREATEST_NOISES * greatest_nats(noise, trainer)
             )
-            said = _said(noise) if noise is not None else own
+            said = noise_bound(noise, 0.0) if noise is not None else own
             yield _worst(item, name, at, (engine, trainer), bounds, said)
             if greedy and (exact or noise):
                 yield _greedy(item, name, at, below, bounds, said)
@@ -109,13 +109,6 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         found = f"{len(set(seeds)):,} seeds of {len(seeds):,} answers, {ends[0]:,} to {ends[1]:,}"
         at, what = At(Stage.ROLLOUT, item.version, "engine"), f"seeds of the evaluation, turn {turn}"
         yield compare_value(at, what, found, words, same=same)
-
-
-def _said(noise: SampledNoise) -> Tolerance:
-    """Bound of a token whose nats are still to be put in."""
-    few = noise.routed or noise.tokens < FEW_TOKENS
-    source = "no floor, so any finite one" if few else f"{GREATEST_NOISES} x {noise_source(noise)}"
-    return Tolerance(absolute=0.0, unit="nats", source=source)
 
 
 def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:

@@ -42,8 +42,8 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
     Evidence: train/sums, train/done, and the manifest's config.
     Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
-    and scaling, of the sum of magnitudes (Higham 2002, section 4.2): a greatest value, which chance cannot exceed. Of
-    the norm 1e-5: 7.2 standard deviations of 19,500 squares that are added one after another.
+    and scaling, of the sum of magnitudes (Higham 2002, section 4.2) , which chance cannot exceed. Of the norm 1e-5: 7.2
+    standard deviations of 19,500 squares that are added one after another.
     Where to look: what zeroes the gradient buffer, its reduction over ranks, what scales it, the first and last
     elements of buckets and of shards, and their padding.
     What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors

@@ -56,8 +56,7 @@ def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     against those of the policy loss. Where routes are replayed, also the seal that the engine's process took of its
     routes, against those that the batch has.
     Why it matters: log-probabilities that are rounded or clamped on their way, or replaced by the trainer's where some
-    are missing, make an importance weight of the wrong policy. Replaced ones agree with the trainer on every token, so
-    that a mismatch seems to be gone and the correction is off. Routes of another answer, token or layer are replayed as
+    are missing, make an importance weight of the wrong policy. Routes of another answer, token or layer are replayed as
     faithfully as the right ones.
     Evidence: data/seeds, data/turns, advantage/policy, pack/rollouts, replay/routes.
     Tolerance and its source: exact; both are copied (CRC-32 of the bytes).

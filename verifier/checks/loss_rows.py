@@ -10,7 +10,7 @@ import numpy as np
 from verifier.checks.conditions import GRPO, REFERENCE, UPDATED
 from verifier.checks.packing import POSITION_BITS
 from verifier.core import ragged
-from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
+from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, knob, on
 from verifier.core.records_gradients import LogitSpreads
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
@@ -133,20 +133,11 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
             share = None if rows else max((float(gaps[number]) for gaps in greatest.values()), default=0.0)
             found = f"{rows} tokens not once" if which == "rows" else f"another {which} than it was given"
             sentence = f"in {columns.name} the loss of `{name}` read {found}"
-            at, right = At(Stage.PACK, columns.version), "each token once, with its own columns"
-            yield replace(
-                compare_value(
-                    at,
-                    f"{name} in {columns.name}",
-                    found,
-                    right,
-                    sentence=sentence,
-                    same=not which,
-                    badness=worst,
-                    allowed=str(INPUT),
-                ),
-                share=share,
-            )
+            at, sides = At(Stage.PACK, columns.version), (found, "each token once, with its own columns")
+            texts: Given = {"badness": worst}
+            what, same, words = f"{name} in {columns.name}", not which, str(INPUT)
+            compared = compare_value(at, what, *sides, same=same, sentence=sentence, allowed=words, **texts)
+            yield replace(compared, share=share)
 
 
 def _greatest_gaps(update: UpdateRows, column: str) -> np.ndarray:
@@ -176,8 +167,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
     Tolerance and its source: 2e-5 of the greatest of the update; fp32, a greatest value up to 150 nats. A KL term may
-    be off by what 2e-6 nats of its distance change it by. Rows within that of a clip's edge, or of the limit of
-    log-ratios, have either gradient.
+    be off by what 2e-6 nats of its distance change it by. Rows within that of a clip's edge, or of the limit
+    of log-ratios, have either gradient.
     Where to look: the terms of the loss, their signs and their divisors, and what is summed over which ranks.
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
@@ -209,18 +200,10 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
             name, place = columns.ids[update.rollout[at]], At(Stage.LOSS, columns.version)
             subject = f"the {what} of a token of `{name}` in {columns.name}"
             says = "the trainer's", f"{terms.loss}, float64"
-            left, right = float(actual[at]), float(expected[at])
-            yield compare_value(
-                place,
-                f"{what} of {name} in {columns.name}",
-                left,
-                right,
-                subject=subject,
-                says=says,
-                allowed=TERM,
-                bound=allowed,
-                gap=float(gaps[at]),
-            )
+            sides, gap, noun = (float(actual[at]), float(expected[at])), float(gaps[at]), f"{what} of {name}"
+            texts: Given = {"subject": subject, "says": says}
+            noun = f"{noun} in {columns.name}"
+            yield compare_value(place, noun, *sides, allowed=TERM, bound=allowed, gap=gap, **texts)
     total = float((weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     scale = float(np.abs(weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     for report in trace.of(TrainerStep, version=columns.version, name=columns.name):

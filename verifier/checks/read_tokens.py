@@ -30,8 +30,7 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     answer against that which the files name.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
-    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off. A
-    loss that begins a token late never teaches how an answer begins, and one that begins early teaches what is given.
+    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off.
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which

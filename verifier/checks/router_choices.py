@@ -31,14 +31,13 @@ def router_chooses_experts_far_from_the_best(trace: Trace) -> Iterator[Compariso
     What it checks: the experts that the trainer's routers chose in the update, layer by layer, against the scores that
     transformers in fp32 gives all experts for the same tokens; in the layers before, it takes the trainer's experts.
     The worst chosen expert may score below the K-th best by what rounding moves two scores. Tokens with an expert of a
-    group that transformers closes to them (DeepSeek) are counted: one flip of a group is no tie of two experts.
+    group that transformers closes to them (DeepSeek) are counted.
     Why it matters: in less than fp32 gradients are judged under the experts that the trainer chose (LSS001), so a
     router that chooses wrongly in updates alone, by noise, capacity or a stale bias, changes no other comparison.
     Evidence: loss/choices (a measurement by the oracle's process, from the experts that each rank's routers used).
     Tolerance and its source: four times the greatest change of any score of the update by the run's dtype, by
-    transformers itself under the same routes: two scores move, and the trainer rounds elsewhere. Clean runs were within
-    0.72 of that change. Of groups twice as many tokens as transformers' own choice in that dtype has, four standard
-    deviations, and 8.
+    transformers itself under the same routes . Clean runs were within 0.72 of that change. Of groups twice as many
+    tokens as transformers' own choice in that dtype has, four standard deviations, and 8.
     Where to look: what the router adds to its scores while it trains: noise, a bias, a capacity.
     What it does not catch: a choice between experts whose scores are nearer than that; choices in passes that score
     (LGP001) or replay (RPL001); in fp32 LSS001 sees a wrong choice by its gradient.

@@ -43,8 +43,7 @@ def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rank, layer and micro-batch of an update, on up to 32 rows: what is added to the gradient of the
     logits besides what comes through the experts, against the closed form in float64 of the recorded logits, of the
-    rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. As Megatron
-    defines it, each loss is a mean over the micro-batch, times its rows; the step divides by its tokens later. For
+    rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. For
     `global_aux_loss` rows are those of all ranks, and an expert's the mean over the update's micro-batches so far.
     Why it matters: a balancing loss that is computed, reported and never differentiated, whose coefficient is not
     applied, or that shrinks with every rank, leaves the loss as it is; experts starve slowly.

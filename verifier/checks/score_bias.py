@@ -25,12 +25,11 @@ def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
     rank, moved by the rate that the config asks for: up where an expert was given fewer tokens than the mean, down
     where it was given more. And that before it against what the update before left, in the same process. Tokens are
     summed over all ranks that hold the layer, from the outputs of their routers in the forward passes of the update.
-    With a rate of 0 no bit moves. Every rank of a stage must have recorded the layer.
+    Every rank of a stage must have recorded the layer.
     Why it matters: the bias chooses experts, and has no gradient that a comparison of gradients would see. Counts of
     one rank, counts that an evaluation left, or a bias in bf16 unbalance experts slowly, and ranks drift apart.
     Evidence: train/balance ("before", "after", "tokens").
     Tolerance and its source: bitwise; one float32 sum of the bias and the rate, and integers of which a sign is taken.
-    Megatron counts in float32, which is exact up to 2**24 tokens of a layer.
     Where to look: whose tokens were counted, over which ranks, what touches the routers' buffers between two steps, and
     the bias's dtype.
     What it does not catch: counts that are wrong by one factor for all experts, as where recomputation counts again: no

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_source
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_bound
+from verifier.checks.logprob_bounds import GREATEST_NOISES, at_temperature
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, on
@@ -156,18 +156,10 @@ def _compare(
     beyond = np.where(np.isfinite(gaps), gaps / bounds, np.inf)
     worst = int(np.argmax(beyond))
     if noise is not None:
-        bound = _of_noise(noise, float(bounds[worst]))
+        bound = noise_bound(noise, float(bounds[worst]))
     subject = f"the log-probability of token {int(side.at[worst])} of `{spot.id}` in {side.says}"
     says, gap = (side.says, "alone in its pack, by the same weights"), float(gaps[worst])
     left, right = float(side.nats[worst]), float(alone[worst])
     return compare_value(
         spot, f"{spot.id} ({side.says})", left, right, subject=subject, says=says, allowed=bound, gap=gap, owner=""
     )
-
-
-def _of_noise(noise: SampledNoise, nats: float) -> Tolerance:
-    if noise.tokens < FEW_TOKENS:
-        source = f"{noise.tokens} tokens are no floor, so any finite one"
-    else:
-        source = f"{GREATEST_NOISES} x {noise_source(noise)}"
-    return Tolerance(absolute=nats, unit="nats", source=source)

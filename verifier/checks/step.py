@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from verifier.checks.conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
-from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value, owner_of
+from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
 from verifier.core.records_tokens import GradientRecord, Objective
@@ -88,30 +88,19 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         scale, noise, dtype = float(item.gradient_scale), of_step[item.version], item.gradient_dtype
         bound = GRADIENT
         if noise:
-            source = (
-                f"this run's noise: transformers in the run's dtype against itself in fp32, times {GRADIENT_NOISES}"
-            )
+            source = f"this run's noise: transformers in its dtype against itself in fp32, times {GRADIENT_NOISES}"
             bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
         allowed = bound.absolute * scale + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"
         owner, place, mismatched = _measured(item.gradient)
         same = item.gradient is not None and gap <= allowed and dtype == "float32"
-        at, right = At(Stage.LOSS, item.version, owner), f"greatest element {scale:.3g}"
+        at, what, sides = At(Stage.LOSS, item.version, owner), _subject(item), (found, f"greatest element {scale:.3g}")
         sentence = f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
-        says = "the trainer's, reduced over all ranks", "transformers' gradient, fp32"
+        texts: Given = {"says": ("the trainer's", "transformers' gradient, fp32"), "mismatched": mismatched}
+        words = f"{allowed:.3g} in float32, {bound}"
         yield compare_value(
-            at,
-            _subject(item),
-            found,
-            right,
-            same=same,
-            gap=gap,
-            sentence=sentence,
-            says=says,
-            mismatched=mismatched,
-            allowed=bound,
-            bound=allowed,
+            at, what, *sides, same=same, sentence=sentence, allowed=words, bound=allowed, gap=gap, **texts
         )
     yield from _lengths(trace)
 

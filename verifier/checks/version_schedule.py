@@ -17,8 +17,7 @@ def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens claim the version of the weights that sampled them.
 
     What it checks: per answer, the version that each token claims against the one that the engine's own process says it
-    held when it sampled the token: the version that came with its last completed update. A step without an update sends
-    nothing, so its version is sampled by the weights that were sent last before it.
+    held when it sampled the token: the version that came with its last completed update.
     Why it matters: a rollout that is stamped one version too old is dropped too early, and is compared with nobody's
     weights between sampled steps. Answers that are sampled before a sync, and claim the version after it, are trained
     as if on-policy; in bf16 one update of the weights moves a log-probability by less than noise.

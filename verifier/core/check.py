@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import get_args
 
-from verifier.core.compare import At, compare_array, compare_set, compare_text, compare_value, owner_of, times
+from verifier.core.compare import At, Given, compare_array, compare_set, compare_text, compare_value, owner_of, times
 from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.condition import ALWAYS, Applies
 from verifier.core.finding import Finding, Outcome, Shares
@@ -20,6 +20,7 @@ from verifier.core.trace import Trace
 __all__ = [
     "At",
     "Comparison",
+    "Given",
     "Stage",
     "Tolerance",
     "Trace",

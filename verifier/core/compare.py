@@ -31,12 +31,12 @@ class At(NamedTuple):
 
 
 class Given(TypedDict, total=False):
-    """What a comparison says that does not follow from its two sides."""
+    """Texts and facts of a comparison that do not follow from its two sides."""
 
     subject: str
     """Beginning of the sentence; by default the name, or "the" and the noun phrase."""
     says: tuple[str, str]
-    """Who says so, of the actual and of the expected side."""
+    """Sources of the actual and of the expected side, such as "the trainer"."""
     stage: Stage
     """Stage of the mismatch; by default the record's."""
     owner: str
