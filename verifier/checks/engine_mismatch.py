@@ -155,9 +155,10 @@ def _not_finite(trace: Trace, item: PolicyColumns) -> Iterator[Comparison]:
     bad = np.flatnonzero(trace.array(item, "mask").astype(bool) & (version >= 0) & ~np.isfinite(engine))
     for at in bad[np.unique(rollout[bad], return_index=True)[1]]:
         name, place = item.ids[rollout[at]], int(at - starts[rollout[at]])
-        subject = f"the log-probability of token {place} of `{name}`, which version {version[at]} sampled,"
-        left, right, says = float(engine[at]), "a finite number", (f"the engine, {_engine_of(trace)}", "")
-        yield compare_value(_at(item), name, left, right, same=False, subject=subject, says=says, badness=math.inf)
+        sentence = f"the engine ({_engine_of(trace)}) gave token {place} of `{name}`, which version {version[at]} "
+        sentence += f"sampled, a log-probability of {engine[at]}"
+        sides = float(engine[at]), f"a finite number; the trainer's is {trace.array(item, 'old')[at]:.6g}"
+        yield compare_value(_at(item), name, *sides, same=False, sentence=sentence, badness=math.inf)
 
 
 def _at(item: PolicyColumns) -> At:
