@@ -48,14 +48,3 @@ from verifier.checks import (
     version_schedule,
     weights,
 )
-
-__all__ = [
-    "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content",
-    "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "estimators",
-    "evaluations", "final_export", "gradient_products", "gradient_sums", "group_answers",
-    "handed_on", "knobs", "logprobs", "loss_rows",
-    "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",
-    "router_choices", "router_losses", "routes", "samples", "score_bias", "scored_rows", "seeded_draws",
-    "served", "spot_scores", "stack", "step", "training_step", "turns", "version_schedule",
-    "weights",
-]  # fmt: skip
