@@ -38,6 +38,8 @@ IN_BF16 = 2.0**-8 / math.sqrt(3)
 ROUNDINGS_IN_BF16 = 9
 """Times at most that a term is rounded to bfloat16 between two sides: attention has the output, its gradient, scores,
 shares, gradients of both, and of values; the linears beside it one each."""
+OF_A_WRITE = 2
+"""Further roundings of the residual stream for each module that writes to it: of the stream, and of its gradient."""
 OF_A_ROW = 4
 """Roundings of a row: of logits and of their gradient, each of the label's and, together no greater, of all others'."""
 NO_SIZE = "the last norm against the rows of the loss (the record does not tell the size of logits)"
@@ -142,9 +144,10 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     sum of squares, with the update's tokens and 1,024 as D. Of the last norm also what rounds the probabilities of each
     row, by the size of its logits: log Z, whose roundings are independent between rows of other values, and four
     roundings that may go one way in all rows (docs/adr/0081). In bf16 7.2 standard deviations of nine roundings to it,
-    2^-8 over the root of 3 each, of that root; of the last norm also those of logits and their gradients, by their
-    size. Of queries and keys the root has their rows of the linear before too. Norms have an epsilon, which nothing
-    scales: of the residual stream also all norms' products, times epsilon over the mean square of embeddings.
+    2^-8 over the root of 3 each, of that root, and of the residual stream two more for each module that writes to it;
+    of the last norm also those of logits and their gradients, by their size. Of queries and keys the root has their
+    rows of the linear before too. Norms have an epsilon, which nothing scales: of the residual stream also all norms'
+    products, times epsilon over the mean square of embeddings.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     logits are bent to a bound; the residual stream of layers with further norms; runs on
@@ -176,14 +179,16 @@ def _by_scale(trace: Trace) -> Iterator[Comparison]:
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
             more = damped if pair.kind == STREAM else 0.0
-            yield _compared(name, version, pair, sides, _allowed(trace, [*sides, _before(pair, sums)], depth, more))
+            allowed = _allowed(trace, [*sides, _before(pair, sums)], depth, more, pair)
+            yield _compared(name, version, pair, sides, allowed)
         if rows.uncertain:
             yield _reached(ranks, sums, name, version)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
-            allowed = _allowed(trace, sides, depth, rows.rounding)
-            compared = _compared(name, version, _Pair(ROWS, final, ()), sides, allowed)
+            of_rows = _Pair(ROWS, final, ())
+            allowed = _allowed(trace, sides, depth, rows.rounding, of_rows)
+            compared = _compared(name, version, of_rows, sides, allowed)
             if compared.same or all(item.same for item in compare_entropies(trace, updates[version, name])):
                 yield compared
 
@@ -335,12 +340,14 @@ def _before(pair: _Pair, sums: Mapping[str, _Sum]) -> _Sum:
     return _Sum(0.0, max(whole - values, 0.0))
 
 
-def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float) -> Tolerance:
+def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float, pair: _Pair) -> Tolerance:
     """Difference of two sides by rounding of these parts, with `more` that only they have."""
     root, unit = math.sqrt(sum(part.squares for part in parts)), "times the factor's change"
     each = HALF_UNIT * math.sqrt(depth / 2)
     if trace.manifest.dtype == "bfloat16":
-        each = IN_BF16 * math.sqrt(ROUNDINGS_IN_BF16)
+        writers = {name.split(".linear_")[0].split(".experts")[0] for name in pair.left if _WRITES.search(name)}
+        further = OF_A_WRITE * len(writers) if pair.kind == STREAM else 0
+        each = IN_BF16 * math.sqrt(ROUNDINGS_IN_BF16 + further)
     source = f"{trace.manifest.dtype}: {DEVIATIONS} standard deviations of a sum of roundings"
     return Tolerance(absolute=DEVIATIONS * each * root + more, unit=unit, source=source)
 
