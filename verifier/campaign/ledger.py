@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from verifier.errors import UsageError
+
+Row = TypeVar("Row")
 
 
 def read_lines(file: Path) -> list[bytes]:
@@ -20,7 +22,7 @@ def read_lines(file: Path) -> list[bytes]:
     return whole.splitlines()
 
 
-def decode_line[Row](file: Path, number: int, line: bytes, kind: type[Row], what: str) -> Row:
+def decode_line(file: Path, number: int, line: bytes, kind: type[Row], what: str) -> Row:
     """Return the row of a line, or raise a UsageError: it is no row of `what`, "gate" or "sweep"."""
     try:
         return msgspec.json.decode(line, type=kind)

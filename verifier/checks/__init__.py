@@ -1,4 +1,4 @@
-"""The checks. Importing this package fills the registry in `verifier.core.check`."""
+"""The checks. Importing this package fills the registry in `verifier.core.check`, from plugins too."""
 
 from verifier.checks import (
     adam_audit,
@@ -48,6 +48,7 @@ from verifier.checks import (
     version_schedule,
     weights,
 )
+from verifier.core.plugins import load_plugins
 
 __all__ = [
     "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content",
@@ -59,3 +60,5 @@ __all__ = [
     "served", "spot_scores", "stack", "step", "training_step", "turns", "version_schedule",
     "weights",
 ]  # fmt: skip
+
+load_plugins()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
 from verifier.core.records_weights import ExpectedView, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+
+R = TypeVar("R", bound=Record)
 
 Moment = tuple[type[TensorRecord], int]
 """Class and version of what each rank recorded of all that it held."""
@@ -48,7 +51,7 @@ def times(value: float, allowed: float) -> float:
     return 0.0 if value == 0 else value / allowed if allowed > 0 and math.isfinite(value) else math.inf
 
 
-def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
+def by_name(items: Iterable[R]) -> dict[str, R]:
     """Records by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
     found: dict[str, R] = {}
     for item in items:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from verifier.core.records_tokens import GivenRoutes, Rollouts
 from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+
+T = TypeVar("T")
 
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
@@ -112,7 +114,7 @@ def _noted(trace: Trace, version: int) -> Mapping[Answer, _Seals]:
     return by_answer(trace, version, seals_of)
 
 
-def by_answer[T](trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
+def by_answer(trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
     """Give what was noted of the answers of each turn of a round to these answers, in all rounds of a step."""
     found: dict[Answer, T] = {}
     for item in trace.of(RequestSeeds, version=version):

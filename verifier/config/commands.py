@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from verifier.errors import UsageError
 from verifier.knob import check, group, knob, refuse
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
+
+if TYPE_CHECKING:
+    from typing import Self
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling in a config and on the command line -> spelling everywhere else."""

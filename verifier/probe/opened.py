@@ -15,6 +15,7 @@ import msgspec
 import verifier
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.plugins import installed_plugins
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Role
 from verifier.errors import UsageError
@@ -73,7 +74,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
                 command="probe", command_line=shlex.join(map(str, sys.argv)), verifier=verifier.__version__,
                 commit=this_code().commit, began=now(), host=host(), gpus=gpu_names(_tier()), tier=_tier(),
                 model=str(model), dtype=dtype, mesh=sizes, world_size=size, engine=engine,
-                versions=installed_versions(), config={**known, "model": str(model), "undertakes": [*undertakes]},
+                versions=installed_versions(), plugins=installed_plugins(),
+                config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip
     return _joined(path, "trainer", own, str(model), keep_every)

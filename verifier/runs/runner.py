@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
@@ -31,6 +32,9 @@ from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload
+
+C = TypeVar("C")
+R = TypeVar("R")
 
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
@@ -238,7 +242,7 @@ class Runner:
         self.resources.release(engine)
 
 
-def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
+def run_once(run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
     """Run a method of `Runner`, such as `Runner.golden`, on cold resources, or on those that are `LENT`."""
     with (LENT.get() or Resources)() as resources:
         return run(Runner(resources, progress), config)

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo
@@ -14,6 +15,8 @@ from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessG
 from verifier.transport.control_channel import ControlChannel
 from verifier.transport.group import BroadcastGroup
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
+
+T = TypeVar("T")
 
 
 class GlooGroup(BroadcastGroup):
@@ -61,7 +64,7 @@ class GlooGroup(BroadcastGroup):
         self._control.close()
         self._group = self.store = None
 
-    def _bounded[T](self, what: str, call: Callable[[], T]) -> T:
+    def _bounded(self, what: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except RuntimeError as error:
