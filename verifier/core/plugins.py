@@ -29,13 +29,13 @@ def load_plugins() -> None:
         UsageError: one cannot be imported, or registers a code or a kind that is taken; nothing of it stays registered.
     """
     for point in entry_points(group=GROUP):
-        before = dict(REGISTRY), dict(OWN_KINDS)
+        before = {*REGISTRY, *OWN_KINDS}
         try:
             point.load()
         except (Exception, SystemExit) as problem:
-            for registered, kept in zip((REGISTRY, OWN_KINDS), before, strict=True):
-                registered.clear()
-                registered.update(kept)  # type: ignore[arg-type]  # each with its own
+            for registered in (REGISTRY, OWN_KINDS):
+                for added in registered.keys() - before:
+                    del registered[added]
             raise UsageError(
                 f"the plugin `{_owner(point)}` cannot be loaded, module `{point.value}`: {type(problem).__name__}: "
                 f"{problem}; mend or uninstall it"

@@ -76,7 +76,8 @@ def own_kind(declared: type[R]) -> type[R]:
 
 @functools.cache
 def _decoder(own: tuple[type[Record], ...]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(Union[(*KINDS.values(), *own)])
+    kinds = (*KINDS.values(), *own)
+    return msgspec.json.Decoder(Union[kinds])  # noqa: UP007 - as above
 
 
 def decode(line: bytes) -> Record | UnknownRecord:

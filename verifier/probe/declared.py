@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from verifier.core.manifest import Facts
-from verifier.core.record import Record, kind_of
+from verifier.core.record import Record, UnknownRecord, kind_of
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
 from verifier.core.records_tokens import (
     GradientRecord,
@@ -55,7 +55,8 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
     found: dict[str, dict[str, set[int]]] = {
         kind_of(kind): {} for name, kinds in UNDERTAKINGS.items() if name in undertaken for kind in kinds
     }
-    for item in (*trace.records, *trace.unknown):
+    everything: tuple[Record | UnknownRecord, ...] = (*trace.records, *trace.unknown)
+    for item in everything:
         # An engine rank has a plan of what it received; it is compared where the trainer's is there.
         if not isinstance(item, PlanDigest) or item.role == "trainer":
             kind = kind_of(type(item)) if isinstance(item, Record) else item.kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -62,6 +63,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         raise UsageError(f"rank {own} is none of {size} ranks")
     if model and not (Path(model) / "config.json").is_file():
         raise UsageError(f"`{model}` is no checkpoint directory: it has no config.json")
+    if model and importlib.util.find_spec("torch") is None:
+        raise UsageError(f"the checkpoint `{model}` is read with torch, which is not installed: leave `model` out")
     if own == 0:
         try:
             sizes = None if mesh is None else msgspec.convert(dict(mesh), MeshSizes)

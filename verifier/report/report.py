@@ -24,7 +24,7 @@ class Report:
     Example:
         >>> report = verifier.judge("traces/my-loop")  # doctest: +SKIP
         >>> report.verdict, report.coverage, report.first_bad_stage  # doctest: +SKIP
-        (<Verdict.VIOLATED: 1>, 1204, <Stage.EXPORT: 10>)
+        (<Verdict.VIOLATED: 2>, 1204, <Stage.EXPORT: 10>)
         >>> [item.first.sentence for item in report.findings]  # doctest: +SKIP
     """
 
