@@ -20,11 +20,7 @@ _HOMES = {"Report": "report", "UsageError": "errors", "judge": "api", "read": "a
 
 def __getattr__(name: str) -> Any:
     if name == "probe":
-        return import_module("verifier.probe")
+        return import_module(f"{__name__}.probe")
     if name in _HOMES:
-        return getattr(import_module(f"verifier.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module `verifier` has no attribute `{name}`")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -116,7 +116,6 @@ def test_what_a_caller_can_mend_is_one_class_and_one_sentence(ask, tmp_path):
 def test_names_are_loaded_when_they_are_used():
     program = "import sys, verifier; print(sorted(name for name in sys.modules if name.split('.')[0] in {found}))"
     assert output("-c", program.format(found={"verifier", "numpy", "msgspec"})) == "['verifier']\n"
-    assert set(verifier.__all__) <= {*dir(verifier)}
     for name in verifier.__all__:
         assert getattr(verifier, name) is not None
         assert f"`verifier.{name}" in PAGE or name == "__version__"

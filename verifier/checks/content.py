@@ -13,7 +13,6 @@ from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 R = TypeVar("R", bound=Record)
-
 Moment = tuple[type[TensorRecord], int]
 """Class and version of what each rank recorded of all that it held."""
 

@@ -24,10 +24,9 @@ from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
-T = TypeVar("T")
-
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
+T = TypeVar("T")
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
 Answer = tuple[str, int]

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -19,8 +19,6 @@ from verifier.config.load import default, load, resolved
 from verifier.core.finding import ExitCode
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, entries
-
-C = TypeVar("C")
 
 _CONFIG = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML file with any of the knobs; see docs/config.md.")
@@ -125,7 +123,7 @@ def configured(
 
 
 @contextlib.contextmanager
-def _trace_claimed(config: C, named: bool) -> Iterator[C]:
+def _trace_claimed(config: Any, named: bool) -> Iterator[Any]:
     """The config; where no trace was named, with one that no other run takes. A folder that stays empty is gone."""
     trace = None if named else getattr(config, "trace", None)
     if trace is None:
@@ -134,7 +132,7 @@ def _trace_claimed(config: C, named: bool) -> Iterator[C]:
     above_is_new = not trace.parent.exists()
     trace = claim_trace(trace)
     try:
-        yield dataclasses.replace(config, trace=trace)  # type: ignore[type-var]  # a dataclass, as it has knobs
+        yield dataclasses.replace(config, trace=trace)
     finally:
         with contextlib.suppress(OSError):
             trace.rmdir()

@@ -7,7 +7,7 @@ read, and a line of an unknown kind is an `UnknownRecord`.
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar, Union, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -63,8 +63,7 @@ def own_kind(declared: type[R]) -> type[R]:
         UsageError: the tag begins with no stage, or is another class's.
     """
     tag = kind_of(declared)
-    stage, _, rest = tag.partition("/")
-    if stage.upper() not in Stage.__members__ or not rest:
+    if tag.partition("/")[0].upper() not in Stage.__members__ or "/" not in tag:
         raise UsageError(f"the kind `{tag}` of `{declared.__qualname__}` is no stage/kind, such as rollout/{tag}")
     other = KINDS.get(tag) or OWN_KINDS.get(tag)
     if other is not None and (other.__module__, other.__qualname__) != (declared.__module__, declared.__qualname__):
@@ -83,8 +82,7 @@ def _decoder(own: tuple[type[Record], ...]) -> msgspec.json.Decoder[Any]:
 def decode(line: bytes) -> Record | UnknownRecord:
     """Inverse of `encode`; raises msgspec.MsgspecError or RecursionError for a line that is no record."""
     try:
-        record: Record = _decoder(tuple(OWN_KINDS.values())).decode(line)
-        return record
+        return cast("Record", _decoder(tuple(OWN_KINDS.values())).decode(line))
     except msgspec.ValidationError:
         unknown = msgspec.json.decode(line, type=UnknownRecord)
         if unknown.kind in KINDS or unknown.kind in OWN_KINDS:

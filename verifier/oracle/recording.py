@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,8 +62,6 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Scored, Sides
-
-Noise = TypeVar("Noise", bound=NoiseRecord)
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
@@ -354,7 +352,7 @@ def scales_of(scales: Scored) -> dict[str, Real]:
     return {"scale": real(float(np.sqrt((values**2).mean()))), "coarsest": real(float(values.max()))}
 
 
-def _noise_of(kind: type[Noise], name: str, version: int, gaps: Sequence[float]) -> Noise:
+def _noise_of(kind: type[Any], name: str, version: int, gaps: Sequence[float]) -> Any:
     mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
     return kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
 

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,16 +16,13 @@ from verifier.plan.digest_definition import PREFIX, finish, finish_all, lane_sum
 if TYPE_CHECKING:
     import torch
 
-Tensor: TypeAlias = Union["torch.Tensor", np.ndarray]
-"""A tensor of torch, or an array, which needs no torch."""
 
-
-def digest_tensor(tensor: Tensor) -> str:
+def digest_tensor(tensor: torch.Tensor | np.ndarray) -> str:
     """Return the digest of one tensor's bytes in row-major order, "vd1:" and 32 hex digits; see `digest_tensors`."""
     return digest_tensors([tensor])[0]
 
 
-def digest_tensors(tensors: Iterable[Tensor]) -> list[str]:
+def digest_tensors(tensors: Iterable[torch.Tensor | np.ndarray]) -> list[str]:
     """Return the digests of many tensors, in order; a GPU takes one kernel and one copy for all of them.
 
     Args:

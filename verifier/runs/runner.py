@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
@@ -32,9 +32,6 @@ from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload
-
-C = TypeVar("C")
-R = TypeVar("R")
 
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
@@ -242,7 +239,7 @@ class Runner:
         self.resources.release(engine)
 
 
-def run_once(run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
+def run_once(run: Callable[[Runner, Any], Any], config: Any, progress: Progress) -> Any:
     """Run a method of `Runner`, such as `Runner.golden`, on cold resources, or on those that are `LENT`."""
     with (LENT.get() or Resources)() as resources:
         return run(Runner(resources, progress), config)

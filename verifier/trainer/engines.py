@@ -6,7 +6,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
@@ -18,8 +18,6 @@ from verifier.trainer.episodes import Sampler
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster, ClusterEngine
-
-T = TypeVar("T")
 
 RESTARTS = 3
 """Restarts of engines that a run may have."""
@@ -196,7 +194,7 @@ class Revival:
     def __init__(self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None]) -> None:
         self.engines, self._connect, self._sync = engines, connect, sync
 
-    def repeated(self, function: Callable[[], T], version: int) -> T:
+    def repeated(self, function: Callable[[], Any], version: int) -> Any:
         """Call a function that asks the engine, again for each death, from the weights of a version."""
         problem: EngineGone | None = None
         while True:

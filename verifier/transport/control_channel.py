@@ -11,14 +11,12 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing import connection
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import FileStore
 
 from verifier.launch.channel import limit_reads
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
-
-T = TypeVar("T")
 
 _HELLO_S = 5.0
 """Seconds for the hello of a member, which sends it at once: a silent stranger keeps nobody out for long."""
@@ -112,7 +110,7 @@ class ControlChannel:
             other.send_bytes(rows)
         return rows
 
-    def _within(self, message: str, act: Callable[[], T]) -> T:
+    def _within(self, message: str, act: Callable[[], Any]) -> Any:
         what = f"all ranks to say `{message}`"
         if not self._others:
             raise TransferFailed(f"rank {self._rank} of the transfer group left it and cannot wait for {what}")

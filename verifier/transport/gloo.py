@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo
@@ -15,8 +15,6 @@ from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessG
 from verifier.transport.control_channel import ControlChannel
 from verifier.transport.group import BroadcastGroup
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
-
-T = TypeVar("T")
 
 
 class GlooGroup(BroadcastGroup):
@@ -64,7 +62,7 @@ class GlooGroup(BroadcastGroup):
         self._control.close()
         self._group = self.store = None
 
-    def _bounded(self, what: str, call: Callable[[], T]) -> T:
+    def _bounded(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL
@@ -13,8 +13,6 @@ from verifier.errors import UsageError
 from verifier.transport.gloo import GlooGroup
 from verifier.transport.group import BroadcastGroup
 from verifier.transport.wire import Agreement, TransferFailed
-
-T = TypeVar("T")
 
 
 class NcclGroup(BroadcastGroup):
@@ -66,7 +64,7 @@ class NcclGroup(BroadcastGroup):
             self._group = None
         self._control.close()
 
-    def _checked(self, what: str, call: Callable[[], T]) -> T:
+    def _checked(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:
