@@ -19,7 +19,7 @@ from verifier.report.resemblance import Resemblance, resemblance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the checks found in a trace; `verifier.judge` makes one.
+    """Results of the checks on a trace; `verifier.judge` makes one.
 
     Example:
         >>> report = verifier.judge("traces/my-loop")  # doctest: +SKIP
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong, a finding for each violated check, in the order in which data met it."""
+        """Finding of each violated check, in the order in which data met it."""
         return [item.finding for item in self.violated if item.finding is not None]
 
     @property
