@@ -9,7 +9,7 @@ import numpy as np
 
 from verifier.checks.conditions import SAMPLED
 from verifier.checks.content import times
-from verifier.checks.logprob_bounds import FEW_TOKENS, FP32, GREATEST_NOISES, at_temperature, rounding, wider
+from verifier.checks.logprob_bounds import FEW_TOKENS, FP32, GREATEST_NOISES, NOISES, at_temperature, rounding, wider
 from verifier.checks.loss_rows import UpdateRows, updates_of, worst_rows
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
@@ -33,7 +33,8 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: fp32 12 times what logits that differ as transformers' in fp32 do from its own in float64
     can change the entropy at a token of the rollout by at most; at least 1e-5 nats, divided by a temperature below 1.
     bf16 three times what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those
-    of prompts too; of an update with fewer than 100 tokens in the loss any finite one.
+    of prompts too, or twice what logits that differ as those do can change the entropy at a token of the rollout by, if
+    that is more; of an update with fewer than 100 tokens in the loss any finite one.
     What it does not catch: steps between the sampled ones; a weight of the
     entropy that is wrong (LSS004).
     References: OpenRLHF#1319.
@@ -47,8 +48,8 @@ def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
     name, version = update.columns.name, update.columns.version
     noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
     for oracle in trace.of(OracleEntropy, version=version, name=name):
-        scale = trace.arrays(oracle).get("scale") if trace.manifest.dtype == "float32" else None
-        yield from _compare(update, oracle, trace.array(oracle), noise, scale, trace.manifest.dtype == "float32")
+        scale, exact = trace.arrays(oracle).get("scale"), trace.manifest.dtype == "float32"
+        yield from _compare(update, oracle, trace.array(oracle), noise, scale, exact)
 
 
 def _compare(
@@ -69,7 +70,7 @@ def _compare(
         np.maximum.at(own, update.rollout, scale[order])
     for at in worst_rows(update.rollout, gaps):
         rollout, gap = update.rollout[at], float(gaps[at])
-        name, bound = columns.ids[rollout], wider(of_all, rounding(float(own[rollout])))
+        name, bound = columns.ids[rollout], wider(of_all, _by_logits(float(own[rollout]), exact))
         yield Comparison(
             what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,
             version=columns.version, share=times(gap, bound.absolute),
@@ -79,6 +80,14 @@ def _compare(
             actual=f"{actual[at]:.6g} (the trainer)", allowed=str(bound),
             hint="look at the temperature, and at what is summed over the ranks of a vocabulary",
         )  # fmt: skip
+
+
+def _by_logits(scale: float, exact: bool) -> Tolerance:
+    """Bound by what logits can change an entropy of a rollout by, nats."""
+    if exact:
+        return rounding(scale)
+    source = f"bf16: {NOISES} times what its differences of logits can change an entropy of the rollout by"
+    return Tolerance(absolute=NOISES * scale, unit="nats", source=source)
 
 
 def _bound(noise: float, temperature: float, num_tokens: int, exact: bool) -> Tolerance:

@@ -77,7 +77,7 @@ def test_with_the_package_its_records_are_typed_and_its_checks_judge(package, tr
     verdict, kinds, codes, gaps = json.loads(python(JUDGE, package, cwd=tmp_path).stdout)
     assert (verdict, kinds, codes, gaps) == ("VIOLATED", ["ChatTemplates"] * 2, ["LAB001"], [])
     said = python("from verifier.cli.app import main; main(['judge', 'trace'])", package, cwd=tmp_path, code=1).stdout
-    assert "the sampler rendered by template 9f3c, the trainer by 77a1" in said
+    assert "the chat template is 9f3c (the sampler's), it should be 77a1 (the trainer's)" in said
     assert "first bad stage: rollout, version 2" in said
     page = python("from verifier.cli.app import main; main(['explain', 'LAB001'])", package, cwd=tmp_path).stdout
     assert page.startswith("LAB001 chat-template-differs")
