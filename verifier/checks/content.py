@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from verifier.core.compare import At, compare_value
 from verifier.core.compare import owner_of as owner_of
@@ -14,6 +15,7 @@ from verifier.core.records_weights import ExpectedView, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+R = TypeVar("R", bound=Record)
 Moment = tuple[type[TensorRecord], int]
 """Class and version of what each rank recorded of all that it held."""
 
@@ -40,7 +42,7 @@ def left_out(source: Mapping[str, SourceTensor], taken: Iterable[Record]) -> dic
     return {name: item for name, item in source.items() if item.copy_of and name not in names}
 
 
-def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
+def by_name(items: Iterable[R]) -> dict[str, R]:
     """Records by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
     found: dict[str, R] = {}
     for item in items:

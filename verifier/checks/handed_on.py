@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from verifier.core.seal import NO_SEAL, seal_of_array
 
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
+T = TypeVar("T")
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
 Answer = tuple[str, int]
@@ -109,7 +110,7 @@ def _noted(trace: Trace, version: int) -> Mapping[Answer, _Seals]:
     return by_answer(trace, version, seals_of)
 
 
-def by_answer[T](trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
+def by_answer(trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
     """Give what was noted of the answers of each turn of a round to these answers, in all rounds of a step."""
     found: dict[Answer, T] = {}
     for item in trace.of(RequestSeeds, version=version):

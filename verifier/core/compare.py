@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from unicodedata import normalize
 
 from verifier.core.comparison import Comparison, Tolerance, describe_difference
@@ -17,6 +17,7 @@ from verifier.core.stage import Stage
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Unpack
 
 TAIL = 60
 """Last characters of a text that a finding shows."""

@@ -112,7 +112,7 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"
     epsilon: float
 
 
-class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group of parameters of one rank's optimizer, as it was in a step."""
 
     learning_rate: Real
@@ -148,7 +148,7 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Steps that the scheduler counts after this one."""
 
 
-class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of one tensor around an update, on the rank whose optimizer has them."""
 
     name: str
@@ -203,7 +203,7 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
     """Change of a bias in a step that the config asks for; 0 leaves it as it is."""
 
 
-class AdapterScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdapterScale(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which one adapter multiplied the output of its second matrix, in one pass."""
 
     name: str

@@ -33,7 +33,7 @@ from verifier.probe.sealed import mark_of, seal
 from verifier.probe.steps import StepRecorder
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
-"""Names of a checkpoint and whole tensors: pairs, a generator of them, or a state dict."""
+"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
 
 
 class LoopRecorder(StepRecorder):
@@ -211,7 +211,7 @@ class LoopRecorder(StepRecorder):
                 self.emit(kind(name=name, version=version, **facts, **fields))
             for name, tensor in group:
                 if kept is not None:
-                    kept[name] = tensor.detach().clone() if not whole else tensor
+                    kept[name] = tensor if whole else _copied(tensor)
                 yield name, tensor
         if kept is not None and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)
@@ -219,13 +219,17 @@ class LoopRecorder(StepRecorder):
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
         from verifier.plan.digest import dtype_name
 
-        tensors = {key: tensor.detach() for key, tensor in _pairs(named)}
+        tensors = dict(_pairs(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
         self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
 
 
 def _pairs(named: Named) -> Iterator[tuple[str, Any]]:
     yield from named.items() if isinstance(named, Mapping) else named
+
+
+def _copied(tensor: Any) -> Any:
+    return tensor.detach().clone() if hasattr(tensor, "detach") else tensor.copy()
 
 
 def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
