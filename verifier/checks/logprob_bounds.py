@@ -20,6 +20,8 @@ NOISES = 2
 """Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
 GREATEST_NOISES = 3
 """Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
+CHANCE = 1e-12
+"""Chance that a number of tokens beyond the greatest of as many others is exceeded."""
 FLIPS = Tolerance(
     absolute=math.inf, unit="nats", source="a token whose router flips in less than float32 is off by a size of its own"
 )
@@ -113,6 +115,16 @@ def rounding(scale: float, times: float = ROUNDINGS) -> Tolerance:
     """Bound of log-probabilities by the scale of what float32 rounds."""
     source = f"{times:g} x the scale of float32's rounding, transformers against itself in float64"
     return Tolerance(absolute=times * scale, unit="nats", source=source)
+
+
+def most_beyond(tokens: int, others: int) -> int:
+    """Most of `tokens` draws that chance puts beyond the greatest of `others` more, whatever distribution all are of.
+
+    Source:
+        Gumbel and von Schelling 1950, "The distribution of the number of exceedances": all of the k greatest are among
+        n of n + m draws with a chance of at most (n / (n + m))^k; exceeded with one of `CHANCE`.
+    """
+    return math.ceil(math.log(CHANCE) / math.log(tokens / (tokens + others)))
 
 
 def wider(one: Tolerance, other: Tolerance) -> Tolerance:
