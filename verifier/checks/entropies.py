@@ -40,7 +40,7 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     can change the entropy at a token of the rollout by at most; at least 1e-5 nats, divided by a temperature below 1.
     bf16 three times what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those
     of prompts too, or twice what logits that differ as those do can change the entropy at a token of the rollout by, if
-    that is more, for all but 40 tokens: chance puts more beyond it with 1e-12, whatever the distribution. Of an update
+    that is more, for all but 29 tokens: chance puts more beyond it with 1e-9, whatever the distribution. Of an update
     with fewer than 100 tokens in the loss any finite one.
     What it does not catch: steps between the sampled ones; a weight of the entropy that is wrong (LSS004); in bf16 few
     tokens.

@@ -12,8 +12,7 @@ import numpy as np
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.conditions import EXAMINED, NOISE
 from verifier.checks.draws import SEEDS
-from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_bound
-from verifier.checks.logprob_bounds import GREATEST_NOISES
+from verifier.checks.engine_mismatch import bound_in_fp32, compare_beyond
 from verifier.checks.named_weights import adapters_named, compare_evaluated
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
@@ -48,8 +47,8 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     shows another policy; one with a limit of its own, or without a stop token, shows answers that training never has.
     Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
-    Tolerance and its source: exact knobs, seeds, versions and ends. A log-probability as LGP009, for one token; of
-    greedy answers, twice that below the greatest logit.
+    Tolerance and its source: exact knobs, seeds, versions and ends. A log-probability as LGP009, for one token, in
+    bf16 for the number of tokens; of greedy answers, twice that below the greatest logit.
     Where to look: what is synced before an evaluation, what labels its metrics, and which temperature, seed, stop
     tokens and limit reach the engine with it.
     What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
@@ -75,6 +74,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
         arrays = trace.arrays(item)
         names = ("mask", "tokens", "engine", "trainer", "shortfall")
         columns = [ragged.split(arrays[name], item.lengths) for name in names]
+        far, far_below = list[tuple[np.ndarray, np.ndarray]](), list[tuple[np.ndarray, np.ndarray]]()
         for name, greedy, mask, tokens, *values in zip(item.ids, item.greedy, *columns, strict=True):
             at = np.flatnonzero(mask)
             if not len(at):
@@ -83,14 +83,19 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
             if not (exact or noise) and np.isfinite(engine).all():  # that is wrong in any dtype
                 continue
-            own = bound_in_fp32(trace, item.version + 1, 1.0 if greedy else item.temperature)
-            bounds = (
-                np.full(len(at), own.absolute) if noise is None else GREATEST_NOISES * greatest_nats(noise, trainer)
-            )
-            said = noise_bound(noise, 0.0) if noise is not None else own
-            yield _worst(item, name, at, (engine, trainer), bounds, said)
-            if greedy and (exact or noise):
-                yield _greedy(item, name, at, below, bounds, said)
+            if noise is not None:
+                far += [(np.abs(engine - trainer), trainer)]
+                far_below += [(below / SIDES, trainer)] if greedy else []
+                continue
+            bound = bound_in_fp32(trace, item.version + 1, 1.0 if greedy else item.temperature)
+            yield _worst(item, name, at, (engine, trainer), bound)
+            if greedy and exact:
+                yield _greedy(item, name, at, below, bound)
+        for tokens_of, parts in (("the evaluation", far), ("greedy answers, below the likeliest", far_below)):
+            if noise is not None and parts:
+                gaps, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+                where = At(Stage.ROLLOUT, item.version, "engine")
+                yield compare_beyond(where, np.where(np.isfinite(gaps), gaps, np.inf), values, noise, tokens_of)
 
 
 def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -111,26 +116,20 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         yield compare_value(at, what, found, words, same=same)
 
 
-def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
-    """Place of the value that is farthest off beside its bound; one that is not finite before others."""
-    finite = np.isfinite(values)
-    return int(np.argmax(np.where(finite, np.where(finite, values, 0.0) / bounds, np.inf)))
+def _farthest(values: np.ndarray) -> int:
+    """Place of the greatest value; one that is not finite before others."""
+    return int(np.argmax(np.where(np.isfinite(values), values, np.inf)))
 
 
 def _worst(
-    item: EvaluatedAnswers,
-    name: str,
-    at: np.ndarray,
-    sides: tuple[np.ndarray, np.ndarray],
-    bounds: np.ndarray,
-    said: Tolerance,
+    item: EvaluatedAnswers, name: str, at: np.ndarray, sides: tuple[np.ndarray, np.ndarray], bound: Tolerance
 ) -> Comparison:
     engine, trainer = sides
-    place = _farthest(np.abs(engine - trainer), bounds)
-    subject, bound = f"the evaluation's log-probability of token {at[place]} of `{name}`", float(bounds[place])
+    place = _farthest(np.abs(engine - trainer))
+    subject = f"the evaluation's log-probability of token {at[place]} of `{name}`"
     says, where = ("the engine", "the trainer"), At(Stage.ROLLOUT, item.version, "engine")
-    left, right, allowed = float(engine[place]), float(trainer[place]), replace(said, absolute=bound)
-    return compare_value(where, name, left, right, subject=subject, says=says, allowed=allowed)
+    left, right = float(engine[place]), float(trainer[place])
+    return compare_value(where, name, left, right, subject=subject, says=says, allowed=bound)
 
 
 def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarray) -> Comparison:
@@ -144,11 +143,9 @@ def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarr
     return compare_value(where, f"{name}, its end", found, right, same=not wrong, sentence=sentence)
 
 
-def _greedy(
-    item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bounds: np.ndarray, said: Tolerance
-) -> Comparison:
-    place = _farthest(below, bounds)
+def _greedy(item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bound: Tolerance) -> Comparison:
+    place = _farthest(below)
     subject = f"the nats of token {at[place]} of `{name}` below the likeliest one, which a greedy answer has,"
-    allowed, where = replace(said, absolute=SIDES * float(bounds[place])), At(Stage.ROLLOUT, item.version, "engine")
+    allowed, where = replace(bound, absolute=SIDES * bound.absolute), At(Stage.ROLLOUT, item.version, "engine")
     short = float(below[place])
     return compare_value(where, f"{name}, greedy", short, None, subject=subject, allowed=allowed)

@@ -20,7 +20,7 @@ NOISES = 2
 """Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
 GREATEST_NOISES = 3
 """Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
-CHANCE = 1e-12
+CHANCE = 1e-9
 """Chance that a number of tokens beyond the greatest of as many others is exceeded."""
 FLIPS = Tolerance(
     absolute=math.inf, unit="nats", source="a token whose router flips in less than float32 is off by a size of its own"
@@ -124,7 +124,7 @@ def most_beyond(tokens: int, others: int) -> int:
         Gumbel and von Schelling 1950, "The distribution of the number of exceedances": all of the k greatest are among
         n of n + m draws with a chance of at most (n / (n + m))^k; exceeded with one of `CHANCE`.
     """
-    return math.ceil(math.log(CHANCE) / math.log(tokens / (tokens + others)))
+    return math.ceil(math.log(CHANCE) / math.log(tokens / (tokens + others))) - 1
 
 
 def wider(one: Tolerance, other: Tolerance) -> Tolerance:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verifier.checks.engine_mismatch import bound_in_fp32, greatest_nats, noise_bound
-from verifier.checks.logprob_bounds import GREATEST_NOISES, at_temperature
+from verifier.checks.engine_mismatch import bound_in_fp32, compare_beyond
+from verifier.checks.logprob_bounds import at_temperature
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, on
@@ -59,7 +59,7 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     the same.
     Evidence: logprob/spot, advantage/policy ("old", "reference"), loss/rows ("current"), advantage/columns.
     Tolerance and its source: fp32 as LGP009, for one token. In bf16 of answers that an engine samples, `old` of tokens
-    in the loss, three times the greatest noise of the sampled steps so far, as LGP009. In bf16 where no noise is
+    in the loss, the number of those beyond three times the greatest noise, as LGP009. In bf16 where no noise is
     measured, the mean over all tokens: 0.05 nats, divided alike.
     Where to look: what attention reaches: boundaries of a pack, later tokens; and whose values come back to whom.
     What it does not catch: a pass that is wrong alone too (LGP001 on sampled steps); other rollouts of the step than
@@ -150,13 +150,9 @@ def _compare(
     """Worst token of one side, beside its bound."""
     gaps = np.abs(side.nats - alone)
     gaps = np.where(np.isfinite(gaps), gaps, np.inf)
-    bounds = np.full(len(gaps), bound.absolute)
     if noise is not None:
-        bounds = GREATEST_NOISES * greatest_nats(noise, alone)
-    beyond = np.where(np.isfinite(gaps), gaps / bounds, np.inf)
-    worst = int(np.argmax(beyond))
-    if noise is not None:
-        bound = noise_bound(noise, float(bounds[worst]))
+        return replace(compare_beyond(spot, gaps, alone, noise, f"`{spot.id}` in {side.says}"), owner="")
+    worst = int(np.argmax(gaps))
     subject = f"the log-probability of token {int(side.at[worst])} of `{spot.id}` in {side.says}"
     says, gap = (side.says, "alone in its pack, by the same weights"), float(gaps[worst])
     left, right = float(side.nats[worst]), float(alone[worst])
