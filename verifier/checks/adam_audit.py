@@ -14,14 +14,14 @@ from verifier.checks.step import STEP
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import AdamAudit
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP))
+@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamAudit)))
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
@@ -75,6 +75,8 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
                 expected="the masters, rounded to the weights' dtype", actual="other numbers (the live weights)",
                 allowed="bitwise (a copy)", hint="look at what copies masters to the model after a step",
             )  # fmt: skip
+            if item.left is None:
+                continue
             left = float(item.left)
             yield _compared(
                 audit, f"{item.name} (gradient)", same=left == 0,

@@ -14,7 +14,7 @@ from verifier.checks.step import NORM
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import TrainerStep
 from verifier.core.stage import Stage
@@ -31,7 +31,11 @@ Place = tuple[str, str, int]
 """Update, label of the ranks that hold the same bits, index of the first element."""
 
 
-@check("TRN006", needs=(GradientSums, TrainerStep), applies=on(step=UPDATED & NO_FSDP & LAYOUT))
+@check(
+    "TRN006",
+    needs=(GradientSums, TrainerStep),
+    applies=on(step=UPDATED & NO_FSDP & LAYOUT, loop=recorded(GradientSums, TrainerStep)),
+)
 def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     """Every optimizer is given the sum of its gradient over micro-batches and ranks, and clips by the norm of all.
 
@@ -90,11 +94,16 @@ def _all_summed(
         for tensor, own in zip(item.tensors, _cut(trace, item, "reduced"), strict=True):
             parts = added[item.name, tensor.group, tensor.begin]
             if len(parts) == tensor.copies and tensor.owned:
-                yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
+                yield _summed(item, tensor, own, np.stack(parts), _divisor(item, steps[item.name, item.rank]))
     for found in whole.values():
         item, tensor, _ = found[0]
         if tensor.size and len(found) == tensor.copies:
-            yield _whole(found, steps[item.name, item.rank].num_tokens)
+            yield _whole(found, _divisor(item, steps[item.name, item.rank]))
+
+
+def _divisor(item: GradientSums, step: TrainerStep) -> float:
+    """Divisor of the sum of what backward passes gave."""
+    return max(step.num_tokens, 1) if item.divisor is None else float(item.divisor)
 
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
@@ -103,9 +112,9 @@ def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
 
 
 def _summed(
-    item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, num_tokens: int
+    item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, divisor: float
 ) -> Comparison:
-    parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / max(num_tokens, 1)
+    parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / divisor
     expected, magnitude = parts.sum(0), np.abs(parts).sum(0)
     allowed = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
     gap = np.abs(actual - expected)
@@ -117,19 +126,19 @@ def _summed(
         version=item.version, share=times(float(gap[worst]), float(allowed[worst])), owner=owner_of(item),
         sentence=f"{item.name} gives the optimizer {actual[worst]:.6g} as the gradient of element {place:,} of "
         f"`{tensor.name}`, its passes gave {expected[worst]:.6g}",
-        expected=f"{expected[worst]:.6g} (what micro-batches of {len(parts)} ranks gave, over {num_tokens:,} tokens)",
+        expected=f"{expected[worst]:.6g} (what micro-batches of {len(parts)} ranks gave, over {divisor:,})",
         actual=f"{actual[worst]:.6g} (the gradient that the optimizer reads)",
         allowed=f"{allowed[worst]:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})",
         hint="look at what zeroes the gradient buffer, at its reduction over ranks, and at what scales it",
     )  # fmt: skip
 
 
-def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_tokens: int) -> Comparison:
+def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divisor: float) -> Comparison:
     """Compare sums over all elements of one tensor, of all ranks that hold the same weights."""
     item, tensor, _ = found[0]
     given, magnitude, passes, reduced = np.stack([row for _, _, row in found]).T
     times_owned, rest = divmod(sum(own.owned_size for _, own, _ in found), tensor.size)
-    scale = max(times_owned, 1) / max(num_tokens, 1)
+    scale = max(times_owned, 1) / divisor
     expected, actual = float(given.sum()) * scale, float(reduced.sum())
     count = int(passes.max()) + len(found) + SCALINGS
     allowed = count * (ROUNDING[tensor.dtype] * float(magnitude.sum()) * scale + LEAST * tensor.size)
@@ -141,7 +150,7 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_t
         sentence=f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of "
         f"`{tensor.name}`{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}",
         expected=f"{expected:.9g} (all {tensor.size:,} elements, what micro-batches of {len(found)} ranks gave, over "
-        f"{num_tokens:,} tokens)",
+        f"{divisor:,})",
         actual=f"{actual:.9g} (the gradients that optimizers read, {times_owned} of each element)",
         allowed=f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)",
         hint="look at the first and last elements of buckets and of shards, and at their padding",

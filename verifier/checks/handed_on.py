@@ -13,13 +13,13 @@ from verifier.checks.conditions import LIVE
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import (
     EpisodeTurns,
     PolicyColumns,
     RequestSeeds,
 )
-from verifier.core.records_tokens import GivenRoutes, Rollouts
+from verifier.core.records_tokens import GivenRoutes, Rollouts, SampledTokens
 from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -50,7 +50,11 @@ class _Turn:
     seal: int
 
 
-@check("DAT014", needs=(RequestSeeds, PolicyColumns), applies=on(step=LIVE))
+@check(
+    "DAT014",
+    needs=(RequestSeeds, PolicyColumns),
+    applies=on(step=LIVE, loop=recorded(RequestSeeds, PolicyColumns, SampledTokens)),
+)
 def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     """Every live answer is trained with the token ids, log-probabilities and routes that the engine gave for it.
 

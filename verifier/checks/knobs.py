@@ -1,4 +1,4 @@
-"""Settings that a run asks for against those that Megatron runs with."""
+"""Settings that a run asks for against those that its live objects hold."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from verifier.checks.conditions import UPDATED
 from verifier.checks.content import owner_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_trainer import KnobsAsked, KnobsReached
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
 
-@check("CFG001", needs=(KnobsAsked, KnobsReached), applies=on(step=UPDATED))
+@check("CFG001", needs=(KnobsAsked, KnobsReached), applies=on(step=UPDATED, loop=recorded(KnobsAsked, KnobsReached)))
 def knob_not_applied(trace: Trace) -> Iterator[Comparison]:
     """Every knob of the config holds the value that was asked for in the live objects of every rank.
 
     What it checks: per rank and knob, the value that the config asks of a field of TransformerConfig, of the data
     parallel config, of OptimizerConfig, of Adam's groups of parameters or of the scheduler, against the value that
-    these objects hold after the step: those of every layer and every group.
+    these objects hold after the step: those of every layer and every group. Of a recorded loop what it asks of its
+    optimizer, against each group of it.
     Why it matters: a knob that is read and never applied trains another run than its config says. A balancing loss
     that is on by default changes the gradient's norm threefold.
     Evidence: load/asked, load/reached.
@@ -35,7 +36,7 @@ def knob_not_applied(trace: Trace) -> Iterator[Comparison]:
                 yield Comparison(
                     what=f"{knob} on rank {reached.rank}", same=actual == expected, stage=Stage.LOAD,
                     version=reached.version, badness=1.0, owner=owner_of(reached),
-                    sentence=f"the config asks for {knob} = {expected}, Megatron runs with {actual}",
+                    sentence=f"the config asks for {knob} = {expected}, the run has {actual}",
                     expected=f"{expected} (the config)", actual=f"{actual} (the rank's live objects)",
                     allowed="bitwise (settings are copied)",
                     hint="look at where the knob is handed on, and at what sets the field after it",

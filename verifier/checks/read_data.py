@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import condition, on
+from verifier.core.condition import condition, on, recorded
 from verifier.core.records_data import HeldOutRead
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -14,7 +14,7 @@ from verifier.core.trace import Trace
 EVALUATED = condition("no problem is held out in this step", lambda run: run.facts.evaluated)
 
 
-@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED))
+@check("DAT011", needs=(HeldOutRead,), applies=on(step=EVALUATED, loop=recorded(HeldOutRead)))
 def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     """No problem of the evaluation is a question that is trained on.
 

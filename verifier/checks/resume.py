@@ -12,7 +12,7 @@ from verifier.checks.content import compare_contents, owner_of
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import ALWAYS, condition, knob, on
+from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.records_trainer import (
     LoadedElements,
     LoadedState,
@@ -27,7 +27,7 @@ ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sl
 
 @check(
     "CKP001", needs=(SavedState | LoadedElements, LoadedState | LoadedElements),
-    applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS),
+    applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS, loop=recorded(SavedState, LoadedState)),
 )  # fmt: skip
 def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     """After a resume every rank holds what it held when the checkpoint was saved.
@@ -95,7 +95,7 @@ def _shown(part: str, bits: int) -> str:
     return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
-@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED))
+@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED, loop=recorded(WrittenTensors)))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from verifier.checks.conditions import GRPO, REFERENCE
 from verifier.checks.content import times
+from verifier.checks.estimators import ROUNDOFFS
 from verifier.checks.policy_step import FLOOR, LIMIT
 from verifier.core import ragged
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.condition import condition, knob, on
+from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.core.records_policy import Advantages, PolicyColumns
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -21,10 +22,19 @@ PENALTY = Tolerance(
 )
 
 
+TERMS = 8
+"""Roundings of an estimate, and of the weight that its sum is multiplied by, in a recorded loop's own dtype."""
 IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo.kl_in") == "reward")
 
 
-@check("ADV004", needs=(Advantages, PolicyColumns), applies=on(step=GRPO & REFERENCE & IN_REWARD))
+@check(
+    "ADV004",
+    needs=(Advantages, PolicyColumns),
+    applies=on(
+        step=GRPO & REFERENCE & IN_REWARD,
+        loop=recorded(Advantages, PolicyColumns) & told("penalties", "no KL penalty in the reward"),
+    ),
+)
 def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
 
@@ -33,7 +43,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a penalty of the wrong sign rewards distance from the reference; a mean over tokens, or a sum over
     the prompt too, weighs rollouts by their lengths. Advantages are right for these rewards all the same.
     Evidence: advantage/advantages, advantage/policy ("old", "penalty_reference", "own").
-    Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64.
+    Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64. Of a recorded loop in less, as many
+    roundings of its dtype as tokens, and 8.
     What it does not catch: log-probabilities that are wrong themselves (LGP001); a reference that moved (LGP010).
     References: verl#179, trlx#441, slime#1247, slime#1372.
     """
@@ -49,7 +60,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
                 old, reference = (side.tolist() for side in rows[name])
                 estimates, size = _estimates(old, reference, item.kl_kind)
                 right = item.kl_weight * math.fsum(estimates)
-                gap, allowed = abs(actual - right), PENALTY.absolute * item.kl_weight * size + 1e-300
+                rounding = 0.0 if item.dtype == "float64" else (len(old) + TERMS) * ROUNDOFFS[item.dtype]
+                gap, allowed = abs(actual - right), max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
                 yield Comparison(
                     what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
                     share=times(gap, allowed),

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from verifier.checks.conditions import EXPORTS
+from verifier.checks.conditions import EXPORTS, PLACED
 from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
 from verifier.core.check import check
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SHARES, DrawnTokens, OracleOfNext, OracleOfPlaces, SampledTokens, ShapedTokens
 from verifier.core.trace import Trace
 
@@ -52,7 +52,11 @@ def nats_of(count: float, trials: float, share: float) -> float:
     return trials * (gained + lost)
 
 
-@check("LGP004", needs=(DrawnTokens, OracleOfNext), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP004",
+    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
+    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & PLACED),
+)
 def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     """Tokens are drawn from the distribution that their log-probabilities are reported of.
 
@@ -153,7 +157,11 @@ def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, i
             yield rest, int(counts[end:].sum())
 
 
-@check("LGP005", needs=(DrawnTokens, OracleOfNext), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP005",
+    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
+    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & PLACED),
+)
 def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     """Samples of one distribution agree with each other as often as chance has it.
 
@@ -208,7 +216,14 @@ def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[
             yield nats_of(count, len(half), by_chance), places, count, len(half)
 
 
-@check("LGP006", needs=(SampledTokens,), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP006",
+    needs=(SampledTokens,),
+    applies=on(
+        roundtrip=EXPORTS,
+        loop=recorded(SampledTokens) & told("finish reasons", "no reason is known for which an answer ended"),
+    ),
+)
 def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 

@@ -10,7 +10,7 @@ from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.samples import TILTS, compare_with_chance, nats_of
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SampledTokens
 from verifier.core.trace import Trace
 
@@ -29,7 +29,14 @@ class _Answer:
     """Nats that its log-probabilities may be off by: each of them in fp32, on average in less."""
 
 
-@check("LGP018", needs=(SampledTokens,), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP018",
+    needs=(SampledTokens,),
+    applies=on(
+        roundtrip=EXPORTS,
+        loop=recorded(SampledTokens) & told("repeated seeds", "no request was asked again with its seed"),
+    ),
+)
 def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     """A request that is asked again with its seed is answered alike, whatever else is in the engine's batch.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from verifier.checks.conditions import AWAKE, SYNCED, WEIGHTS_SENT
+from verifier.checks.conditions import AWAKE, EXPECTED, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, same_values
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
-from verifier.core.condition import condition, knob, on
+from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView, KeptKeys
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
@@ -17,7 +17,11 @@ from verifier.core.trace import Trace
 RESTARTED = condition("no engine was started again", lambda run: run.facts.restarted)
 
 
-@check("ENG008", needs=(EngineRestart,), applies=on(step=RESTARTED))
+@check(
+    "ENG008",
+    needs=(EngineRestart,),
+    applies=on(step=RESTARTED, loop=recorded(EngineRestart, CheckpointView) & EXPECTED),
+)
 def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
     """An engine that was started again holds the weights of the version by which its answers are labelled.
 
@@ -47,7 +51,7 @@ def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
         )  # fmt: skip
 
 
-@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE))
+@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=recorded(EngineServed)))
 def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
     """An engine holds the same as a sync begins as it held after the sync before.
 
@@ -79,7 +83,7 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
 KEYS_DROPPED = condition("requests keep their keys at a sync", lambda run: not knob(run, "grpo.keep_kv_cache"))
 
 
-@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED))
+@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED, loop=recorded(KeptKeys)))
 def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
     """No engine goes on from keys and values of older weights after a sync.
 

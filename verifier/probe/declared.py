@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from verifier.core.manifest import Facts
 from verifier.core.record import Record, kind_of
-from verifier.core.records_policy import Advantages, Drops, PolicyColumns
+from verifier.core.records_policy import (
+    Advantages,
+    Drops,
+    GivenRewards,
+    LossRows,
+    PolicyColumns,
+    ReferenceShard,
+    RequestSeeds,
+    SamplingAsked,
+)
+from verifier.core.records_run import Unbounded
 from verifier.core.records_tokens import (
     GradientRecord,
     OracleLogprobs,
     OracleOfSampled,
+    PackedBatchDigest,
     SampledNoise,
     SampledTokens,
     TrainerLogprobs,
@@ -24,8 +36,10 @@ from verifier.core.records_weights import (
     ExportedTensor,
     Handover,
     JoinedTensor,
+    LiveAdapterMatrix,
     PlanDigest,
     ReceivedTensor,
+    SavedCheckpoint,
 )
 from verifier.core.trace import Trace
 
@@ -63,5 +77,39 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
         recorded={kind: {by: tuple(sorted(own)) for by, own in who.items()} for kind, who in found.items()},
         exported=tuple(trace.versions(ExportedTensor)),
         estimators=tuple(dict.fromkeys(item.estimator for item in trace.of(Advantages))),
+        told=tuple(_told(trace)), unbounded={item.name: item.why for item in trace.of(Unbounded)},
+        frozen_base=trace.has(LiveAdapterMatrix), has_reference=trace.has(ReferenceShard),
         lost_logprobs=any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens)),
     )  # fmt: skip
+
+
+def _told(trace: Trace) -> Iterator[str]:
+    """Parts of records that a loop need not fill in, and did."""
+    asked = list(trace.of(SamplingAsked))
+    if any(item.batch_size and item.group_size for item in asked):
+        yield "sizes"
+    if any(item.max_answer_tokens for item in asked):
+        yield "ends"
+    if any(any(map(len, item.stops)) for item in trace.of(SampledTokens)):
+        yield "finish reasons"
+    if any(item.kl_weight for item in trace.of(Advantages)):
+        yield "penalties"
+    if any(any(map(len, item.weights)) for item in trace.of(RequestSeeds)):
+        yield "engine versions"
+    if any({*item.texts} - {None} and {*item.answers} - {None} for item in trace.of(GivenRewards)):
+        yield "gold answers"
+    if any(np.isfinite(trace.array(item, "entropy")).all() for item in trace.of(LossRows)):
+        yield "entropies"
+    names = Counter((item.version, item.name) for item in trace.of(PackedBatchDigest))
+    if any(count > 1 for count in names.values()):
+        yield "peers"
+    if {item.version for item in trace.of(SavedCheckpoint)} & {*trace.versions(ExportedTensor)}:
+        yield "saved export"
+    seeds = Counter(
+        (item.version, prompt, seed, temperature)
+        for item in trace.of(SampledTokens)
+        for prompt, seed, temperature in zip(item.prompts, item.seeds, item.temperatures, strict=False)
+        if seed is not None and temperature
+    )
+    if any(count > 1 for count in seeds.values()):
+        yield "repeated seeds"
