@@ -69,7 +69,8 @@ OF_SOURCE = condition("version 0 was not exported beside its checkpoint", lambda
 UNSCORED = "transformers has not scored the tokens (`verifier judge --oracle` does)"
 SCORED = recorded(OracleLogprobs, gap=UNSCORED)
 PLACED = recorded(OracleOfPlaces, gap=UNSCORED)
-ENDS = recorded(OracleEnds, gap=UNSCORED)
+ALL_ANSWERS = told("all answers", "answers may have been chosen for what they say")
+ENDS = ALL_ANSWERS & recorded(OracleEnds, gap=UNSCORED)
 ENTROPIES = told("entropies", "the loss is given no entropies") & recorded(OracleEntropy, gap=UNSCORED)
 ON_A_HOST = condition(
     "what a batch changes in fp32 on a GPU is not measured",

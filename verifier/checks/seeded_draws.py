@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verifier.checks.conditions import EXPORTS
 from verifier.checks.logprob_bounds import bounds_of
-from verifier.checks.samples import TILTS, compare_with_chance, nats_of
+from verifier.checks.samples import TILTS, compare_with_chance, nats_of, rare_in
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.condition import on, recorded, told
@@ -80,6 +80,7 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
             expected=f"the same tokens, but for {share * places:.2g} draws that rounding turns",
             actual=f"{len(parted):,} of {len(pairs):,} samples part within {places:,} tokens (the engine)",
             hint="look at whether the sampler draws with the generator of each request, also after rows have moved",
+            rare=rare_in(trace),
         )  # fmt: skip
 
 

@@ -71,9 +71,9 @@ class AnswerRecorder(StepRecorder):
 
         Args:
             step: number of the step, after its `rollouts`.
-            turns: of each rollout in order, each with "prompt", token ids that the engine was given, "sampled", those that it
-                sampled, "text", what the environment read of them, "reply", token ids that it added, and "said", their
-                text; the last two are empty where the episode ends.
+            turns: of each rollout in order, each with "prompt", token ids that the engine was given, "sampled",
+                those that it sampled, "text", what the environment read of them, "reply", token ids that it added, and
+                "said", their text; the last two are empty where the episode ends.
             max_turns: that an episode may have.
             end_token: that ends a turn.
             environment: its name.

@@ -86,6 +86,8 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
 def _told(trace: Trace) -> Iterator[str]:
     """Parts of records that a loop need not fill in, and did."""
     asked = list(trace.of(SamplingAsked))
+    if asked and not any(item.filtered for item in asked):
+        yield "all answers"
     if any(item.batch_size and item.group_size for item in asked):
         yield "sizes"
     if any(item.max_answer_tokens for item in asked):
@@ -96,7 +98,7 @@ def _told(trace: Trace) -> Iterator[str]:
         yield "penalties"
     if any(any(map(len, item.weights)) for item in trace.of(RequestSeeds)):
         yield "engine versions"
-    if any({*item.texts} - {None} and {*item.answers} - {None} for item in trace.of(GivenRewards)):
+    if any(_is_read_again(item) for item in trace.of(GivenRewards)):
         yield "gold answers"
     if any(np.isfinite(trace.array(item, "entropy")).all() for item in trace.of(LossRows)):
         yield "entropies"
@@ -113,3 +115,10 @@ def _told(trace: Trace) -> Iterator[str]:
     )
     if any(count > 1 for count in seeds.values()):
         yield "repeated seeds"
+
+
+def _is_read_again(item: GivenRewards) -> bool:
+    """Tell whether a second reader knows the reward of an answer: by its name, or 0 and 1 for a number."""
+    known = [gold for text, gold in zip(item.texts, item.answers, strict=True) if text is not None and gold is not None]
+    numbers = any(gold.strip().lstrip("-").isdigit() for gold in known)
+    return bool(known) if item.reward == "answer" else not item.reward and {*item.rewards} <= {0.0, 1.0} and numbers

@@ -231,8 +231,8 @@ class StateRecorder(OptimizerRecorder):
 class EngineRecorder(StateRecorder):
     """Calls of the process of an engine rank on what it holds."""
 
-    _served: dict[str, str] | None = None
-    _last = 0
+    synced: tuple[int, dict[str, str]] | None = None
+    """Version and digests of what `engine_held` recorded last."""
 
     def engine_held(
         self, version: int, tensors: Mapping[str, Any], *, buffers: Mapping[str, Any] | None = None,
@@ -261,7 +261,7 @@ class EngineRecorder(StateRecorder):
                 module(name=name or "the model", version=version, values={key: str(own) for key, own in values.items()})
             )
         if not cold:
-            self._served, self._last = found, version
+            self.synced = version, found
 
     def engine_served(self, tensors: Mapping[str, Any]) -> None:
         """All that `engine_held` named, parameters and buffers, as it is before the next sync.
@@ -271,14 +271,15 @@ class EngineRecorder(StateRecorder):
         """
         from verifier.plan.digest import described
 
-        if self._served is None:
+        if self.synced is None:
             raise UsageError("`engine_served` compares with what `engine_held` recorded after the sync before")
+        version, before = self.synced
         now = {name: described(tensor)["digest"] for name, tensor in tensors.items()}
         changed = tuple(
-            HeldTwice(name=name, synced=self._served.get(name, ""), served=now.get(name, ""))
-            for name in self._served | now if self._served.get(name) != now.get(name)
+            HeldTwice(name=name, synced=before.get(name, ""), served=now.get(name, ""))
+            for name in before | now if before.get(name) != now.get(name)
         )  # fmt: skip
-        record = EngineServed(name="the engine", version=self._last, num_tensors=len(now), changed=changed)
+        record = EngineServed(name="the engine", version=version, num_tensors=len(now), changed=changed)
         self.emit(record)
 
     def engine_views(self, version: int, named: Named) -> None:

@@ -83,7 +83,7 @@ class Loop:
             record.weights_held(self.model.state_dict(), 0, after="load")
             asked = {**ASKED, "lr": 0.02} if self.wrong("CFG001") else ASKED
             record.optimizer(
-                self.optimizer, self.model.named_parameters(), clip_grad=0.5, asked=asked, scheduler=self.scheduler,
+                self.optimizer, self.model.named_parameters(), clip_grad=0.01, asked=asked, scheduler=self.scheduler,
                 schedule="constant", learning_rate=2 * RATE if self.wrong("TRN002") else RATE, weight_decay=0.1,
                 vectors_decay=True,
             )  # fmt: skip
@@ -131,7 +131,7 @@ class Loop:
         norm = self.norm()
         record.gradients(step, [])
         if not self.wrong("TRN005"):
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         if not (self.wrong("WGT008") and step == 2):
             self.optimizer.step()
         if self.wrong("TRN003"):
