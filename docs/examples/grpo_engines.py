@@ -60,8 +60,15 @@ class VllmEngine:
         self.folder, self.checkpoint = trace.with_name(trace.name + " weights"), checkpoint
         self.version = 0
         self.llm = LLM(
-            model=str(checkpoint), dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True,
-            max_num_seqs=32, kv_cache_memory_bytes=1 << 26, block_size=32, generation_config="vllm",
+            model=str(checkpoint),
+            dtype="float32",
+            max_model_len=64,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_num_seqs=32,
+            kv_cache_memory_bytes=1 << 26,
+            block_size=32,
+            generation_config="vllm",
             worker_extension_cls="verifier.probe.recording_worker_vllm.RecordingWorker",
         )
 
@@ -69,12 +76,14 @@ class VllmEngine:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(max_tokens=most, logprobs=0, seed=seed, stop_token_ids=ends, detokenize=False) for seed in seeds
+            SamplingParams(max_tokens=most, logprobs=0, seed=seed, stop_token_ids=ends, detokenize=False)
+            for seed in seeds
         ]
         found = self.llm.generate([{"prompt_token_ids": row} for row in prompts], params, use_tqdm=False)
         return [
             {
-                "tokens": list(own.outputs[0].token_ids), "reason": own.outputs[0].finish_reason,
+                "tokens": list(own.outputs[0].token_ids),
+                "reason": own.outputs[0].finish_reason,
                 "logprobs": [
                     row[token].logprob for row, token in zip(own.outputs[0].logprobs, own.outputs[0].token_ids)
                 ],

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verifier import probe
 
-STEPS, PROMPTS, GROUP, MOST, MICRO = 3, 4, 4, 8, 8
+STEPS, PROMPTS = 3, 4
+GROUP, MOST, MICRO = 4, 8, 8
 RATE, CLIP_GRAD, WARMUP = 2e-3, 1.0, 2
 ASKED = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -50,8 +51,16 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
         record.model_config(model.config.to_dict())
         record.weights_held(model.named_parameters(), 0, after="load")
         record.optimizer(
-            optimizer, model.named_parameters(), clip_grad=CLIP_GRAD, asked=ASKED, scheduler=schedule,
-            schedule="constant", learning_rate=RATE, warmup_steps=WARMUP, first_rate_step=1, weight_decay=0.1,
+            optimizer,
+            model.named_parameters(),
+            clip_grad=CLIP_GRAD,
+            asked=ASKED,
+            scheduler=schedule,
+            schedule="constant",
+            learning_rate=RATE,
+            warmup_steps=WARMUP,
+            first_rate_step=1,
+            weight_decay=0.1,
             vectors_decay=True,
         )
 
@@ -70,25 +79,48 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             responses, nats = [own["tokens"] for own in found], [own["logprobs"] for own in found]
             ids = [f"{step}/{at}" for at in range(len(of))]
             record.answers(
-                step, tokens=[own["tokens"] for own in found], logprobs=[own["logprobs"] for own in found], ids=ids,
-                seeds=seeds, versions=[engine.version] * len(of), sampling_params={"temperature": 1.0, "top_p": 1.0},
+                step,
+                tokens=[own["tokens"] for own in found],
+                logprobs=[own["logprobs"] for own in found],
+                ids=ids,
+                seeds=seeds,
+                versions=[engine.version] * len(of),
+                sampling_params={"temperature": 1.0, "top_p": 1.0},
             )
             texts = [tokenizer.decode(row[:-1] if row[-1] in ends else row) for row in responses]
             gold = [answer[asked[at]] for at in of]
-            rewards = [float(text == own) + 0.1 * (text[:1] == own[:1]) for text, own in zip(texts, gold)]
+            rewards = [len({*text} & {*own}) / len(own) for text, own in zip(texts, gold)]  # digits in common
             masks = [[1] * len(row) for row in responses]
             record.rollouts(
-                step, prompts=prompts, responses=responses, loss_mask=masks, engine_logprobs=nats, versions=step - 1,
-                rewards=rewards, groups=of, ids=ids, end_token=ends, max_response_tokens=MOST,
-                finish_reasons=[own["reason"] for own in found], num_prompts=PROMPTS, group_size=GROUP,
-                vocab_size=model.config.vocab_size, all_answers=True,
+                step,
+                prompts=prompts,
+                responses=responses,
+                loss_mask=masks,
+                engine_logprobs=nats,
+                versions=step - 1,
+                rewards=rewards,
+                groups=of,
+                ids=ids,
+                end_token=ends,
+                max_response_tokens=MOST,
+                finish_reasons=[own["reason"] for own in found],
+                num_prompts=PROMPTS,
+                group_size=GROUP,
+                vocab_size=model.config.vocab_size,
+                all_answers=True,
             )
             record.examples(
-                step, ids=asked, rendered=["<bos>" + item for item in asked], questions=asked,
-                answers=[answer[item] for item in asked], of=of, decode=tokenizer.decode, begin="<bos>",
+                step,
+                ids=asked,
+                rendered=["<bos>" + item for item in asked],
+                questions=asked,
+                answers=[answer[item] for item in asked],
+                of=of,
+                decode=tokenizer.decode,
+                begin="<bos>",
                 tokenizer=checkpoint,
             )
-            record.rewards(step, texts=texts, answers=gold, name="prefix")
+            record.rewards(step, texts=texts, answers=gold, name="digits")
             # Score.
             rows, starts = [a + b for a, b in zip(prompts, responses)], [len(row) for row in prompts]
             with torch.no_grad():
@@ -121,8 +153,15 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
                 losses = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.2) * weight)
                 losses = losses + 0.05 * (distance.exp() - distance - 1)
                 record.token_losses(
-                    step, current, losses, ids=ids[part], mask=mask[:, 1:], entropies=entropy, old=before,
-                    advantages=weight, reference=anchor,
+                    step,
+                    current,
+                    losses,
+                    ids=ids[part],
+                    mask=mask[:, 1:],
+                    entropies=entropy,
+                    old=before,
+                    advantages=weight,
+                    reference=anchor,
                 )
                 loss = (losses * mask[:, 1:]).sum() / count
                 loss.backward()
@@ -136,16 +175,23 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             record.weights_held(model.named_parameters(), step, after="step")
             sync(step)
             record.weights_held(model.named_parameters(), step, after="export")
-            given = [tokenizer.encode(item) for item in held_out]
+            tested = held_out
+            given = [tokenizer.encode(item) for item in tested]
             found = engine.generate(given, ends, [10_000 + step, 20_000 + step], MOST)
             with torch.no_grad():
                 scored = score(model, [a + b["tokens"] for a, b in zip(given, found)], [len(row) for row in given])
             record.held_out(step, ids=held_out, questions=held_out, trained=questions)
             record.evaluation(
-                step, ids=held_out, prompts=given, responses=[own["tokens"] for own in found],
+                step,
+                ids=tested,
+                prompts=given,
+                responses=[own["tokens"] for own in found],
                 engine_logprobs=[own["logprobs"] for own in found],
-                trainer_logprobs=[row[own[1:]] for row, own in zip(scored[3], scored[2])], end_token=ends,
-                max_response_tokens=MOST, engine_versions=[engine.version],
+                trainer_logprobs=[row[own[1:]] for row, own in zip(scored[3], scored[2])],
+                end_token=ends,
+                max_response_tokens=MOST,
+                engine_versions=[engine.version],
+                claimed=step,
             )
         engine.close()
 
