@@ -59,12 +59,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("add", tmp_path_factory.mktemp("loop") / "checkpoint")
 
 
-def run(code: str, checkpoint: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+def run(loop: str, checkpoint: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     """Run the loop in this process; its report."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     torch.set_num_threads(1)  # as the tier's other processes have
     names: dict[str, object] = {"__name__": "loop"}
-    exec(compile(code, "grpo_loop.py", "exec"), names)
+    exec(compile(loop, "grpo_loop.py", "exec"), names)
     names["train"](checkpoint, trace)  # type: ignore[operator]
     return report_of(read(trace), str(trace))
 
@@ -89,8 +89,8 @@ def test_a_bug_is_caught_in_its_stage(
 ) -> None:
     right, wrong, stage, code = FAULTS[fault]
     assert LOOP.count(right) == 1, fault
-    code = LOOP.replace(right, wrong).replace("STEPS, PROMPTS = 3, 4", "STEPS, PROMPTS = 2, 3")
-    report = run(code, checkpoint, tmp_path / "trace", monkeypatch)
+    loop = LOOP.replace(right, wrong).replace("STEPS, PROMPTS = 3, 4", "STEPS, PROMPTS = 2, 3")
+    report = run(loop, checkpoint, tmp_path / "trace", monkeypatch)
     assert report.violated, render_text(report)
     first = report.violated[0].finding
     assert first is not None
