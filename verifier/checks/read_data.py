@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.checks.conditions import EXAMINED
 from verifier.core.check import check
 from verifier.core.comparison import Comparison
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_data import HeldOutRead
+from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
@@ -32,4 +34,38 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
                 sentence=f"the question of `{name}`, a problem of the evaluation, is example {row} of the training set",
                 expected="no example of the training set", actual=f"example {row}", allowed="none",
                 hint="look at the split that the evaluation reads",
+            )  # fmt: skip
+
+
+@check(
+    "DAT016", needs=(HeldOutRead, EvaluatedAnswers),
+    applies=on(step=EXAMINED & EVALUATED, loop=recorded(HeldOutRead, EvaluatedAnswers)),
+)  # fmt: skip
+def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
+    """An evaluation asks the problems that are held out, each once.
+
+    What it checks: of up to 8 answers of an evaluation, others in each, the id of the problem that the engine was asked
+    against the ids of the held-out problems, as they were read from the data set.
+    Why it matters: an evaluation of other problems, such as those that are trained on, or of one of them again and
+    again, is a number with a right name. Curves and the choice of a checkpoint rest on it.
+    Evidence: data/evaluated, rollout/evaluated.
+    Tolerance and its source: exact (ids).
+    What it does not catch: held-out problems that are trained on (DAT011), other tokens of a problem (DAT013), answers
+    that were not kept.
+    References: tensorflow/ranking#350.
+    """
+    held = {name for item in trace.of(HeldOutRead) for name in item.ids}
+    for item in trace.of(EvaluatedAnswers):
+        places: dict[str, str] = {}
+        for answer in item.ids:
+            kind, _, rest = answer.partition(" ")
+            place, problem = rest.split("/", 2)[1], rest.split("/", 3)[3]
+            problem = problem if problem in held else problem.rpartition("/")[0] or problem  # a turn of several
+            first = places.setdefault(f"{kind} {problem}", place)
+            wrong = "is none of the held-out ones" if problem not in held else "is asked twice" * (first != place)
+            yield Comparison(
+                what=answer, same=not wrong, stage=Stage.DATA, version=item.version, badness=1.0,
+                sentence=f"`{problem}`, a problem of the evaluation of version {item.version}, {wrong}",
+                expected=f"each of {len(held):,} problems once", actual=f"`{problem}` at place {place}",
+                allowed="exact (ids)", hint="look at which data set the prompts of an evaluation are taken from",
             )  # fmt: skip
