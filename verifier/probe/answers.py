@@ -12,7 +12,7 @@ import numpy as np
 from verifier.core.records_config import StatedConfig
 from verifier.core.records_data import HeldOutRead, TokensRead
 from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RequestSeeds
-from verifier.core.records_tokens import GivenRoutes, UsedRoutes
+from verifier.core.records_tokens import GivenRoutes, SampledTokens, UsedRoutes
 from verifier.core.records_trainer import DataOrder, RolloutTexts, TrainedText
 from verifier.core.seal import seal_of_array
 from verifier.errors import UsageError
@@ -62,6 +62,34 @@ class AnswerRecorder(StepRecorder):
             if versions else (),
         )  # fmt: skip
         self.emit(record)
+
+    def samples(
+        self, version: int, *, prompts: Rows, responses: Rows, logprobs: Rows, end_token: int | Sequence[int],
+        max_response_tokens: int, finish_reasons: Sequence[str], seeds: Sequence[int | None] = (),
+        temperature: float = 1.0, name: str = "samples",
+    ) -> None:  # fmt: skip
+        """Answers of requests that no step trains on, such as some that are asked twice with one seed.
+
+        Args:
+            version: of the weights.
+            prompts: token ids of each.
+            responses: token ids of each.
+            logprobs: of the responses as the engine reported them, nats, at the temperature.
+            end_token: token that ends an answer, or several.
+            max_response_tokens: tokens that an answer may have.
+            finish_reasons: of each, "stop" or "length".
+            seeds: of each request; the same prompt and seed are to give the same answer.
+            temperature: of the requests.
+            name: of this set.
+        """
+        ends = (end_token,) if isinstance(end_token, int) else tuple(end_token)
+        rows, count = tuple(map(_ids, responses)), len(responses)
+        record = SampledTokens(
+            name=name, version=version, lengths=tuple(map(len, rows)), prompts=tuple(map(_ids, prompts)), tokens=rows,
+            stops=(ends,) * count, limits=(max_response_tokens,) * count, ended=tuple(finish_reasons),
+            temperatures=(temperature,) * count, seeds=tuple(seeds),
+        )  # fmt: skip
+        self.emit(record, np.concatenate([row_of(row, np.float32) for row in logprobs]))
 
     def turns(
         self, step: int, turns: Sequence[Sequence[Mapping[str, Any]]], *, max_turns: int, end_token: int,

@@ -107,6 +107,11 @@ def _told(trace: Trace) -> Iterator[str]:
         yield "peers"
     if {item.version for item in trace.of(SavedCheckpoint)} & {*trace.versions(ExportedTensor)}:
         yield "saved export"
+    by_rank: dict[int, dict[int, set[str]]] = {}
+    for item in trace.of(ExportedTensor):
+        by_rank.setdefault(item.version, {}).setdefault(item.rank, set()).add(item.name)
+    if all(len({frozenset(names) for names in ranks.values()}) == 1 for ranks in by_rank.values()):
+        yield "whole exports"
     seeds = Counter(
         (item.version, prompt, seed, temperature)
         for item in trace.of(SampledTokens)

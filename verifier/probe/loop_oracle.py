@@ -190,7 +190,7 @@ class _Recording:
         dtype, seen = self.seen.manifest.dtype, self.seen
         _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [0])
         masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-        exact, other, scale = (
+        exact, _, scale = (
             [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
             for side in sides
         )

@@ -96,6 +96,12 @@ class StateRecorder(OptimizerRecorder):
                     facts = described(source.read(name).to(dtype))
                     self.emit(ExpectedShard(name=name, coordinate="", sources=(name,), **facts))
 
+    def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
+        """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
+        from verifier.probes.configs_megatron import record_provider
+
+        record_provider(self, config, chunks)
+
     def adapter_exported(
         self, named: Named, version: int, *, live: Named, scaling: float, live_scaling: float,
         further: Mapping[str, Any] | None = None,

@@ -20,7 +20,8 @@ from verifier import probe
 VOCABULARY, END, MOST, GROUP, STEPS, RATE = 23, 2, 6, 2, 3, 0.01
 SETTINGS = {"norm": {"eps": 1e-6}, "": {"config.rms_norm_eps": 1e-6}}
 CONFIG = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "rms_norm_eps": 1e-6, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 23, "rope_theta": 10000.0,
 }  # fmt: skip
 ASKED = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
