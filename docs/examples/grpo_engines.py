@@ -23,21 +23,25 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], ends: list[int], seeds: list[int], most: int) -> list[dict[str, Any]]:
+        """Answers up to their first end token, or `most` tokens."""
         rows, drawn = torch.tensor(prompts), [torch.Generator().manual_seed(seed) for seed in seeds]
         nats = torch.zeros(len(prompts), 0)
         for _ in range(most):
             found = self.model(rows).logits[:, -1].log_softmax(-1)
-            token = torch.stack([torch.multinomial(own.exp(), 1, generator=made) for own, made in zip(found, drawn)])
+            token = torch.stack(
+                [torch.multinomial(own.exp(), 1, generator=made) for own, made in zip(found, drawn, strict=True)]
+            )
             rows, nats = torch.cat([rows, token], 1), torch.cat([nats, found.gather(1, token)], 1)
         answers = []
-        for tokens, own in zip(rows[:, len(prompts[0]) :].tolist(), nats.tolist()):
+        for tokens, own in zip(rows[:, len(prompts[0]) :].tolist(), nats.tolist(), strict=True):
             size = next((at + 1 for at, token in enumerate(tokens) if token in ends), most)
             reason = "stop" if tokens[size - 1] in ends else "length"
             answers.append({"tokens": tokens[:size], "logprobs": own[:size], "reason": reason})
         return answers
 
     def sync(self, named: Any, version: int, trace: Path) -> None:
-        state = {name: value for name, value in self.model.named_parameters()}
+        """Take the weights of a version."""
+        state = dict(self.model.named_parameters())
         if version:
             self.record.engine_served(state)
         sent = dict(self.record.receiving(named, version))
@@ -48,6 +52,7 @@ class TransformersEngine:
         self.version = version
 
     def close(self) -> None:
+        """End the engine."""
         self.record.close()
 
 
@@ -73,6 +78,7 @@ class VllmEngine:
         )
 
     def generate(self, prompts: list[list[int]], ends: list[int], seeds: list[int], most: int) -> list[dict[str, Any]]:
+        """Answers up to their first end token, or `most` tokens."""
         from vllm import SamplingParams
 
         params = [
@@ -85,13 +91,15 @@ class VllmEngine:
                 "tokens": list(own.outputs[0].token_ids),
                 "reason": own.outputs[0].finish_reason,
                 "logprobs": [
-                    row[token].logprob for row, token in zip(own.outputs[0].logprobs, own.outputs[0].token_ids)
+                    row[token].logprob
+                    for row, token in zip(own.outputs[0].logprobs, own.outputs[0].token_ids, strict=True)
                 ],
             }
             for own in found
         ]
 
     def sync(self, named: Any, version: int, trace: Path) -> None:
+        """Take the weights of a version."""
         self.llm.collective_rpc("verifier_receives", args=(str(trace), version))
         path = self.folder / str(version)
         path.mkdir(parents=True)
@@ -104,4 +112,5 @@ class VllmEngine:
         self.version = version
 
     def close(self) -> None:
+        """End the engine."""
         self.llm.llm_engine.engine_core.shutdown()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,24 @@ def score(model: Any, rows: list[list[int]], starts: list[int]) -> tuple[torch.T
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     real = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[start <= at < len(row) for at in range(width)] for row, start in zip(rows, starts)])
+    mask = torch.tensor(
+        [[start <= at < len(row) for at in range(width)] for row, start in zip(rows, starts, strict=True)]
+    )
     nats = model(input_ids=tokens, attention_mask=real).logits[:, :-1].log_softmax(-1)
     entropy = -(nats.exp() * nats).sum(-1)
     return tokens, real, mask, nats.gather(-1, tokens[:, 1:, None])[..., 0], entropy
 
 
 def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
+    """Train for some steps."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     ends = [tokenizer.eos_token_id]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
-    draw = random.Random(0)
-    problems = [f"{draw.randint(10, 49)}+{draw.randint(10, 49)}=" for _ in range(40)]
-    questions, held_out = [item for item in problems[8:] if item not in problems[:8]], problems[:2]
+    problems = [f"{one}+{other}=" for one in range(11, 16) for other in range(21, 29)]
+    held_out, questions = problems[:2], problems[2:]
     answer = {item: str(sum(map(int, item[:-1].split("+")))) for item in problems}
 
     with probe.open(trace, model=checkpoint, dtype="float32", engine=kind, keep_every=1) as record:
@@ -71,7 +72,7 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
         sync(0)
         for step in range(1, STEPS + 1):
             # Sample.
-            asked = draw.sample(questions, PROMPTS)
+            asked = questions[step * PROMPTS : (step + 1) * PROMPTS]
             of = [at for at in range(PROMPTS) for _ in range(GROUP)]
             prompts = [tokenizer.encode(asked[at]) for at in of]
             seeds = [step * 1000 + at for at in range(len(of))]
@@ -89,7 +90,9 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             )
             texts = [tokenizer.decode(row[:-1] if row[-1] in ends else row) for row in responses]
             gold = [answer[asked[at]] for at in of]
-            rewards = [len({*text} & {*own}) / len(own) for text, own in zip(texts, gold)]  # digits in common
+            rewards = [
+                len({*text} & {*own}) / len(own) for text, own in zip(texts, gold, strict=True)
+            ]  # digits in common
             masks = [[1] * len(row) for row in responses]
             record.rollouts(
                 step,
@@ -122,10 +125,10 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             )
             record.rewards(step, texts=texts, answers=gold, name="digits")
             # Score.
-            rows, starts = [a + b for a, b in zip(prompts, responses)], [len(row) for row in prompts]
+            rows, starts = [a + b for a, b in zip(prompts, responses, strict=True)], [len(row) for row in prompts]
             with torch.no_grad():
                 sides = [score(scorer, rows, starts) for scorer in (model, reference)]
-            old, base = ([row[own[1:]] for row, own in zip(side[3], side[2])] for side in sides)
+            old, base = ([row[own[1:]] for row, own in zip(side[3], side[2], strict=True)] for side in sides)
             record.scored(step, old, ids=ids)
             record.scored(step, base, ids=ids, which="reference")
             record.trainer_logprobs(step, old, reference=base)
@@ -179,7 +182,9 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             given = [tokenizer.encode(item) for item in tested]
             found = engine.generate(given, ends, [10_000 + step, 20_000 + step], MOST)
             with torch.no_grad():
-                scored = score(model, [a + b["tokens"] for a, b in zip(given, found)], [len(row) for row in given])
+                scored = score(
+                    model, [a + b["tokens"] for a, b in zip(given, found, strict=True)], [len(row) for row in given]
+                )
             record.held_out(step, ids=held_out, questions=held_out, trained=questions)
             record.evaluation(
                 step,
@@ -187,7 +192,7 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
                 prompts=given,
                 responses=[own["tokens"] for own in found],
                 engine_logprobs=[own["logprobs"] for own in found],
-                trainer_logprobs=[row[own[1:]] for row, own in zip(scored[3], scored[2])],
+                trainer_logprobs=[row[own[1:]] for row, own in zip(scored[3], scored[2], strict=True)],
                 end_token=ends,
                 max_response_tokens=MOST,
                 engine_versions=[engine.version],

@@ -40,9 +40,7 @@ FAULTS = {
         "in model.named_parameters())\n", "in reference.named_parameters())\n", Stage.EXPORT, "WGT005"
     ),
     "norm rounded on the wire": (SENT, f"((n, v.bfloat16().float()) for n, v in {SENT})", Stage.TRANSPORT, "TPT001"),
-    "evaluated on the training set": (
-        "in problems[:8]], problems[:2]", "in problems[:8]], problems[8:10]", Stage.DATA, "DAT011"
-    ),
+    "evaluated on the training set": ("problems[:2], problems[2:]", "problems[2:4], problems[2:]", Stage.DATA, "DAT011"),
     "evaluation of another version": ("claimed=step", "claimed=step - 1", Stage.ROLLOUT, "LGP015"),
 }  # fmt: skip
 """Bug -> what the loop has, what it has then, first bad stage, a check that sees it there."""

@@ -113,7 +113,7 @@ class AnswerRecorder(StepRecorder):
         if len(turns) != len(ids):
             raise UsageError(f"`turns` has {len(turns)} episodes for {len(ids)} rollouts")
         flat = [(name, at, turn) for name, own in zip(ids, turns, strict=True) for at, turn in enumerate(own)]
-        columns = {
+        columns: dict[str, Any] = {
             "prompts": tuple(_ids(turn["prompt"]) for *_, turn in flat),
             "sampled": tuple(_ids(turn["sampled"]) for *_, turn in flat),
             "replies": tuple(_ids(turn.get("reply", ())) for *_, turn in flat),

@@ -46,7 +46,7 @@ class _Micro:
 
     sentinel: np.ndarray
     mask: np.ndarray
-    """Which elements of the flattened tensors are rows."""
+    """Elements of the tensors that are rows."""
     columns: dict[str, np.ndarray]
     scale: float
     gradients: dict[str, Any] = field(default_factory=dict)
@@ -183,8 +183,10 @@ class LossRecorder(AnswerRecorder):
         self, step: int, name: str, lengths: list[int], ends: list[int], arguments: Mapping[str, Any], rows: int
     ) -> None:
         longest = max((b - a for a, b in pairwise(ends)), default=0)
-        told = {key: tuple(map(int, row_of(arguments[key], np.int64))) for key in ARGUMENTS[:4] if key in arguments}
-        sizes = {key: int(arguments[key]) for key in ARGUMENTS[4:] if key in arguments}
+        told: dict[str, Any] = {
+            key: tuple(map(int, row_of(arguments[key], np.int64))) for key in ARGUMENTS[:4] if key in arguments
+        }
+        sizes: dict[str, Any] = {key: int(arguments[key]) for key in ARGUMENTS[4:] if key in arguments}
         layout = PackLayout(
             name=name, version=step, cp_rank=0, cu_seqlens=tuple(ends), cu_seqlens_padded=tuple(ends),
             max_seqlen=next(iter(sizes.values()), longest), lengths=tuple(lengths), filler=False,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class _Passes:
 
 @dataclass(slots=True)
 class _Update:
-    """What is known of one optimizer step."""
+    """Facts of one optimizer step."""
 
     number: int
     records: list[tuple[Record, Array | Mapping[str, Array] | None]] = field(default_factory=list)
@@ -292,12 +292,9 @@ class OptimizerRecorder(LossRecorder):
             update.before = states(update.slices)
             if update.gradient is None or not self._clip_grad:
                 update.gradient, update.clipped = torch.cat([item.gradient() for item in update.slices]), False
-            owners = [item.of for item in update.slices]
-            update.steps = [owner.steps + 1 for owner in owners]  # type: ignore[attr-defined]
-            update.rates = [
-                (float(owner.group["lr"]), float(owner.group["weight_decay"]))
-                for owner in owners  # type: ignore[attr-defined]
-            ]
+            owners = [cast("_Torch", item.of) for item in update.slices]
+            update.steps = [owner.steps + 1 for owner in owners]
+            update.rates = [(float(owner.group["lr"]), float(owner.group["weight_decay"])) for owner in owners]
 
     def _after_step(self) -> None:
         """Keep what it left."""

@@ -218,7 +218,7 @@ class LoopRecorder(EngineRecorder):
         if kind is ExportedTensor and not whole:  # what is held while later tensors come is looked at again
             from verifier.probes.tensors import recorded
 
-            for name, tensor in recorded(self, named, version):
+            for name, tensor in recorded(self, pairs_of(named), version):
                 if kept is not None:
                     kept[name] = tensor.detach().clone()
                 yield name, tensor

@@ -244,7 +244,7 @@ class EngineRecorder(StateRecorder):
         self, version: int, tensors: Mapping[str, Any], *, buffers: Mapping[str, Any] | None = None,
         settings: Mapping[str, Mapping[str, Any]] | None = None, cold: bool = False,
     ) -> None:  # fmt: skip
-        """What the engine computes with, under its own names, right after a sync.
+        """Contents of the engine, under its own names, right after a sync.
 
         Args:
             version: of the weights.
@@ -257,7 +257,8 @@ class EngineRecorder(StateRecorder):
 
         kind, module = (ColdTensor, ColdSettings) if cold else (SyncedTensor, SyncedSettings)
         found: dict[str, str] = {}
-        for sort, group in (("parameter", tensors), ("buffer", buffers or {})):
+        groups: tuple[tuple[Any, Mapping[str, Any]], ...] = (("parameter", tensors), ("buffer", buffers or {}))
+        for sort, group in groups:
             for name, tensor in group.items():
                 facts = described(tensor)
                 found[name] = facts["digest"]

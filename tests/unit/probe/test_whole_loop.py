@@ -136,7 +136,8 @@ def megatron(path: Path, wrong: str) -> None:
 
 
 MEGATRON = {
-    "position_embedding_type": "rope", "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4, "layernorm_epsilon": 1e-6, "vocab_size": 23,
+    "position_embedding_type": "rope", "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4,
+    "layernorm_epsilon": 1e-6, "vocab_size": 23,
     "rotary_base": 10000.0, "rotary_percent": 1.0,
 }  # fmt: skip
 OTHERS = {
