@@ -178,17 +178,15 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             record.weights_held(model.named_parameters(), step, after="step")
             sync(step)
             record.weights_held(model.named_parameters(), step, after="export")
-            tested = held_out
-            given = [tokenizer.encode(item) for item in tested]
+            given = [tokenizer.encode(item) for item in held_out]
             found = engine.generate(given, ends, [10_000 + step, 20_000 + step], MOST)
             with torch.no_grad():
-                scored = score(
-                    model, [a + b["tokens"] for a, b in zip(given, found, strict=True)], [len(row) for row in given]
-                )
+                whole = [a + b["tokens"] for a, b in zip(given, found, strict=True)]
+                scored = score(model, whole, [len(row) for row in given])
             record.held_out(step, ids=held_out, questions=held_out, trained=questions)
             record.evaluation(
                 step,
-                ids=tested,
+                ids=held_out,
                 prompts=given,
                 responses=[own["tokens"] for own in found],
                 engine_logprobs=[own["logprobs"] for own in found],

@@ -34,22 +34,72 @@ FAULTS = {
     "KL of the wrong sign": ("losses + 0.05", "losses - 0.05", Stage.LOSS, "LSS004"),
     "loss of the last micro-batch": ("total += loss", "total = loss", Stage.LOSS, "LSS004"),
     "clip not applied": ("(model.parameters(), CLIP_GRAD)", "(model.parameters(), 1e9)", Stage.TRAIN, "TRN005"),
-    "gradients zeroed between": ("                loss.backward()", "                optimizer.zero_grad()\n"
-                                 "                loss.backward()", Stage.TRAIN, "TRN006"),
+    "gradients zeroed between": (
+        "                loss.backward()",
+        "                optimizer.zero_grad()\n                loss.backward()",
+        Stage.TRAIN,
+        "TRN006",
+    ),
     "weights of the start sent": (
-        "in model.named_parameters())\n", "in reference.named_parameters())\n", Stage.EXPORT, "WGT005"
+        "in model.named_parameters())\n",
+        "in reference.named_parameters())\n",
+        Stage.EXPORT,
+        "WGT005",
     ),
     "norm rounded on the wire": (SENT, f"((n, v.bfloat16().float()) for n, v in {SENT})", Stage.TRANSPORT, "TPT001"),
-    "evaluated on the training set": ("problems[:2], problems[2:]", "problems[2:4], problems[2:]", Stage.DATA, "DAT011"),
+    "evaluated on the training set": (
+        "problems[:2], problems[2:]",
+        "problems[2:4], problems[2:]",
+        Stage.DATA,
+        "DAT011",
+    ),
     "evaluation of another version": ("claimed=step", "claimed=step - 1", Stage.ROLLOUT, "LGP015"),
-}  # fmt: skip
+}
 """Bug -> what the loop has, what it has then, first bad stage, a check that sees it there."""
 HELD = {
-    "ADV001", "ADV002", "ADV003", "CFG001", "DAT004", "DAT007", "DAT008", "DAT009", "DAT011", "DAT013", "DAT014",
-    "DAT015", "DAT016", "ENG001", "ENG004", "ENG009", "LGP006", "LGP009", "LGP010", "LGP011", "LGP015", "LGP017",
-    "LSS003", "LSS004", "PCK001", "PCK004", "PLN001", "PLN002", "TPT001", "TPT002", "TPT003", "TRN002", "TRN003",
-    "TRN005", "TRN006", "WGT001", "WGT004", "WGT005", "WGT008", "WGT010", "WGT015", "WGT016",
-}  # fmt: skip
+    "ADV001",
+    "ADV002",
+    "ADV003",
+    "CFG001",
+    "DAT004",
+    "DAT007",
+    "DAT008",
+    "DAT009",
+    "DAT011",
+    "DAT013",
+    "DAT014",
+    "DAT015",
+    "DAT016",
+    "ENG001",
+    "ENG004",
+    "ENG009",
+    "LGP006",
+    "LGP009",
+    "LGP010",
+    "LGP011",
+    "LGP015",
+    "LGP017",
+    "LSS003",
+    "LSS004",
+    "PCK001",
+    "PCK004",
+    "PLN001",
+    "PLN002",
+    "TPT001",
+    "TPT002",
+    "TPT003",
+    "TRN002",
+    "TRN003",
+    "TRN005",
+    "TRN006",
+    "WGT001",
+    "WGT004",
+    "WGT005",
+    "WGT008",
+    "WGT010",
+    "WGT015",
+    "WGT016",
+}
 ASKED = {"LGP001", "LGP003", "LGP004", "LGP005", "LGP012", "LGP014", "LSS001", "LSS002", "TRN001"}
 """Checks of the oracle's evidence."""
 
@@ -103,9 +153,14 @@ def test_the_loop_holds_with_vllm(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "grpo_loop.py"), str(checkpoint), str(tmp_path / "trace"), "vllm"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, check=False, cwd=tmp_path,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        cwd=tmp_path,
         env={**VLLM_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     report = report_of(read(tmp_path / "trace"), "trace")
     assert report.verdict is Verdict.HOLDS, render_text(report)

@@ -30,17 +30,24 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     for item in trace.of(HeldOutRead):
         for name, row in zip(item.ids, trace.array(item).tolist(), strict=True):
             yield Comparison(
-                what=f"{name} (trained on)", same=row < 0, stage=Stage.DATA, version=item.version, badness=1.0,
+                what=f"{name} (trained on)",
+                same=row < 0,
+                stage=Stage.DATA,
+                version=item.version,
+                badness=1.0,
                 sentence=f"the question of `{name}`, a problem of the evaluation, is example {row} of the training set",
-                expected="no example of the training set", actual=f"example {row}", allowed="none",
+                expected="no example of the training set",
+                actual=f"example {row}",
+                allowed="none",
                 hint="look at the split that the evaluation reads",
-            )  # fmt: skip
+            )
 
 
 @check(
-    "DAT016", needs=(HeldOutRead, EvaluatedAnswers),
+    "DAT016",
+    needs=(HeldOutRead, EvaluatedAnswers),
     applies=on(step=EXAMINED & EVALUATED, loop=recorded(HeldOutRead, EvaluatedAnswers)),
-)  # fmt: skip
+)
 def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
     """An evaluation asks the problems that are held out, each once.
 
@@ -64,8 +71,14 @@ def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
             first = places.setdefault(f"{kind} {problem}", place)
             wrong = "is none of the held-out ones" if problem not in held else "is asked twice" * (first != place)
             yield Comparison(
-                what=answer, same=not wrong, stage=Stage.DATA, version=item.version, badness=1.0,
+                what=answer,
+                same=not wrong,
+                stage=Stage.DATA,
+                version=item.version,
+                badness=1.0,
                 sentence=f"`{problem}`, a problem of the evaluation of version {item.version}, {wrong}",
-                expected=f"each of {len(held):,} problems once", actual=f"`{problem}` at place {place}",
-                allowed="exact (ids)", hint="look at which data set the prompts of an evaluation are taken from",
-            )  # fmt: skip
+                expected=f"each of {len(held):,} problems once",
+                actual=f"`{problem}` at place {place}",
+                allowed="exact (ids)",
+                hint="look at which data set the prompts of an evaluation are taken from",
+            )

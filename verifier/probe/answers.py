@@ -20,9 +20,15 @@ from verifier.probe.steps import StepRecorder
 from verifier.probe.tokens import Rows, row_of, step_tokens
 
 NEUTRAL = {
-    "temperature": (1, 1.0), "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "min_tokens": (0,),
-}  # fmt: skip
+    "temperature": (1, 1.0),
+    "top_p": (1, 1.0),
+    "top_k": (0, -1),
+    "min_p": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_tokens": (0,),
+}
 """Sampling parameters -> values with which they change no distribution."""
 
 
@@ -30,9 +36,16 @@ class AnswerRecorder(StepRecorder):
     """Calls of one process on answers, on the examples that they answer, and on evaluations."""
 
     def answers(
-        self, step: int, *, tokens: Rows, logprobs: Rows, ids: Sequence[Any] | None = None,
-        seeds: Sequence[int] = (), versions: Sequence[int] = (), sampling_params: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        *,
+        tokens: Rows,
+        logprobs: Rows,
+        ids: Sequence[Any] | None = None,
+        seeds: Sequence[int] = (),
+        versions: Sequence[int] = (),
+        sampling_params: Mapping[str, Any] | None = None,
+    ) -> None:
         """Answers of a step as the engine returned them, before anything pads, filters or reorders them.
 
         Args:
@@ -54,20 +67,33 @@ class AnswerRecorder(StepRecorder):
         params = sampling_params or {}
         shaped = [f"{key}={params[key]!r}" for key, same in NEUTRAL.items() if params.get(key, same[0]) not in same]
         record = RequestSeeds(
-            name="round 0", version=step, round=0, turns=(tuple(seeds),) if seeds else (),
+            name="round 0",
+            version=step,
+            round=0,
+            turns=(tuple(seeds),) if seeds else (),
             seals=(tuple((seal_of_array(own), seal_of_array(nats)) for own, nats in rows),),
             answers=tuple(map(str, ids)) if ids is not None else tuple(f"{step}/{at}" for at in range(len(rows))),
             shaped=(", ".join(shaped),) if sampling_params is not None else (),
             weights=(tuple(((version, len(row)),) for version, (row, _) in zip(versions, rows, strict=True)),)
-            if versions else (),
-        )  # fmt: skip
+            if versions
+            else (),
+        )
         self.emit(record)
 
     def samples(
-        self, version: int, *, prompts: Rows, responses: Rows, logprobs: Rows, end_token: int | Sequence[int],
-        max_response_tokens: int, finish_reasons: Sequence[str], seeds: Sequence[int | None] = (),
-        temperature: float = 1.0, name: str = "samples",
-    ) -> None:  # fmt: skip
+        self,
+        version: int,
+        *,
+        prompts: Rows,
+        responses: Rows,
+        logprobs: Rows,
+        end_token: int | Sequence[int],
+        max_response_tokens: int,
+        finish_reasons: Sequence[str],
+        seeds: Sequence[int | None] = (),
+        temperature: float = 1.0,
+        name: str = "samples",
+    ) -> None:
         """Answers of requests that no step trains on, such as some that are asked twice with one seed.
 
         Args:
@@ -85,16 +111,28 @@ class AnswerRecorder(StepRecorder):
         ends = (end_token,) if isinstance(end_token, int) else tuple(end_token)
         rows, count = tuple(map(_ids, responses)), len(responses)
         record = SampledTokens(
-            name=name, version=version, lengths=tuple(map(len, rows)), prompts=tuple(map(_ids, prompts)), tokens=rows,
-            stops=(ends,) * count, limits=(max_response_tokens,) * count, ended=tuple(finish_reasons),
-            temperatures=(temperature,) * count, seeds=tuple(seeds),
-        )  # fmt: skip
+            name=name,
+            version=version,
+            lengths=tuple(map(len, rows)),
+            prompts=tuple(map(_ids, prompts)),
+            tokens=rows,
+            stops=(ends,) * count,
+            limits=(max_response_tokens,) * count,
+            ended=tuple(finish_reasons),
+            temperatures=(temperature,) * count,
+            seeds=tuple(seeds),
+        )
         self.emit(record, np.concatenate([row_of(row, np.float32) for row in logprobs]))
 
     def turns(
-        self, step: int, turns: Sequence[Sequence[Mapping[str, Any]]], *, max_turns: int, end_token: int,
+        self,
+        step: int,
+        turns: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        max_turns: int,
+        end_token: int,
         environment: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Turns of each rollout of a step with an environment, as the engine sampled them.
 
         Args:
@@ -119,19 +157,36 @@ class AnswerRecorder(StepRecorder):
             "replies": tuple(_ids(turn.get("reply", ())) for *_, turn in flat),
             "texts": tuple(str(turn["text"]) for *_, turn in flat),
             "said": tuple(str(turn.get("said", "")) for *_, turn in flat),
-        }  # fmt: skip
+        }
         record = EpisodeTurns(
-            name="round 0", version=step, environment=environment, max_turns=max_turns, step_wise=False, before="",
-            after="", end=end_token, episodes=tuple(name for name, *_ in flat),
-            indices=tuple(at for _, at, _ in flat), **columns,
-        )  # fmt: skip
+            name="round 0",
+            version=step,
+            environment=environment,
+            max_turns=max_turns,
+            step_wise=False,
+            before="",
+            after="",
+            end=end_token,
+            episodes=tuple(name for name, *_ in flat),
+            indices=tuple(at for _, at, _ in flat),
+            **columns,
+        )
         self.emit(record)
 
     def examples(
-        self, step: int, *, ids: Sequence[Any], rendered: Sequence[str], answers: Sequence[str | None] = (),
-        questions: Sequence[Any] = (), of: Sequence[int] | None = None, decode: Callable[[Sequence[int]], str],
-        begin: str = "", tokenizer: Path | str = "", chat_arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        *,
+        ids: Sequence[Any],
+        rendered: Sequence[str],
+        answers: Sequence[str | None] = (),
+        questions: Sequence[Any] = (),
+        of: Sequence[int] | None = None,
+        decode: Callable[[Sequence[int]], str],
+        begin: str = "",
+        tokenizer: Path | str = "",
+        chat_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """Examples of the data set that a step asks, in order, and what its rollouts say by `decode`.
 
         Args:
@@ -157,16 +212,25 @@ class AnswerRecorder(StepRecorder):
             raise UsageError(f"step {step} has {count} examples: give as many texts and answers, and `of` each rollout")
         asked = [_said(item) for item in questions or rendered]
         order = DataOrder(
-            name="examples", version=step, step=step, examples=tuple(map(str, ids)), prompts=tuple(asked),
-            answers=tuple(answers) or (None,) * count, rendered=tuple(rendered),
-        )  # fmt: skip
+            name="examples",
+            version=step,
+            step=step,
+            examples=tuple(map(str, ids)),
+            prompts=tuple(asked),
+            answers=tuple(answers) or (None,) * count,
+            rendered=tuple(rendered),
+        )
         self.emit(order)
         ends = self.opened(step).ends
         texts = RolloutTexts(
-            name="texts", version=step, begin=begin, ids=tokens.ids,
-            groups=tuple(f"{step}/{at}/{ids[at]}" for at in of), prompts=tuple(map(decode, tokens.prompts)),
+            name="texts",
+            version=step,
+            begin=begin,
+            ids=tokens.ids,
+            groups=tuple(f"{step}/{at}/{ids[at]}" for at in of),
+            prompts=tuple(map(decode, tokens.prompts)),
             answers=tuple(decode(row[:-1] if row[-1:] and row[-1] in ends else row) for row in tokens.responses),
-        )  # fmt: skip
+        )
         self.emit(texts)
         if tokenizer:
             self._read_again(step, Path(tokenizer), [questions[at] for at in of], dict(chat_arguments or {}))
@@ -186,10 +250,17 @@ class AnswerRecorder(StepRecorder):
             read.append(reader.prompt(Example(id=name, **told)))
         ends = self.opened(step).ends
         record = TokensRead(
-            name="tokens", version=step, ids=tokens.ids, whole=False, prompt_lengths=tuple(map(len, tokens.prompts)),
-            lengths=tuple(map(len, tokens.prompts)), read_prompt_lengths=tuple(map(len, read)),
-            read_lengths=tuple(map(len, read)), end=ends[0] if ends else None, read_end=reader.end,
-        )  # fmt: skip
+            name="tokens",
+            version=step,
+            ids=tokens.ids,
+            whole=False,
+            prompt_lengths=tuple(map(len, tokens.prompts)),
+            lengths=tuple(map(len, tokens.prompts)),
+            read_prompt_lengths=tuple(map(len, read)),
+            read_lengths=tuple(map(len, read)),
+            end=ends[0] if ends else None,
+            read_end=reader.end,
+        )
         columns = {"tokens": tokens.prompts, "read": read}
         self.emit(record, {key: np.array([id_ for row in rows for id_ in row]) for key, rows in columns.items()})
 
@@ -206,9 +277,14 @@ class AnswerRecorder(StepRecorder):
         if not len(texts) == len(answers) == len(tokens.ids):
             raise UsageError(f"`rewards` has {len(texts)} texts and {len(answers)} answers, step {step} other rollouts")
         record = GivenRewards(
-            name="rewards", version=step, reward=name, ids=tokens.ids, texts=tuple(texts), answers=tuple(answers),
+            name="rewards",
+            version=step,
+            reward=name,
+            ids=tokens.ids,
+            texts=tuple(texts),
+            answers=tuple(answers),
             rewards=tokens.rewards,
-        )  # fmt: skip
+        )
         self.emit(record)
 
     def trained_text(
@@ -220,9 +296,13 @@ class AnswerRecorder(StepRecorder):
         """
         self.current = step
         record = TrainedText(
-            name="trained", version=step, ids=tuple(map(str, ids)), responses=tuple(responses), texts=tuple(texts),
+            name="trained",
+            version=step,
+            ids=tuple(map(str, ids)),
+            responses=tuple(responses),
+            texts=tuple(texts),
             end=end,
-        )  # fmt: skip
+        )
         self.emit(record)
 
     def held_out(self, version: int, *, ids: Sequence[Any], questions: Sequence[Any], trained: Sequence[Any]) -> None:
@@ -234,11 +314,22 @@ class AnswerRecorder(StepRecorder):
         self.emit(HeldOutRead(name="held-out", version=version, source="", ids=tuple(map(str, ids))), found)
 
     def evaluation(
-        self, version: int, *, ids: Sequence[Any], prompts: Rows, responses: Rows, engine_logprobs: Rows,
-        trainer_logprobs: Rows, end_token: int | Sequence[int], max_response_tokens: int, claimed: int | None = None,
-        greedy: bool = False, shortfalls: Rows | None = None, temperature: float = 1.0,
+        self,
+        version: int,
+        *,
+        ids: Sequence[Any],
+        prompts: Rows,
+        responses: Rows,
+        engine_logprobs: Rows,
+        trainer_logprobs: Rows,
+        end_token: int | Sequence[int],
+        max_response_tokens: int,
+        claimed: int | None = None,
+        greedy: bool = False,
+        shortfalls: Rows | None = None,
+        temperature: float = 1.0,
         engine_versions: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Answers of an evaluation, and the trainer's own scores of them by the weights of a version.
 
         Args:
@@ -261,23 +352,39 @@ class AnswerRecorder(StepRecorder):
         """
         ends = (end_token,) if isinstance(end_token, int) else tuple(end_token)
         found = step_tokens(
-            prompts, responses, [[1] * len(row) for row in responses], engine_logprobs, version, None, None,
+            prompts,
+            responses,
+            [[1] * len(row) for row in responses],
+            engine_logprobs,
+            version,
+            None,
+            None,
             [f"{'accuracy' if greedy else 'sampled'} {version}/{at}/0/{name}" for at, name in enumerate(ids)],
-            temperature, version,
-        )  # fmt: skip
+            temperature,
+            version,
+        )
         short = shortfalls if shortfalls is not None else [np.full(len(row), np.nan) for row in found.responses]
         arrays = {
-            "tokens": found.tokens, "mask": found.mask, "engine": found.engine,
+            "tokens": found.tokens,
+            "mask": found.mask,
+            "engine": found.engine,
             "trainer": found.column(trainer_logprobs, "trainer_logprobs"),
             "shortfall": found.column(short, "shortfalls"),
-        }  # fmt: skip
+        }
         record = EvaluatedAnswers(
-            name="held-out problems" + (", greedy" if greedy else ""), version=version,
-            claimed=version if claimed is None else claimed, temperature=temperature, ids=found.ids,
-            lengths=found.lengths, greedy=(greedy and shortfalls is not None,) * len(found.ids),
-            max_answer_tokens=max_response_tokens, end=ends[0], other_ends=ends[1:], weights=tuple(engine_versions),
+            name="held-out problems" + (", greedy" if greedy else ""),
+            version=version,
+            claimed=version if claimed is None else claimed,
+            temperature=temperature,
+            ids=found.ids,
+            lengths=found.lengths,
+            greedy=(greedy and shortfalls is not None,) * len(found.ids),
+            max_answer_tokens=max_response_tokens,
+            end=ends[0],
+            other_ends=ends[1:],
+            weights=tuple(engine_versions),
             sent=max((own for own in self._sent if own <= version), default=None),
-        )  # fmt: skip
+        )
         self.emit(record, arrays)
 
     def routes(self, step: int, rows: Any, *, passes: Sequence[str] = ("train",)) -> None:

@@ -110,9 +110,14 @@ class LossRecorder(AnswerRecorder):
         if beginning is not None:
             arrays["beginning"] = row_of(beginning, np.float32)
         record = SpotScore(
-            name="rollout alone", version=step, id=name, seed=0, step=step, mini_batches=0,
+            name="rollout alone",
+            version=step,
+            id=name,
+            seed=0,
+            step=step,
+            mini_batches=0,
             temperature=own.tokens.temperature,
-        )  # fmt: skip
+        )
         self.emit(record, arrays)
 
     def engine_scores(self, step: int, logprobs: Rows) -> None:
@@ -135,10 +140,18 @@ class LossRecorder(AnswerRecorder):
             self.emit(ReferenceShard(name=name, version=step, frozen=frozen, **facts))
 
     def micro_batch(
-        self, step: int, ids: Sequence[Any], input_ids: Any, *, attention_mask: Any = None, labels: Any = None,
-        loss_mask: Any = None, position_ids: Any = None, cu_seqlens: Any = None,
+        self,
+        step: int,
+        ids: Sequence[Any],
+        input_ids: Any,
+        *,
+        attention_mask: Any = None,
+        labels: Any = None,
+        loss_mask: Any = None,
+        position_ids: Any = None,
+        cu_seqlens: Any = None,
         arguments: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One micro-batch of a step as the model gets it, whose logits at each place score the token at the next.
 
         Args:
@@ -176,8 +189,14 @@ class LossRecorder(AnswerRecorder):
         self._ledgers[step].append(rows)
         self._batches.setdefault(step, []).append(b"".join(rows[key].tobytes() for key in sorted(rows)))
         if cu_seqlens is not None:
-            self._record_pack(step, f"rollouts micro-batch {count}", [own.length(str(name)) for name in ids], ends,
-                              arguments or {}, len(tokens))  # fmt: skip
+            self._record_pack(
+                step,
+                f"rollouts micro-batch {count}",
+                [own.length(str(name)) for name in ids],
+                ends,
+                arguments or {},
+                len(tokens),
+            )
 
     def _record_pack(
         self, step: int, name: str, lengths: list[int], ends: list[int], arguments: Mapping[str, Any], rows: int
@@ -188,9 +207,15 @@ class LossRecorder(AnswerRecorder):
         }
         sizes: dict[str, Any] = {key: int(arguments[key]) for key in ARGUMENTS[4:] if key in arguments}
         layout = PackLayout(
-            name=name, version=step, cp_rank=0, cu_seqlens=tuple(ends), cu_seqlens_padded=tuple(ends),
-            max_seqlen=next(iter(sizes.values()), longest), lengths=tuple(lengths), filler=False,
-        )  # fmt: skip
+            name=name,
+            version=step,
+            cp_rank=0,
+            cu_seqlens=tuple(ends),
+            cu_seqlens_padded=tuple(ends),
+            max_seqlen=next(iter(sizes.values()), longest),
+            lengths=tuple(lengths),
+            filler=False,
+        )
         self.emit(layout, np.arange(ends[-1] if ends else 0))
         if arguments:
             lacks = tuple(key for key in (*ARGUMENTS, "total_tokens", "pad_between_seqs") if key not in arguments)
@@ -198,9 +223,19 @@ class LossRecorder(AnswerRecorder):
             self.emit(given)
 
     def token_losses(
-        self, step: int, logprobs: Any, losses: Any, *, ids: Sequence[Any], mask: Any = None, entropies: Any = None,
-        old: Any = None, advantages: Any = None, reference: Any = None, scale: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        logprobs: Any,
+        losses: Any,
+        *,
+        ids: Sequence[Any],
+        mask: Any = None,
+        entropies: Any = None,
+        old: Any = None,
+        advantages: Any = None,
+        reference: Any = None,
+        scale: float = 1.0,
+    ) -> None:
         """Loss of each token of a micro-batch, as it enters the mean, before the backward pass.
 
         Gradients by these tensors are taken as the backward pass makes them; the tensors are not changed.
@@ -285,9 +320,12 @@ class LossRecorder(AnswerRecorder):
             return
         at = Mesh(**msgspec.structs.asdict(self.mesh)).coordinate(self.rank)
         record = PackedBatchDigest(
-            name=f"rollouts dp={at.dp} cp={at.cp}", version=step, coordinate=str(at), digest=digest_of(b"".join(parts)),
+            name=f"rollouts dp={at.dp} cp={at.cp}",
+            version=step,
+            coordinate=str(at),
+            digest=digest_of(b"".join(parts)),
             micro_batches=len(parts),
-        )  # fmt: skip
+        )
         self.emit(record)
 
     def _record_rows(self, step: int, own: OpenStep, micros: list[_Micro]) -> None:
@@ -300,15 +338,18 @@ class LossRecorder(AnswerRecorder):
             given = {
                 key: np.asarray(on_host(value).double(), np.float64)[micro.mask] / micro.scale
                 for key, value in micro.gradients.items()
-            }  # fmt: skip
+            }
             nothing = np.zeros(len(micro.sentinel))
             found = {
-                "sentinel": micro.sentinel, "mask": np.ones(len(micro.sentinel), bool),
-                "current": micro.columns["current"], "loss": micro.columns["loss"],
+                "sentinel": micro.sentinel,
+                "mask": np.ones(len(micro.sentinel), bool),
+                "current": micro.columns["current"],
+                "loss": micro.columns["loss"],
                 "entropy": micro.columns.get("entropy", np.full(len(nothing), np.nan)),
-                "weight": given["loss"] * count, "gradient": given.get("current", nothing) * count,
+                "weight": given["loss"] * count,
+                "gradient": given.get("current", nothing) * count,
                 "entropy_gradient": given.get("entropy", nothing) * count,
-            }  # fmt: skip
+            }
             for key, column in (("divisor", own.divisor()), ("advantage", own.advantage), ("reference", own.reference)):
                 if column is not None:
                     found[key] = micro.columns.get(key, column[at])
@@ -323,16 +364,30 @@ class LossRecorder(AnswerRecorder):
         aggregation, constant = self._aggregations.get(step, ("", 1.0))
         if aggregation:
             record = LossColumns(
-                name=name, version=step, aggregation=aggregation, constant=constant, dtype="float32", ids=tokens.ids,
-                groups=tokens.groups, lengths=tokens.lengths,
-            )  # fmt: skip
+                name=name,
+                version=step,
+                aggregation=aggregation,
+                constant=constant,
+                dtype="float32",
+                ids=tokens.ids,
+                groups=tokens.groups,
+                lengths=tokens.lengths,
+            )
             self.emit(record, {"weight": weight, "mask": tokens.mask})
         if (divisor := own.divisor()) is not None and len(rows["sentinel"]):
             gaps = np.abs(np.expm1(rows["current"].astype(np.float64) - divisor[at]))
             ratios = UpdateRatios(
-                name=name, version=step, update=self.update_of(step), first=True, ratio_over="old", at_reference=False,
-                ratio_gap=real(float(gaps.max())), kl_gap=0.0, clipped=0, clamped=0,
-            )  # fmt: skip
+                name=name,
+                version=step,
+                update=self.update_of(step),
+                first=True,
+                ratio_over="old",
+                at_reference=False,
+                ratio_gap=real(float(gaps.max())),
+                kl_gap=0.0,
+                clipped=0,
+                clamped=0,
+            )
             if own.policy.get("ratio_over", "old") == "old":
                 self.emit(ratios)
 

@@ -115,12 +115,23 @@ class OptimizerRecorder(LossRecorder):
         self.world_size = 1
 
     def optimizer(
-        self, optimizer: Any, named_parameters: Iterable[tuple[str, Any]], *, clip_grad: float = 0.0,
-        asked: Mapping[str, Any] | None = None, scheduler: Any = None,
-        schedule: Literal["constant", "linear", "cosine", ""] = "", learning_rate: float = 0.0, warmup_steps: int = 0,
-        total_steps: int = 0, least_learning_rate: float = 0.0, weight_decay: float = 0.0, first_rate_step: int = 0,
-        vectors_decay: bool | None = None, divisor: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Any,
+        named_parameters: Iterable[tuple[str, Any]],
+        *,
+        clip_grad: float = 0.0,
+        asked: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        schedule: Literal["constant", "linear", "cosine", ""] = "",
+        learning_rate: float = 0.0,
+        warmup_steps: int = 0,
+        total_steps: int = 0,
+        least_learning_rate: float = 0.0,
+        weight_decay: float = 0.0,
+        first_rate_step: int = 0,
+        vectors_decay: bool | None = None,
+        divisor: float | None = None,
+    ) -> None:
         """Watch an optimizer of torch from now on, one step of it in each step of the loop.
 
         Args:
@@ -152,15 +163,22 @@ class OptimizerRecorder(LossRecorder):
         named = [(name, item) for name, item in named_parameters if item.requires_grad]
         self._owned = [
             _Torch(name=name, model=item, group=groups[id(item)], optimizer=optimizer)
-            for name, item in sorted(named, key=lambda pair: pair[0]) if id(item) in groups
-        ]  # fmt: skip
+            for name, item in sorted(named, key=lambda pair: pair[0])
+            if id(item) in groups
+        ]
         self._unowned = tuple(name for name, item in named if id(item) not in groups)
         if schedule:
             self._settings = {
-                "schedule": schedule, "learning_rate": learning_rate, "least_learning_rate": least_learning_rate,
-                "warmup_steps": warmup_steps, "decay_steps": total_steps, "weight_decay": weight_decay,
-                "clip_grad": clip_grad, "behind": 1 - first_rate_step, "vectors_decay": vectors_decay,
-            }  # fmt: skip
+                "schedule": schedule,
+                "learning_rate": learning_rate,
+                "least_learning_rate": least_learning_rate,
+                "warmup_steps": warmup_steps,
+                "decay_steps": total_steps,
+                "weight_decay": weight_decay,
+                "clip_grad": clip_grad,
+                "behind": 1 - first_rate_step,
+                "vectors_decay": vectors_decay,
+            }
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for item in self._owned:
@@ -223,26 +241,39 @@ class OptimizerRecorder(LossRecorder):
             parts = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
             tensors = tuple(
                 SummedTensor(
-                    name=item.name, group=item.name, copies=self.world_size, begin=part.begin, elements=part.size,
-                    owned_begin=0, owned=part.size, dtype=_dtype(part.added), size=item.model.numel(),
+                    name=item.name,
+                    group=item.name,
+                    copies=self.world_size,
+                    begin=part.begin,
+                    elements=part.size,
+                    owned_begin=0,
+                    owned=part.size,
+                    dtype=_dtype(part.added),
+                    size=item.model.numel(),
                     owned_size=item.model.numel(),
                 )
-                for item, part in parts if part.whole[2] > 0
-            )  # fmt: skip
+                for item, part in parts
+                if part.whole[2] > 0
+            )
             parts = [(item, part) for item, part in parts if part.whole[2] > 0]
             grads = [item.gradient for item in self._owned if item.model.grad is not None] if not self.rank else []
             squares = float(sum(float(own.double().square().sum()) for own in grads))
             given = [cut(item.gradient, part.begin, part.size) for item, part in parts]
             whole = [torch.cat([part.whole.cpu(), totals(item.gradient)[:1].cpu()]).numpy() for item, part in parts]
             record = GradientSums(
-                name=f"update {update.number}", version=step, coordinate=str(self.rank), tensors=tensors,
-                squares=real(squares), divisor=self._divisor,
-            )  # fmt: skip
+                name=f"update {update.number}",
+                version=step,
+                coordinate=str(self.rank),
+                tensors=tensors,
+                squares=real(squares),
+                divisor=self._divisor,
+            )
             arrays = {
-                "added": joined([part.added for _, part in parts]), "reduced": joined(given),
+                "added": joined([part.added for _, part in parts]),
+                "reduced": joined(given),
                 "used": joined([cut(item.model.detach(), part.begin, part.size) for item, part in parts]),
                 "whole": np.stack(whole) if whole else np.zeros((0, 4)),
-            }  # fmt: skip
+            }
         update.records.append((record, arrays))
 
     def _number(self) -> int:
@@ -272,16 +303,18 @@ class OptimizerRecorder(LossRecorder):
         with torch.no_grad():
             groups = [
                 ParameterGroup(
-                    learning_rate=real(float(group["lr"])), weight_decay=real(float(group.get("weight_decay", 0.0))),
+                    learning_rate=real(float(group["lr"])),
+                    weight_decay=real(float(group.get("weight_decay", 0.0))),
                     vectors=sum(item.ndim == 1 for item in group["params"]),
                     others=sum(item.ndim != 1 for item in group["params"]),
                 )
                 for group in self._optimizer.param_groups
-            ]  # fmt: skip
+            ]
             update.fields = {
                 "learning_rate": max((item.learning_rate for item in groups), key=float),
-                "weight_decay": max((item.weight_decay for item in groups), key=float), "groups": tuple(groups),
-            }  # fmt: skip
+                "weight_decay": max((item.weight_decay for item in groups), key=float),
+                "groups": tuple(groups),
+            }
             if self._why:
                 return
             (remembered, before), self._left = self._left, ([], [])
@@ -316,7 +349,7 @@ class OptimizerRecorder(LossRecorder):
             "optimizer_steps": steps if counted else update.number,
             "scheduler_steps": None if self._scheduler is None else int(self._scheduler.last_epoch),
             "scheduler_ahead": -1,
-        }  # fmt: skip
+        }
         if self._asked:
             self.emit(KnobsAsked(name="optimizer", version=step, values=self._asked))
             held = [{key: _said(group[key]) for key in group if key in self._asked} for group in self._groups()]
@@ -326,9 +359,13 @@ class OptimizerRecorder(LossRecorder):
             betas = self._optimizer.param_groups[0].get("betas", (0.0, 0.0))
             epsilon = float(self._optimizer.param_groups[0].get("eps", 0.0))
             settings = OptimizerSettings(
-                name="optimizer", version=step, beta_1=float(betas[0]), beta_2=float(betas[1]), epsilon=epsilon,
+                name="optimizer",
+                version=step,
+                beta_1=float(betas[0]),
+                beta_2=float(betas[1]),
+                epsilon=epsilon,
                 **self._settings,
-            )  # fmt: skip
+            )
             self.emit(settings)
         if self._why:
             self.unbounded(AdamAudit, self._why)
@@ -355,9 +392,14 @@ class OptimizerRecorder(LossRecorder):
         if report is not None:
             loss, num_tokens, norm = report
             done = TrainerStep(
-                name=name, version=step, step=update.number, loss=real(loss), num_tokens=num_tokens,
-                grad_norm=real(norm), **update.fields,
-            )  # fmt: skip
+                name=name,
+                version=step,
+                step=update.number,
+                loss=real(loss),
+                num_tokens=num_tokens,
+                grad_norm=real(norm),
+                **update.fields,
+            )
             self.emit(done)
         for record, arrays in update.records:
             self.emit(record, arrays)
@@ -365,18 +407,31 @@ class OptimizerRecorder(LossRecorder):
             group = self._optimizer.param_groups[0]
             factor = clip_factor(self._clip_grad, report[2]) if report is not None and update.clipped else 1.0
             rule = Rule(
-                beta_1=float(group["betas"][0]), beta_2=float(group["betas"][1]), epsilon=float(group["eps"]),
+                beta_1=float(group["betas"][0]),
+                beta_2=float(group["betas"][1]),
+                epsilon=float(group["eps"]),
                 decoupled=type(self._optimizer).__name__ == "AdamW" or bool(group.get("decoupled_weight_decay")),
-            )  # fmt: skip
+            )
             tensors = audited(
-                update.slices, update.before, update.gradient.cpu().double() * factor, update.after, update.rates,
-                update.steps, rule, [None] * len(update.slices),
-            )  # fmt: skip
+                update.slices,
+                update.before,
+                update.gradient.cpu().double() * factor,
+                update.after,
+                update.rates,
+                update.steps,
+                rule,
+                [None] * len(update.slices),
+            )
             record = AdamAudit(
-                name=name, version=step, coordinate=str(self.rank), tensors=tensors, remembered=update.remembered,
-                moved=tuple(update.moved), frozen=self._unowned,
+                name=name,
+                version=step,
+                coordinate=str(self.rank),
+                tensors=tensors,
+                remembered=update.remembered,
+                moved=tuple(update.moved),
+                frozen=self._unowned,
                 begun_with=None if update.begun_with is None else real(update.begun_with),
-            )  # fmt: skip
+            )
             self.emit(record)
         update.before, update.after, update.gradient = [], [], None
         self._reports.pop(step, None)

@@ -46,9 +46,13 @@ Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
 """Names of a checkpoint and whole tensors: pairs, a generator of them, or a state dict."""
 Moment = Literal["load", "step", "scoring", "export", "idle step", "adapter step"]
 MOMENTS: dict[str, Any] = {
-    "load": LoadedShard, "step": UpdatedShard, "scoring": ShardAfterScoring, "export": ShardAfterExport,
-    "idle step": ShardAfterIdleStep, "adapter step": FrozenShard,
-}  # fmt: skip
+    "load": LoadedShard,
+    "step": UpdatedShard,
+    "scoring": ShardAfterScoring,
+    "export": ShardAfterExport,
+    "idle step": ShardAfterIdleStep,
+    "adapter step": FrozenShard,
+}
 WRITTEN = 64
 """Elements of a tensor that are compared with the files of a checkpoint, at most."""
 STATE_FILE = "verifier-state.json"
@@ -103,9 +107,15 @@ class StateRecorder(OptimizerRecorder):
         record_provider(self, config, chunks)
 
     def adapter_exported(
-        self, named: Named, version: int, *, live: Named, scaling: float, live_scaling: float,
+        self,
+        named: Named,
+        version: int,
+        *,
+        live: Named,
+        scaling: float,
+        live_scaling: float,
         further: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
 
         `further` are settings of its configuration beyond rank, alpha and linears.
@@ -139,9 +149,13 @@ class StateRecorder(OptimizerRecorder):
             gaps = (merged.double() - right).abs() / (half * most).clamp(min=torch.finfo(torch.float32).tiny)
             where = int(gaps.argmax())
         record = MergedMatrix(
-            name=name, version=version, dtype="float32", rank_of_adapter=a.shape[0], where=where,
+            name=name,
+            version=version,
+            dtype="float32",
+            rank_of_adapter=a.shape[0],
+            where=where,
             gap=real(float(gaps.reshape(-1)[where])),
-        )  # fmt: skip
+        )
         self.emit(record)
 
     def export_saved(self, folder: Path | str, version: int, *, live: Named = ()) -> None:
@@ -221,9 +235,12 @@ class StateRecorder(OptimizerRecorder):
             counts.append(len(own))
             there.append(len(read))
         record = WrittenTensors(
-            name=f"trainer rank {self.rank}", version=version, tensors=tuple(names), counts=tuple(counts),
+            name=f"trainer rank {self.rank}",
+            version=version,
+            tensors=tuple(names),
+            counts=tuple(counts),
             found=tuple(there),
-        )  # fmt: skip
+        )
         empty = [np.zeros(0, np.int64)]
         self.emit(
             record, {key: np.concatenate(empty + side) for key, side in zip(("given", "written"), sides, strict=True)}
@@ -241,9 +258,14 @@ class EngineRecorder(StateRecorder):
     """Version and digests of what `engine_held` recorded last."""
 
     def engine_held(
-        self, version: int, tensors: Mapping[str, Any], *, buffers: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Mapping[str, Any]] | None = None, cold: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        *,
+        buffers: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        cold: bool = False,
+    ) -> None:
         """Contents of the engine, under its own names, right after a sync.
 
         Args:
@@ -284,8 +306,9 @@ class EngineRecorder(StateRecorder):
         now = {name: described(tensor)["digest"] for name, tensor in tensors.items()}
         changed = tuple(
             HeldTwice(name=name, synced=before.get(name, ""), served=now.get(name, ""))
-            for name in before | now if before.get(name) != now.get(name)
-        )  # fmt: skip
+            for name in before | now
+            if before.get(name) != now.get(name)
+        )
         record = EngineServed(name="the engine", version=version, num_tensors=len(now), changed=changed)
         self.emit(record)
 
@@ -308,8 +331,9 @@ class EngineRecorder(StateRecorder):
 
         outcomes = {
             name: "nan" if bool(torch.isnan(tensor).all()) else "left"
-            for name, tensor in tensors.items() if tensor.is_floating_point()
-        }  # fmt: skip
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+        }
         self.emit(Poison(name=f"engine rank {self.rank}", version=version, outcomes=outcomes))
 
     def engine_cache(self, version: int, *, blocks: Sequence[int], tokens: Sequence[int], kept: bool = False) -> None:

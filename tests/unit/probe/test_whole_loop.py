@@ -19,13 +19,65 @@ from verifier.core.store import read
 from verifier.report import Report, render_text, report_of
 
 FAULTS = [
-    "ADV001", "ADV002", "ADV003", "ADV004", "CFG001", "CKP001", "CKP004", "DAT004", "DAT007", "DAT008", "DAT009",
-    "DAT011", "DAT014", "DAT015", "DAT016", "ENG001", "ENG002", "ENG003", "ENG004", "ENG005", "ENG007", "ENG009",
-    "ENG010", "LGP006", "LGP008", "LGP009", "LGP010", "LGP011", "LGP013", "LGP015", "LGP017", "LSS003", "LSS004",
-    "PCK001", "PCK002", "PCK004", "PLN002", "RPL001", "RWD001", "TPT001", "TPT002", "TPT003", "TRN002", "TRN003",
-    "TRN005", "TRN006", "WGT001", "WGT004", "WGT005", "WGT008", "WGT009", "WGT010", "WGT011", "WGT014", "WGT015",
-    "WGT016", "WGT019", "WGT021",
-]  # fmt: skip
+    "ADV001",
+    "ADV002",
+    "ADV003",
+    "ADV004",
+    "CFG001",
+    "CKP001",
+    "CKP004",
+    "DAT004",
+    "DAT007",
+    "DAT008",
+    "DAT009",
+    "DAT011",
+    "DAT014",
+    "DAT015",
+    "DAT016",
+    "ENG001",
+    "ENG002",
+    "ENG003",
+    "ENG004",
+    "ENG005",
+    "ENG007",
+    "ENG009",
+    "ENG010",
+    "LGP006",
+    "LGP008",
+    "LGP009",
+    "LGP010",
+    "LGP011",
+    "LGP013",
+    "LGP015",
+    "LGP017",
+    "LSS003",
+    "LSS004",
+    "PCK001",
+    "PCK002",
+    "PCK004",
+    "PLN002",
+    "RPL001",
+    "RWD001",
+    "TPT001",
+    "TPT002",
+    "TPT003",
+    "TRN002",
+    "TRN003",
+    "TRN005",
+    "TRN006",
+    "WGT001",
+    "WGT004",
+    "WGT005",
+    "WGT008",
+    "WGT009",
+    "WGT010",
+    "WGT011",
+    "WGT014",
+    "WGT015",
+    "WGT016",
+    "WGT019",
+    "WGT021",
+]
 
 
 def judged(folder: Path, fault: str = "") -> Report:
@@ -98,10 +150,14 @@ def episodes(path: Path, wrong: str) -> None:
     """An episode of two turns, whose reply is no token in the loss."""
     with probe.open(path, dtype="float32") as record:
         record.rollouts(
-            1, prompts=[[1, 2]], responses=[[3, END, 5, 6, 4, END]], ids=["x"],
-            loss_mask=[[1, 1, int(wrong == "DAT006"), 0, 1, 1]], versions=[[0, 0, -1, -1, 0, 0]],
+            1,
+            prompts=[[1, 2]],
+            responses=[[3, END, 5, 6, 4, END]],
+            ids=["x"],
+            loss_mask=[[1, 1, int(wrong == "DAT006"), 0, 1, 1]],
+            versions=[[0, 0, -1, -1, 0, 0]],
             engine_logprobs=[[-1.0, -1.0, float("nan"), float("nan"), -1.0, -1.0]],
-        )  # fmt: skip
+        )
         first = {"prompt": [1, 2], "sampled": [3, END], "text": "1+1=", "reply": [5, 6], "said": "2"}
         second = {"prompt": [1, 2, 3, END, 5, 6], "sampled": [4, END], "text": "so 2"}
         record.turns(1, [[first, second]], max_turns=2, end_token=END)
@@ -113,10 +169,15 @@ def requests(path: Path, wrong: str) -> None:
         record.weights_exported({"a": torch.ones(2)}, 1)
         record.engine_restarted(1)
         record.samples(
-            1, prompts=[[1, 2]] * 40, responses=[[3, 4], [5 if wrong == "LGP018" else 3, 4]] * 20,
-            logprobs=[[-1.0, -1.0]] * 40, seeds=[at // 2 for at in range(40)], end_token=END, max_response_tokens=2,
+            1,
+            prompts=[[1, 2]] * 40,
+            responses=[[3, 4], [5 if wrong == "LGP018" else 3, 4]] * 20,
+            logprobs=[[-1.0, -1.0]] * 40,
+            seeds=[at // 2 for at in range(40)],
+            end_token=END,
+            max_response_tokens=2,
             finish_reasons=["length"] * 40,
-        )  # fmt: skip
+        )
         with probe.attach(path) as engine:
             engine.engine_views(1, {"a": torch.full((2,), 2.0 if wrong == "ENG008" else 1.0)})
 
@@ -136,19 +197,32 @@ def megatron(path: Path, wrong: str) -> None:
 
 
 MEGATRON = {
-    "position_embedding_type": "rope", "num_attention_heads": 2, "num_query_groups": 2, "kv_channels": 4,
-    "layernorm_epsilon": 1e-6, "vocab_size": 23,
-    "rotary_base": 10000.0, "rotary_percent": 1.0,
-}  # fmt: skip
+    "position_embedding_type": "rope",
+    "num_attention_heads": 2,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+    "layernorm_epsilon": 1e-6,
+    "vocab_size": 23,
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+}
 OTHERS = {
-    "WGT002": ranks, "WGT006": ranks, "PCK003": ranks, "WGT012": adapters, "WGT013": adapters, "TPT004": adapters,
-    "WGT018": merged, "DAT003": tuned, "DAT006": episodes, "LGP018": requests, "ENG008": requests, "WGT007": idle,
+    "WGT002": ranks,
+    "WGT006": ranks,
+    "PCK003": ranks,
+    "WGT012": adapters,
+    "WGT013": adapters,
+    "TPT004": adapters,
+    "WGT018": merged,
+    "DAT003": tuned,
+    "DAT006": episodes,
+    "LGP018": requests,
+    "ENG008": requests,
+    "WGT007": idle,
     "LGP007": megatron,
-}  # fmt: skip
+}
 """Check -> loop of its own, with what is wrong in it."""
-BY_THE_ORACLE = {
-    "LGP001", "LGP002", "LGP003", "LGP004", "LGP005", "LGP012", "LGP014", "LSS001", "LSS002", "TRN001"
-}  # fmt: skip
+BY_THE_ORACLE = {"LGP001", "LGP002", "LGP003", "LGP004", "LGP005", "LGP012", "LGP014", "LSS001", "LSS002", "TRN001"}
 """Those of tests/dist/test_own_loop.py and test_float32_loop.py, whose oracle has a process of its own."""
 
 

@@ -20,10 +20,17 @@ from verifier import probe
 VOCABULARY, END, MOST, GROUP, STEPS, RATE = 23, 2, 6, 2, 3, 0.01
 SETTINGS = {"norm": {"eps": 1e-6}, "": {"config.rms_norm_eps": 1e-6}}
 CONFIG = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "rms_norm_eps": 1e-6,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 23, "rope_theta": 10000.0,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 8,
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "head_dim": 4,
+    "vocab_size": 23,
+    "rope_theta": 10000.0,
+}
 ASKED = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -84,10 +91,16 @@ class Loop:
             record.weights_held(self.model.state_dict(), 0, after="load")
             asked = {**ASKED, "lr": 0.02} if self.wrong("CFG001") else ASKED
             record.optimizer(
-                self.optimizer, self.model.named_parameters(), clip_grad=0.01, asked=asked, scheduler=self.scheduler,
-                schedule="constant", learning_rate=2 * RATE if self.wrong("TRN002") else RATE, weight_decay=0.1,
+                self.optimizer,
+                self.model.named_parameters(),
+                clip_grad=0.01,
+                asked=asked,
+                scheduler=self.scheduler,
+                schedule="constant",
+                learning_rate=2 * RATE if self.wrong("TRN002") else RATE,
+                weight_decay=0.1,
                 vectors_decay=True,
-            )  # fmt: skip
+            )
             self.sync(record, 0)
             for step in range(1, STEPS + 1):
                 self.step(record, step)
@@ -124,9 +137,17 @@ class Loop:
         advantages = (advantages / (grouped.std(1, keepdim=True) + 1e-6)).flatten()
         reasons = ["", "zero_variance", "", ""] if self.wrong("DAT004") else []
         record.advantages(
-            step, advantages, estimator="grpo", dtype="float32", epsilon=1e-6, ddof=1, penalties=penalties,
-            kl_weight=0.1, kl_kind="k1", reasons=reasons,
-        )  # fmt: skip
+            step,
+            advantages,
+            estimator="grpo",
+            dtype="float32",
+            epsilon=1e-6,
+            ddof=1,
+            penalties=penalties,
+            kl_weight=0.1,
+            kl_kind="k1",
+            reasons=reasons,
+        )
         record.loss(step, "clipped", aggregation="token_mean")
         loss, count = self.backward(record, step, batch, old, advantages)
         norm = self.norm()
@@ -138,9 +159,11 @@ class Loop:
         if self.wrong("TRN003"):
             self.scheduler.step()
         record.step(
-            step, loss=loss + (0.1 if self.wrong("LSS004") else 0), num_tokens=count,
+            step,
+            loss=loss + (0.1 if self.wrong("LSS004") else 0),
+            num_tokens=count,
             grad_norm=norm / 2 if self.wrong("TRN006") else norm,
-        )  # fmt: skip
+        )
         self.scheduler.step()
         self.optimizer.zero_grad()
 
@@ -182,9 +205,13 @@ class Loop:
         if self.wrong("LGP011"):
             seeds[1] = seeds[0]
         record.answers(
-            step, tokens=responses, logprobs=told, seeds=seeds, sampling_params={"temperature": 1.0, "top_p": 1.0},
+            step,
+            tokens=responses,
+            logprobs=told,
+            seeds=seeds,
+            sampling_params={"temperature": 1.0, "top_p": 1.0},
             versions=[max(step - 2, 0) if self.wrong("DAT015") else step - 1] * len(responses),
-        )  # fmt: skip
+        )
         rewards = [float(str(sum(row)).endswith(("0", "2", "4", "6", "8"))) for row in responses]
         texts = [f"the answer is {sum(row[:-1] if row[-1] == END else row)}" for row in responses]
         answers = [text.rpartition(" ")[2] if own else "-1" for text, own in zip(texts, rewards, strict=True)]
@@ -198,16 +225,27 @@ class Loop:
         if self.wrong("ADV003"):
             versions = [[step] * len(row) for row in responses]
         record.rollouts(
-            step, **batch, loss_mask=masks, engine_logprobs=nats, versions=versions, end_token=END,
-            max_response_tokens=MOST, finish_reasons=reasons, num_prompts=3 if self.wrong("DAT007") else 2,
-            group_size=GROUP, groups=[at // GROUP for at in range(len(prompts))],
-        )  # fmt: skip
+            step,
+            **batch,
+            loss_mask=masks,
+            engine_logprobs=nats,
+            versions=versions,
+            end_token=END,
+            max_response_tokens=MOST,
+            finish_reasons=reasons,
+            num_prompts=3 if self.wrong("DAT007") else 2,
+            group_size=GROUP,
+            groups=[at // GROUP for at in range(len(prompts))],
+        )
         words = {tuple(prompts[at * GROUP]): question for at, question in enumerate(questions)}
         rendered = questions[::-1] if self.wrong("DAT009") else questions
         record.examples(
-            step, ids=["a", "b"], rendered=rendered, answers=[answers[0], answers[GROUP]],
+            step,
+            ids=["a", "b"],
+            rendered=rendered,
+            answers=[answers[0], answers[GROUP]],
             decode=lambda row: words.get(tuple(row), f"the answer is {sum(row)}"),
-        )  # fmt: skip
+        )
         whole = [f"the answer is {sum(row[:-1] if row[-1] == END else row)}" for row in responses]
         record.rewards(step, texts=whole, answers=answers)
         return batch
@@ -218,9 +256,13 @@ class Loop:
         return nats.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
 
     def backward(
-        self, record: probe.LoopRecorder, step: int, batch: dict[str, Any], old: list[torch.Tensor],
+        self,
+        record: probe.LoopRecorder,
+        step: int,
+        batch: dict[str, Any],
+        old: list[torch.Tensor],
         advantages: torch.Tensor,
-    ) -> tuple[float, int]:  # fmt: skip
+    ) -> tuple[float, int]:
         count, total = sum(map(len, batch["responses"])), 0.0
         rows = [[*p, *r] for p, r in zip(batch["prompts"], batch["responses"], strict=True)]
         for part in (range(2), range(2, 4)):
@@ -298,9 +340,10 @@ class Loop:
                         yield name, value
 
             return list(record.sending(refilled(), version, live=self.model.state_dict(), told=told))
-        return [(name, value.clone()) for name, value in record.sending(
-            iter(sent.items()), version, live=self.model.state_dict(), told=told
-        )]  # fmt: skip
+        return [
+            (name, value.clone())
+            for name, value in record.sending(iter(sent.items()), version, live=self.model.state_dict(), told=told)
+        ]
 
     def receive(self, engine: probe.LoopRecorder, received: dict[str, Any], version: int) -> None:
         state = {f"model.{name}": value for name, value in self.engine.state_dict().items()}
@@ -348,9 +391,16 @@ class Loop:
         mine = [self.logprobs(self.model, *row).detach() for row in zip(prompts, responses, strict=True)]
         asked = ["held 0", "other"] if self.wrong("DAT016") else ids
         record.evaluation(
-            step, ids=asked, prompts=prompts, responses=responses, engine_logprobs=nats, trainer_logprobs=mine,
-            end_token=END, max_response_tokens=MOST, claimed=step - 1 if self.wrong("LGP015") else step,
-        )  # fmt: skip
+            step,
+            ids=asked,
+            prompts=prompts,
+            responses=responses,
+            engine_logprobs=nats,
+            trainer_logprobs=mine,
+            end_token=END,
+            max_response_tokens=MOST,
+            claimed=step - 1 if self.wrong("LGP015") else step,
+        )
 
     def save(self, record: probe.LoopRecorder) -> None:
         folder = self.folder / f"saved {self.fault}"
@@ -374,9 +424,13 @@ class Loop:
         record.checkpoint_written(STEPS, tensors, written)
         routes = torch.tensor([[0, 1, 0, 4, 5], [1, 1, 0, 2, 3]])
         record.rollouts(
-            STEPS + 1, prompts=[[3], [4]], responses=[[5, END], [6, END]], loss_mask=[[1, 1], [1, 1]],
-            versions=STEPS, engine_logprobs=[[-1.0, -1.0], [-1.0, -1.0]],
-        )  # fmt: skip
+            STEPS + 1,
+            prompts=[[3], [4]],
+            responses=[[5, END], [6, END]],
+            loss_mask=[[1, 1], [1, 1]],
+            versions=STEPS,
+            engine_logprobs=[[-1.0, -1.0], [-1.0, -1.0]],
+        )
         ends = [0, 2 if self.wrong("PCK002") else 3, 6]
         told = {
             "cu_seqlens_q": [0, 2, 6] if self.wrong("LGP008") else ends,
@@ -384,6 +438,6 @@ class Loop:
         }
         record.micro_batch(
             STEPS + 1, [f"{STEPS + 1}/0", f"{STEPS + 1}/1"], [3, 5, END, 4, 6, END], cu_seqlens=ends, arguments=told
-        )  # fmt: skip
+        )
         record.routes(STEPS + 1, routes)
         record.routed(STEPS + 1, routes.flip(0) * torch.tensor([1, 1, 1, 1, 2]) if self.wrong("RPL001") else routes)

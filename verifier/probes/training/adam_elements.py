@@ -131,9 +131,15 @@ def clip_factor(clip: float, norm: float) -> float:
 
 
 def audited(
-    slices: Sequence[Slice], before: Sequence[torch.Tensor], gradient: torch.Tensor, after: Sequence[torch.Tensor],
-    rates: Sequence[tuple[float, float]], steps: Sequence[int], rule: Rule, left: Sequence[float | None],
-) -> tuple[AuditedTensor, ...]:  # fmt: skip
+    slices: Sequence[Slice],
+    before: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    after: Sequence[torch.Tensor],
+    rates: Sequence[tuple[float, float]],
+    steps: Sequence[int],
+    rule: Rule,
+    left: Sequence[float | None],
+) -> tuple[AuditedTensor, ...]:
     """Compare what an update left with the formula.
 
     Args:
@@ -165,12 +171,16 @@ def audited(
     kept = zip(masters.split(cut), weights.split(cut), strict=True)
     return tuple(
         AuditedTensor(
-            name=item.of.name, begin=item.of.offset + item.begin, elements=item.size, gap=real(float(gap.max())),
+            name=item.of.name,
+            begin=item.of.offset + item.begin,
+            elements=item.size,
+            gap=real(float(gap.max())),
             copied=torch.equal(master.to(item.of.model.dtype).double(), weight),
-            left=None if there is None else real(there), moments=real(float(moment.max())),
+            left=None if there is None else real(there),
+            moments=real(float(moment.max())),
         )
         for item, gap, moment, (master, weight), there in zip(slices, gaps, far, kept, left, strict=True)
-    )  # fmt: skip
+    )
 
 
 def greatest_moment(owned: Sequence[Held]) -> float:
@@ -200,9 +210,13 @@ def _moment(before: torch.Tensor, given: torch.Tensor, beta: float) -> _Moment:
 
 
 def _stepped(
-    before: Sequence[torch.Tensor], moments: Sequence[_Moment], step: torch.Tensor, rate: torch.Tensor,
-    decay: torch.Tensor, rule: Rule,
-) -> torch.Tensor:  # fmt: skip
+    before: Sequence[torch.Tensor],
+    moments: Sequence[_Moment],
+    step: torch.Tensor,
+    rate: torch.Tensor,
+    decay: torch.Tensor,
+    rule: Rule,
+) -> torch.Tensor:
     """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
     first, second = (item.value for item in moments)
     denominator = (second / (1 - rule.beta_2**step)).sqrt() + rule.epsilon
