@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from grpo_engines import TransformersEngine, VllmEngine
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verifier import probe
@@ -46,7 +47,6 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
     problems = [f"{one}+{other}=" for one in range(11, 16) for other in range(21, 29)]
     held_out, questions = problems[:2], problems[2:]
     answer = {item: str(sum(map(int, item[:-1].split("+")))) for item in problems}
-
     with probe.open(trace, model=checkpoint, dtype="float32", engine=kind, keep_every=1) as record:
         engine = (VllmEngine if kind == "vllm" else TransformersEngine)(checkpoint, trace)
         record.model_config(model.config.to_dict())
@@ -124,7 +124,6 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
                 tokenizer=checkpoint,
             )
             record.rewards(step, texts=texts, answers=gold, name="digits")
-            # Score.
             rows, starts = [a + b for a, b in zip(prompts, responses, strict=True)], [len(row) for row in prompts]
             with torch.no_grad():
                 sides = [score(scorer, rows, starts) for scorer in (model, reference)]
@@ -144,17 +143,14 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             for begin in range(0, len(rows), MICRO):
                 part = slice(begin, begin + MICRO)
                 tokens, real, mask, current, entropy = score(model, rows[part], starts[part])
-                labels = torch.where(real[:, 1:] != 0, tokens[:, 1:], -100)
-                labels = torch.nn.functional.pad(labels, (0, 1), value=-100)
-                in_loss = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+                labels = pad(torch.where(real[:, 1:] != 0, tokens[:, 1:], -100), (0, 1), value=-100)
+                in_loss = pad(mask[:, 1:], (0, 1))
                 record.micro_batch(step, ids[part], tokens, attention_mask=real, labels=labels, loss_mask=in_loss)
                 before, anchor = torch.zeros(current.shape), torch.zeros(current.shape)
                 before[mask[:, 1:]], anchor[mask[:, 1:]] = torch.cat(old[part]), torch.cat(base[part])
-                weight = advantages[part, None]
-                ratio = (current - before).exp()
-                distance = anchor - current
+                weight, ratio = advantages[part, None], (current - before).exp()
                 losses = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.2) * weight)
-                losses = losses + 0.05 * (distance.exp() - distance - 1)
+                losses = losses + 0.05 * ((anchor - current).exp() - (anchor - current) - 1)
                 record.token_losses(
                     step,
                     current,
