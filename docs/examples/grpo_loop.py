@@ -41,6 +41,7 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     ends = [tokenizer.eos_token_id]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # a policy may sample its padding token
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
@@ -137,7 +138,6 @@ def train(checkpoint: Path, trace: Path, kind: str = "hf") -> None:
             advantages = advantages.flatten()
             record.advantages(step, advantages, estimator="grpo", dtype="float32", epsilon=1e-4, ddof=1)
             record.loss(step, "clipped", aggregation="token_mean", kl_weight=0.05, kl_kind="k3")
-            # Train.
             count, total = sum(map(sum, masks)), 0.0
             optimizer.zero_grad()
             for begin in range(0, len(rows), MICRO):
