@@ -29,6 +29,7 @@ NOT_QUICK = (
     "unit/plan/test_digest.py::test_gpu_kernel_equals_reference_when_interpreted",
     "unit/plan/test_digest.py::test_no_collision_among_structured_variations",
     "unit/core/test_damage.py",
+    "unit/core/test_plugins.py",
     "unit/core/test_without_torch.py",
     "unit/launch/test_fork_job.py",
     "unit/launch/test_fork_server.py",

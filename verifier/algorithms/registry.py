@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from verifier.errors import UsageError
 
-type Kind = Literal["loss", "advantage", "reward"]
+Kind: TypeAlias = Literal["loss", "advantage", "reward"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BUILT_IN: Mapping[Kind, Mapping[str, str]] = {

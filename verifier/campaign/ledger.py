@@ -20,7 +20,7 @@ def read_lines(file: Path) -> list[bytes]:
     return whole.splitlines()
 
 
-def decode_line[Row](file: Path, number: int, line: bytes, kind: type[Row], what: str) -> Row:
+def decode_line(file: Path, number: int, line: bytes, kind: type[Any], what: str) -> Any:
     """Return the row of a line, or raise a UsageError: it is no row of `what`, "gate" or "sweep"."""
     try:
         return msgspec.json.decode(line, type=kind)

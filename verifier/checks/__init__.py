@@ -1,61 +1,10 @@
-"""The checks. Importing this package fills the registry in `verifier.core.check`."""
+"""The checks. Importing this package imports its files, then plugins, which fill `core.check.REGISTRY`."""
 
-from verifier.checks import (
-    adam_audit,
-    adapter_delivery,
-    adapter_scales,
-    answer_ends,
-    arguments,
-    batch_content,
-    beginnings,
-    configs,
-    delivery,
-    draws,
-    end_draws,
-    engine_mismatch,
-    entropies,
-    estimators,
-    evaluations,
-    final_export,
-    gradient_products,
-    gradient_sums,
-    group_answers,
-    handed_on,
-    knobs,
-    logprobs,
-    loss_rows,
-    moves,
-    packing,
-    policy_step,
-    read_data,
-    read_tokens,
-    resume,
-    reward_penalty,
-    rollout_texts,
-    router_choices,
-    router_losses,
-    routes,
-    samples,
-    score_bias,
-    scored_rows,
-    seeded_draws,
-    served,
-    spot_scores,
-    stack,
-    step,
-    training_step,
-    turns,
-    version_schedule,
-    weights,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "adam_audit", "adapter_delivery", "adapter_scales", "answer_ends", "arguments", "batch_content",
-    "beginnings", "configs", "delivery", "draws", "end_draws", "engine_mismatch", "entropies", "estimators",
-    "evaluations", "final_export", "gradient_products", "gradient_sums", "group_answers",
-    "handed_on", "knobs", "logprobs", "loss_rows",
-    "moves", "packing", "policy_step", "read_data", "read_tokens", "resume", "reward_penalty", "rollout_texts",
-    "router_choices", "router_losses", "routes", "samples", "score_bias", "scored_rows", "seeded_draws",
-    "served", "spot_scores", "stack", "step", "training_step", "turns", "version_schedule",
-    "weights",
-]  # fmt: skip
+from verifier.core.plugins import load_plugins
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+load_plugins()

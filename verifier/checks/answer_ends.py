@@ -9,13 +9,10 @@ import numpy as np
 
 from verifier.checks.conditions import SYNCED
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import on, recorded, told
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import Rollouts
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,12 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     token ends it; in an episode of several turns each but the last was ended. And that a rollout is said to be cut off
     just if its last turn has no end token.
     Why it matters: an end token that is masked, as one that is also padding, is never learned, and answers grow until
-    they are cut off. An answer that ended at the last place allowed and counts as cut off is left out; stop tokens
-    that do not reach the engine let it run on into text that no reward is meant for.
+    they are cut off. An answer that counts as cut off is left out; one whose stop token does not reach the engine runs
+    on.
     Evidence: data/asked (as the config asks), advantage/policy, data/drops, pack/rollouts.
     Tolerance and its source: exact; tokens and flags.
+    Where to look: what makes the loss mask of an answer, its end token above all; which stop tokens and which limit
+    reach the engine; and what tells a whole answer from one that was cut off.
     What it does not catch: an answer that is shorter than allowed and ends with another end token that the checkpoint
     names, at which engines stop too; tokens of an answer that are lost with their versions (LGP009, by what comes
     after); a rollout without a token in the loss, which no rank packs, beyond its flag.
@@ -75,14 +74,12 @@ def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> I
         sampled = version >= 0
         wrong = np.flatnonzero(mask != sampled)
         side = "" if not wrong.size else "out of" if sampled[wrong[0]] else "in"
-        yield Comparison(
-            what=name, same=not wrong.size, stage=Stage.DATA, version=policy.version, badness=1.0,
-            sentence=f"{wrong.size} of the {int(sampled.sum())} tokens that were sampled for `{name}` are out of the "
-            "loss" if side == "out of" else f"{wrong.size} tokens of `{name}` are wrongly in or out of the loss",
-            expected=f"{int(sampled.sum())} tokens in the loss, all that a version sampled",
-            actual=f"{int(mask.sum())} tokens" + (f"; token {wrong[0]} is {side} the loss" if side else ""),
-            allowed="exact (masks)", hint="look at what makes the loss mask of an answer, its end token above all",
-        )  # fmt: skip
+        outside = f"{wrong.size} of the {int(sampled.sum())} tokens that were sampled for `{name}` are out of the loss"
+        others = f"{wrong.size} tokens of `{name}` are wrongly in or out of the loss"
+        right = f"{int(sampled.sum())} tokens in the loss"
+        found = f"{int(mask.sum())}, token {wrong[:1]} {side} the loss"
+        at, sentence = At(Stage.DATA, policy.version), outside if side == "out of" else others
+        yield compare_value(at, name, found, right, same=not wrong.size, sentence=sentence)
 
 
 def _turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Turn]]:
@@ -103,14 +100,10 @@ def _ends(asked: SamplingAsked, name: str, turns: list[_Turn]) -> Comparison:
         for number, turn in enumerate(turns)
     )
     wrong = next((words for words in said if words), "")
-    return Comparison(
-        what=f"end of {name}", same=not wrong, stage=Stage.ROLLOUT, version=asked.version, badness=1.0,
-        owner="engine", sentence=f"the answer `{name}` {wrong}",
-        expected=f"up to the first token {asked.end}, or {asked.max_answer_tokens:,} tokens" if asked.ends
-        else f"{asked.max_answer_tokens:,} tokens",
-        actual=", ".join(f"{len(turn.tokens):,} tokens, the last is {turn.tokens[-1]}" for turn in turns[-2:]),
-        allowed="exact", hint="look at which stop tokens and which limit reach the engine with a request",
-    )  # fmt: skip
+    right = f"up to the first token {asked.end}, or {most:,} tokens" if asked.ends else f"{most:,} tokens"
+    found = ", ".join(f"{len(turn.tokens):,} tokens, the last is {turn.tokens[-1]}" for turn in turns[-2:])
+    at, sentence = At(Stage.ROLLOUT, asked.version, "engine"), f"the answer `{name}` {wrong}"
+    return compare_value(at, f"end of {name}", found, right, same=not wrong, sentence=sentence)
 
 
 def wrong_end(tokens: Sequence[int], most: int, ends: Sequence[int], *, is_last: bool = True, where: str = "") -> str:
@@ -143,12 +136,7 @@ def spans(drawn: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _flag(asked: SamplingAsked, name: str, last: _Turn, truncated: bool) -> Comparison:
-    right = last.tokens[-1] != asked.end
     words = {True: "cut off", False: "whole"}
-    return Comparison(
-        what=f"flag of {name}", same=truncated == right, stage=Stage.DATA, version=asked.version, badness=1.0,
-        sentence=f"the answer `{name}` counts as {words[truncated]}, and is {words[right]}",
-        expected=f"{words[right]} (its last token is {last.tokens[-1]}, the end token {asked.end})",
-        actual=words[truncated], allowed="exact (a flag)",
-        hint="look at what tells a whole answer from one that was cut off: its last token, not its length",
-    )  # fmt: skip
+    says = "", f"its last token is {last.tokens[-1]}, the end token {asked.end}"
+    right, subject = words[last.tokens[-1] != asked.end], f"the answer `{name}`, by its flag,"
+    return compare_value(asked, f"flag of {name}", words[truncated], right, subject=subject, says=says)

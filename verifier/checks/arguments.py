@@ -8,14 +8,11 @@ from itertools import pairwise
 from msgspec import structs
 
 from verifier.checks.conditions import UPDATED
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_config import GivenArguments, ProviderFields
 from verifier.core.records_tokens import PackLayout
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 from verifier.mesh import Coordinate, Mesh
 
 
@@ -36,6 +33,7 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     no padding.
     Evidence: logprob/arguments, pack/layout.
     Tolerance and its source: exact; integers that follow from each other.
+    Where to look: what makes the arguments of the forward pass.
     What it does not catch: cumulative lengths that are wrong in the pack too (PCK002), arguments that change inside of
     the model (LGP001), those that the installed Megatron does not take (`pad_between_seqs` before 0.19).
     References: RL#4070, TransformerEngine#3331, Megatron-Bridge#4400, SkyRL#2056.
@@ -70,10 +68,6 @@ def _told(
     item: GivenArguments, at: Coordinate, key: str, want: object, got: object, *, absent: bool = False
 ) -> Comparison:
     want, got = (list(value) if isinstance(value, tuple) else value for value in (want, got))
-    return Comparison(
-        what=f"{item.name} {key}", same=want == got, stage=Stage.LOGPROB, version=item.version, badness=1.0,
-        owner=f"trainer rank {item.rank} ({at})", absent=absent,
-        sentence=f"the forward pass over {item.name} is told that `{key}` is {got}, by its pack it is {want}",
-        expected=f"{want} (the pack)", actual=f"{got} (argument of chunk {item.chunk})", allowed="exact",
-        hint="look at what makes the arguments of the forward pass",
-    )  # fmt: skip
+    says, subject = (f"argument of chunk {item.chunk}", "the pack"), f"`{key}` of the forward pass over {item.name}"
+    owner, what = f"trainer rank {item.rank} ({at})", f"{item.name} {key}"
+    return compare_value(item, what, got, want, subject=subject, says=says, owner=owner, absent=absent)

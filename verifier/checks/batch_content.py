@@ -12,6 +12,7 @@ import numpy as np
 from verifier.checks.conditions import GRPO, SFT
 from verifier.core import ragged
 from verifier.core.check import check
+from verifier.core.compare import At, compare_value
 from verifier.core.comparison import Comparison
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
@@ -40,8 +41,9 @@ def other_text_trained(trace: Trace) -> Iterator[Comparison]:
     Evidence: data/trained.
     Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them; in conversations
     without whitespace, which templates add and strip.
-    What it does not catch: conversations whose template changes what an assistant says, of which the report says so;
-    a response that is wrong in the data.
+    Where to look: the loss mask, where the response begins and where it ends.
+    What it does not catch: conversations whose template changes what an assistant says, of which the report says so; a
+    response that is wrong in the data.
     References: Megatron-Bridge#4660, SkyRL#710, verl#3287, trl#1623, cosmos-rl#132, ms-swift#7838.
     """
     for item in trace.of(TrainedText):
@@ -53,12 +55,9 @@ def other_text_trained(trace: Trace) -> Iterator[Comparison]:
                 expected = "".join(turn + item.closing for turn in turns)
                 source = "the assistant's turns, each with its end"
                 same = _has_turns(text, turns, item.opening, item.closing)
-            yield Comparison(
-                what=name, same=same, stage=Stage.DATA, version=item.version,
-                badness=1.0, sentence=f"`{name}` trains on `{text[-60:]}`, it should train on `{expected[-60:]}`",
-                expected=f"`{expected[-60:]}` ({source})", actual=f"`{text[-60:]}`",
-                allowed="exact (texts)", hint="look at the loss mask, where the response begins and where it ends",
-            )  # fmt: skip
+            found, right = f"`{text[-60:]}`", f"`{expected[-60:]}`"
+            subject, says = f"the text that `{name}` trains on", ("", source)
+            yield compare_value(item, name, found, right, same=same, subject=subject, says=says)
 
 
 def _has_turns(text: str, turns: Sequence[str], opening: str, closing: str) -> bool:
@@ -85,10 +84,11 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
     the answer was cut off; all trajectories of the group have one reward. The last two where the config asks for them.
     And its tokens in the loss of the update that has it: none of one that is dropped, its own of every other.
     Why it matters: a filter on the group's mean, or on a shaped reward, drops the prompts that teach most, and the
-    counts still add up. So they do where a filter's places are those of another order, and it drops as many tokens of
-    a neighbour.
+    counts still add up. So they do where a filter's places are those of another order, and it drops as many tokens of a
+    neighbour.
     Evidence: data/drops, advantage/advantages, advantage/policy ("version", "own"), advantage/columns.
     Tolerance and its source: exact; reasons are names, rewards are compared as they are.
+    Where to look: what the filter compares, over which rollouts, and in which order it finds them.
     What it does not catch: a rollout that says wrongly whether it was cut off.
     References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445, open-instruct#1794, trl#4976.
     """
@@ -96,12 +96,7 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
         expected = _reasons(trace, item)
         for name, reason in zip(item.ids, item.reasons, strict=True):
             right = expected.get(name, "")
-            yield Comparison(
-                what=name, same=reason == right, stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"`{name}` is {_said(reason)}, it should be {_said(right)}",
-                expected=_said(right), actual=_said(reason), allowed="exact (names)",
-                hint="look at what the filter compares, and over which rollouts",
-            )  # fmt: skip
+            yield compare_value(item, name, _said(reason), _said(right))
         said = dict(zip(item.ids, item.reasons, strict=True))
         right_ones = {name: reason for name, reason in said.items() if reason == expected.get(name, "")}
         yield from _masks(trace, item.version, right_ones)
@@ -126,15 +121,10 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
             if name not in own or name not in reasons:
                 continue
             said, right = _said(reasons[name]), own[name] & (not reasons[name])
-            yield Comparison(
-                what=f"{name} in {columns.name}", same=np.array_equal(found, right), stage=Stage.DATA,
-                version=version, badness=1.0,
-                sentence=f"`{name}` is {said}, and {int(found.sum())} of its tokens are in the loss of {columns.name}, "
-                f"{int(right.sum())} should be",
-                expected=f"{int(right.sum())} tokens ({said})", actual=f"{int(found.sum())} tokens ({columns.name})",
-                allowed="exact (masks are copied)",
-                hint="look at what takes rollouts out of the loss, and in which order it finds them",
-            )  # fmt: skip
+            found_in, right_in = int(found.sum()), int(right.sum())
+            at, what, same = At(Stage.DATA, version), f"{name} in {columns.name}", np.array_equal(found, right)
+            subject = f"the number of tokens of `{name}`, which is {said}, in the loss of {columns.name}"
+            yield compare_value(at, what, found_in, right_in, same=same, subject=subject)
 
 
 def _said(reason: str) -> str:

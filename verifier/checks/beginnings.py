@@ -6,13 +6,9 @@ import math
 from collections.abc import Iterator
 
 from verifier.checks.conditions import ADAPTER, EXPORTS, FIRST, LAYOUT, UPDATED
-from verifier.checks.content import owner_of, times
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value, owner_of
 from verifier.core.condition import on
 from verifier.core.records_weights import AdapterShard, AdapterSpread
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 DEVIATIONS = 6
 """Standard errors by which a sample's spread may differ from that of its distribution: once in 5e8 matrices."""
@@ -32,6 +28,8 @@ def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
     Evidence: load/adapter-shard, load/adapter-spread.
     Tolerance and its source: shards bitwise; spread within 6 standard errors of that of as many normal numbers,
     1/sqrt(2 n) each; zeros exact.
+    Where to look: the random state that initial values are drawn with on each rank, and the widths that the spread is
+    derived from.
     What it does not catch: a spread that is wrong by less, such as that of an A whose rank is sharded; another
     distribution of the same spread.
     References: Megatron-Bridge#5840, Megatron-Bridge#5396, PaddleNLP#9427.
@@ -46,24 +44,17 @@ def adapter_begins_wrong(trace: Trace) -> Iterator[Comparison]:
         alone = other.replica == item.replica
         wrong = "differs from its copy" if item.digest != peer.digest else "" if alone else "equals another shard"
         who = other if not alone else peer
-        yield Comparison(
-            what=item.name, same=not wrong, stage=Stage.LOAD, badness=1.0, owner=owner_of(item),
-            sentence=f"`{item.name}` of trainer rank {item.rank} {wrong}, `{who.name}` of trainer rank {who.rank}",
-            expected="equal copies of a shard, and no other shard like it", actual=wrong, allowed="bitwise",
-            hint="look at the random state that initial values are drawn with on each rank",
-        )  # fmt: skip
+        sentence = f"`{item.name}` of trainer rank {item.rank} {wrong}, `{who.name}` of trainer rank {who.rank}"
+        sides = wrong, "equal copies of a shard, and no other shard like it"
+        at = At(Stage.LOAD, owner=owner_of(item))
+        yield compare_value(at, item.name, *sides, same=not wrong, sentence=sentence)
     for spread in trace.of(AdapterSpread):
         rank, width = spread.shape
         inward = spread.name.endswith(".lora_A.weight")
         right = math.sqrt(2 / (rank + width)) if inward else 0.0
         allowed = DEVIATIONS * right / math.sqrt(2 * rank * width)
         found = float(spread.deviation)
-        yield Comparison(
-            what=spread.name, same=abs(found - right) <= allowed, stage=Stage.LOAD,
-            share=times(abs(found - right), allowed),
-            sentence=f"`{spread.name}` begins with a spread of {found:.3g}, which should be {right:.3g}",
-            expected=f"{right:.3g} (Glorot's, of a whole {rank} by {width})" if inward else "0",
-            actual=f"{found:.3g} (root mean square of the joined matrix)",
-            allowed=f"{allowed:.3g} ({DEVIATIONS} standard errors of {rank * width:,} normal numbers)",
-            hint="look at the widths that the initial spread is derived from",
-        )  # fmt: skip
+        at, subject = At(Stage.LOAD), f"the spread that `{spread.name}` begins with"
+        says = "root mean square of the joined matrix", f"Glorot's, of a whole {rank} by {width}" if inward else ""
+        words = f"{allowed:.3g} ({DEVIATIONS} standard errors of {rank * width:,} normal numbers)"
+        yield compare_value(at, spread.name, found, right, subject=subject, says=says, allowed=words, bound=allowed)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import verifier.checks.stated as stated
 from verifier.checks.conditions import AWAKE, EXPORTS, SYNCED, UPDATED
-from verifier.checks.content import times
 from verifier.checks.stated import Config
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 Wanted = Callable[[Config], Any]
 """Value that a config.json asks for; an ellipsis where it asks for none."""
@@ -178,13 +175,15 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     What it checks: on every rank, in training on one of each pipeline stage, each key of config.json that has a
     counterpart in megatron-bridge's provider, which is Megatron's TransformerConfig, against it, by an explicit table
     (`TRAINER` in `verifier/checks/configs.py`). Keys that config.json does not have count as what transformers takes
-    for them. The window of each layer's live attention against the kind of that layer, the epsilon of each live norm
-    of the decoder, and the live frequencies of plain rotary embeddings, which no checkpoint has, against their formula.
+    for them. The window of each layer's live attention against the kind of that layer, the epsilon of each live norm of
+    the decoder, and the live frequencies of plain rotary embeddings, which no checkpoint has, against their formula.
     Why it matters: a window of 2,048 or in the other layers, a rope that scales from position 4,096 on, a bound of
     gated units, or an epsilon or a router's dtype below the noise of bf16 changes nothing that a short run computes.
     Evidence: load/stated-config, logprob/provider.
     Tolerance and its source: exact, numbers as float64; a provider is derived by copying. A frequency 1e-5 of itself:
     float32 rounds the exponent of a base up to 1e7 by 1e-6 of the power.
+    Where to look: how megatron-bridge derives this field from config.json, which layers it gives a window, and what
+    fills and casts buffers that no checkpoint has.
     What it does not catch: keys without a counterpart, which its outcome names in JSON reports; a module that computes
     with other values than the provider's (LGP001); what megatron-core derives from a field.
     References: Megatron-Bridge#5097, transformers#38002, slime#1734, Megatron-Bridge#4875, Megatron-Bridge#4610,
@@ -200,17 +199,16 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
                 continue
             found = row.got(fields) if row.got else fields.get(row.field, ...)
             got, want = _text(found), _text(wanted)
-            yield Comparison(
-                what=f"config.json {key}", same=got == want, stage=Stage.LOGPROB, badness=1.0,
-                owner=f"trainer rank {item.rank}",
-                sentence=f"`{key}` is {want} in config.json and {got} in the trainer, where it is `{row.field}`",
-                expected=f"{want} (config.json)", actual=f"{got} (the provider of trainer rank {item.rank})",
-                allowed="exact (a provider is derived by copying)",
-                hint="look at how megatron-bridge derives this field from config.json", left_out=tuple(rest),
-            )  # fmt: skip
+            subject, says = f"`{key}` of the trainer, where it is `{row.field}`,", ("the provider", "config.json")
+            found = compare_value(_at(item), f"config.json {key}", got, want, subject=subject, says=says)
+            yield replace(found, left_out=tuple(rest))
         yield from _windows_of_layers(item, fields, config)
         yield from _epsilons_of_norms(item, fields, config)
         yield from _frequencies(item, fields, config)
+
+
+def _at(item: ProviderFields) -> At:
+    return At(Stage.LOGPROB, owner=f"trainer rank {item.rank}")
 
 
 def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
@@ -220,14 +218,9 @@ def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> 
     for layer, found in fields.get(LAYER_WINDOWS, {}).items():
         want = wanted[int(layer)]
         got, asked = (f"{size} rows before its own" if size is not None else "all" for size in (found, want))
-        yield Comparison(
-            what=f"window of layer {layer}", same=found == want, stage=Stage.LOGPROB, badness=1.0,
-            owner=f"trainer rank {item.rank}",
-            sentence=f"a row of layer {layer} sees {asked} by config.json and {got} in the trainer",
-            expected=f"{asked} (layer_types and sliding_window of config.json)",
-            actual=f"{got} (the layer's attention on trainer rank {item.rank})", allowed="exact",
-            hint="look at which layers the provider or the model gives a window",
-        )  # fmt: skip
+        says, subject = ("the layer's attention", "config.json"), f"what a row of layer {layer} sees in the trainer"
+        what, same = f"window of layer {layer}", found == want
+        yield compare_value(_at(item), what, got, asked, same=same, subject=subject, says=says)
 
 
 def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
@@ -237,13 +230,8 @@ def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> 
     want = _text(wanted)
     for name, values in fields.get(NORM_EPSILONS, {}).items():
         got = ", ".join(map(_text, values))
-        yield Comparison(
-            what=f"epsilon of {name}", same=got == want, stage=Stage.LOGPROB, badness=1.0,
-            owner=f"trainer rank {item.rank}",
-            sentence=f"`{name}` of the trainer has the epsilon {got}, norms have {want} by config.json",
-            expected=f"{want} (config.json)", actual=f"{got} (the live norms of trainer rank {item.rank})",
-            allowed="exact (a copy)", hint="look at what the module that makes this norm passes on of the config",
-        )  # fmt: skip
+        says, subject = ("the live norms", "config.json"), f"the epsilon of `{name}` of the trainer"
+        yield compare_value(_at(item), f"epsilon of {name}", got, want, subject=subject, says=says)
 
 
 def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
@@ -257,16 +245,12 @@ def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterat
         off = [abs(a / b - 1) for a, b in zip(live, want, strict=False)]
         at = max(range(len(off)), key=lambda at: off[at] if off[at] == off[at] else math.inf)
         same = len(got) == len(want) and off[at] <= FREQUENCY
-        yield Comparison(
-            what=f"frequencies of {path}", same=same, stage=Stage.LOGPROB, share=times(off[at], FREQUENCY),
-            owner=f"trainer rank {item.rank}",
-            sentence=f"pair {at} of `{path}` turns by {live[at]:.6g} radians a position in the trainer, it should by "
-            f"{want[at]:.6g}",
-            expected=f"{want[at]:.6g}, {len(want)} pairs (rope_theta of config.json)",
-            actual=f"{live[at]:.6g}, {len(got)} pairs (live on trainer rank {item.rank})",
-            allowed=f"{FREQUENCY:g} of it (float32 rounds a power)",
-            hint="look at what fills buffers that no checkpoint has, and at what casts them with the model",
-        )  # fmt: skip
+        subject = f"the radians a position of pair {at} of `{path}` in the trainer"
+        says = f"{len(got)} live pairs", f"{len(want)} pairs by rope_theta of config.json"
+        words, what = f"{FREQUENCY:g} of it (float32 rounds a power)", f"frequencies of {path}"
+        sides, gap, most = (live[at], want[at]), off[at], FREQUENCY
+        texts: Given = {"subject": subject, "says": says}
+        yield compare_value(_at(item), what, *sides, same=same, allowed=words, bound=most, gap=gap, **texts)
 
 
 @check(
@@ -285,6 +269,7 @@ def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     as a position beyond 300, changes no log-probability.
     Evidence: load/stated-config, engine/settings, engine/state (tables of angles).
     Tolerance and its source: exact, numbers as float64; these values are copied, or products of two of them.
+    Where to look: how the engine derives this value from config.json.
     What it does not catch: attributes that are not in the table (ENG005 compares them with a cold engine), and contents
     of a table of angles (ENG002, LGP002).
     References: vllm#48312, vllm#4845, lmdeploy#3614, vllm#45037, vllm#48621.
@@ -347,13 +332,9 @@ def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison
 
 
 def _engine(item: SyncedSettings | SyncedTensor, what: str, key: str, got: str, want: str, *, same: bool) -> Comparison:
-    owner = f"engine rank {item.rank}"
-    return Comparison(
-        what=what, same=same, stage=Stage.ENGINE, version=item.version, badness=1.0, owner=owner,
-        sentence=f"`{what}` is {got} in the engine, and `{key}` of config.json asks for {want}",
-        expected=f"{want} (config.json)", actual=f"{got} ({owner})", allowed="exact (these values are copied)",
-        hint="look at how the engine derives this value from config.json",
-    )  # fmt: skip
+    subject = f"`{what}` of the engine, by `{key}` of config.json,"
+    at = At(Stage.ENGINE, item.version, f"engine rank {item.rank}")
+    return compare_value(at, what, got, want, same=same, subject=subject, says=("", "config.json"))
 
 
 def _values(item: StatedConfig | ProviderFields) -> Config:

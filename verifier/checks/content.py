@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
+from verifier.core.compare import At, compare_value
+from verifier.core.compare import owner_of as owner_of
+from verifier.core.compare import times as times
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
 from verifier.core.records_weights import ExpectedView, SourceTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 
+R = TypeVar("R", bound=Record)
 Moment = tuple[type[TensorRecord], int]
 """Class and version of what each rank recorded of all that it held."""
-
-
-def owner_of(item: Record) -> str:
-    """Recorder's name in the failure text."""
-    where = getattr(item, "coordinate", "")
-    return f"{item.role} rank {item.rank}" + (f" ({where})" if where else "")
 
 
 def describe(item: TensorRecord | None) -> str:
@@ -43,12 +42,7 @@ def left_out(source: Mapping[str, SourceTensor], taken: Iterable[Record]) -> dic
     return {name: item for name, item in source.items() if item.copy_of and name not in names}
 
 
-def times(value: float, allowed: float) -> float:
-    """Return the ratio to what is allowed, 0 for a value of 0; infinite where none is allowed or it is not finite."""
-    return 0.0 if value == 0 else value / allowed if allowed > 0 and math.isfinite(value) else math.inf
-
-
-def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
+def by_name(items: Iterable[R]) -> dict[str, R]:
     """Records by name; a name that stands twice keeps its first place and is renamed so that it cannot hide."""
     found: dict[str, R] = {}
     for item in items:
@@ -62,18 +56,15 @@ def by_name[R: Record](items: Iterable[R]) -> dict[str, R]:
 def compare_contents(
     actual: Iterable[TensorRecord],
     expected: Iterable[TensorRecord],
-    *,
+    says: tuple[str, str],
     stage: Stage,
-    version: int,
-    actual_says: str,
-    expected_says: str,
-    allowed: str,
-    hint: str,
+    version: int = 0,
+    **texts: str,
 ) -> Iterator[Comparison]:
     """Names as sets both ways, then dtype, shape and digest of every common name.
 
-    `expected` is what the predecessor of a stage handed over; the texts say who reports each side ("the export"), the
-    tolerance with its source, and what to look at next.
+    `expected` is what the predecessor of a stage handed over; `says` names who reports the actual and the expected side
+    ("the export"); `texts` are `allowed` and `hint` where they are not those of the check's page.
     """
     held, wanted = by_name(actual), by_name(expected)
     rightful: dict[str, list[str]] = {}
@@ -88,39 +79,47 @@ def compare_contents(
             continue
         twin = next((other for other in rightful.get(present.digest, ()) if got and want and other != got.name), "")
         if got is None:
-            what = f"is absent from {actual_says}"
+            what = f"is absent from {says[0]}"
         elif want is None:
-            what = f"is in {actual_says} but not in {expected_says}"
+            what = f"is in {says[0]} but not in {says[1]}"
         elif wide and got.shape == want.shape:
-            what = f"holds other values in {actual_says}, in {got.dtype}, than in {expected_says}, in {want.dtype}"
+            what = f"holds other values in {says[0]}, in {got.dtype}, than in {says[1]}, in {want.dtype}"
         elif got.dtype != want.dtype:
-            what = f"has dtype {got.dtype} in {actual_says}, {want.dtype} in {expected_says}"
+            what = f"has dtype {got.dtype} in {says[0]}, {want.dtype} in {says[1]}"
         elif got.shape != want.shape:
-            what = f"has shape {list(got.shape)} in {actual_says}, {list(want.shape)} in {expected_says}"
+            what = f"has shape {list(got.shape)} in {says[0]}, {list(want.shape)} in {says[1]}"
         elif twin:
-            what = f"holds in {actual_says} what `{twin}` should hold"
+            what = f"holds in {says[0]} what `{twin}` should hold"
         else:
-            what = f"holds other bits in {actual_says} than in {expected_says}"
-        absent = got is None or want is None
-        yield Comparison(
-            what=name, same=False, stage=stage, version=version, badness=1.0 if absent else 0.5,
-            sentence=f"`{name}` {what}", owner=owner_of(present), expected=f"{describe(want)} ({expected_says})",
-            actual=f"{describe(got)} ({actual_says}" + (f"; equals what `{twin}` should hold)" if twin else ")"),
-            allowed=allowed, hint=hint, absent=absent,
+            what = f"holds other bits in {says[0]} than in {says[1]}"
+        absent, at = got is None or want is None, At(stage, version, owner_of(present))
+        equals = f"{says[0]}; equals what `{twin}` should hold" if twin else says[0]
+        found = compare_value(
+            at, name, describe(got), describe(want), same=False, says=(equals, says[1]), sentence=f"`{name}` {what}",
+            absent=absent, badness=1.0 if absent else 0.5,
         )  # fmt: skip
+        yield replace(found, **texts)  # type: ignore[arg-type]
+
+
+def compare_ranks(
+    trace: Trace, actual: Moment, expected: Moment, says: tuple[str, str], ranks: Iterable[int] | None = None
+) -> Iterator[Comparison]:
+    """Records of each rank at one moment against its records of another, in the stage of the first.
+
+    `ranks` are by default those that recorded the actual side.
+    """
+    kind, version = actual
+    for rank in sorted({item.rank for item in trace.of(kind, version=version)}) if ranks is None else ranks:
+        held, wanted = (trace.of(each, version=at, rank=rank) for each, at in (actual, expected))
+        yield from compare_contents(held, wanted, says, kind.stage, version)
 
 
 def compare_moments(
-    trace: Trace, kind: type[TensorRecord], before: Callable[[int], Moment], **says: str
+    trace: Trace, kind: type[TensorRecord], before: Callable[[int], Moment], says: tuple[str, str]
 ) -> Iterator[Comparison]:
     """Everything that each rank held at the moments of one kind, against what it held at the one before each version's.
 
-    A mismatch arose at the later moment; `says` are the texts of `compare_contents`.
+    A mismatch arose at the later moment.
     """
     for version in trace.versions(kind):
-        earlier, then = before(version)
-        for rank in sorted({item.rank for item in trace.of(kind, version=version)}):
-            yield from compare_contents(
-                trace.of(kind, version=version, rank=rank), trace.of(earlier, version=then, rank=rank),
-                stage=kind.stage, version=version, **says,
-            )  # fmt: skip
+        yield from compare_ranks(trace, (kind, version), before(version), says)

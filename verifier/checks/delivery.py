@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from verifier.checks.conditions import AWAKE, EXPECTED, EXPORTS, NO_ADAPTER, SENT, SYNCED, WEIGHTS_SENT
-from verifier.checks.content import by_name, compare_contents, left_out, owner_of
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.checks.content import by_name, compare_contents, compare_ranks, left_out
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.records_weights import (
     CheckpointView,
@@ -28,8 +27,6 @@ from verifier.core.records_weights import (
     SyncedSettings,
     SyncedTensor,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 DELIVERED = {"roundtrip": EXPORTS & NO_ADAPTER, "step": SYNCED & WEIGHTS_SENT, "answers": SENT & WEIGHTS_SENT}
 """Runs whose engine gets whole weights, by what their trace is of."""
@@ -42,21 +39,17 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
     What it checks: each party's plan digest at each version against trainer rank 0's at its first plan.
     Why it matters: ranks whose plans differ hang for half an hour, or load bytes under the wrong names.
     Evidence: plan/plan of all trainer and engine ranks.
-    Tolerance and its source: exact digests.
+    Tolerance and its source: exact digests; one plan is the only source of order.
+    Where to look: the export order, names and dtypes of the two ranks.
     What it does not catch: a plan that is wrong everywhere alike (PLN002).
     References: SkyRL#1581, SkyRL#1505, SkyRL#1816.
     """
     plans = list(trace.of(PlanDigest))
     first = next(item for item in plans if item.role == "trainer" and item.rank == 0)
     for item in plans:
-        yield Comparison(
-            what=f"plan of {owner_of(item)}", same=item.digest == first.digest, stage=Stage.PLAN, version=item.version,
-            badness=0.9, owner=owner_of(item),
-            sentence=f"{owner_of(item)} holds another chunk plan than trainer rank 0{_sizes(item, first)}",
-            expected=f"{first.digest} (trainer rank 0)", actual=f"{item.digest} ({owner_of(item)})",
-            allowed="exact (one plan is the only source of order)",
-            hint="compare the export order, names and dtypes of the two ranks",
-        )  # fmt: skip
+        sentence = f"{owner_of(item)} holds another chunk plan than trainer rank 0{_sizes(item, first)}"
+        says, what = (owner_of(item), "trainer rank 0"), f"plan of {owner_of(item)}"
+        yield compare_value(item, what, item.digest, first.digest, sentence=sentence, says=says)
 
 
 def _sizes(item: PlanDigest, first: PlanDigest) -> str:
@@ -83,6 +76,7 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     checkpoint's rounds an fp32 router bias to bf16 on the wire.
     Evidence: plan/entry, load/source.
     Tolerance and its source: exact.
+    Where to look: what casts, drops or renames tensors between the export and the plan.
     What it does not catch: wrong contents under right names (WGT004, WGT005, TPT001).
     References: RL#3540, prime-rl#3524, SkyRL#1581.
     """
@@ -94,13 +88,10 @@ def planned_tensor_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         wanted, found = (
             f"{item.dtype} {list(item.shape)}" if item else "absent" for item in (source.get(name), entries.get(name))
         )
-        absent = "absent" in (wanted, found)
-        yield Comparison(
-            what=name, same=found == wanted, stage=Stage.PLAN, badness=1.0 if absent else 0.5,
-            sentence=f"`{name}` is planned as {found}, the source checkpoint has {wanted}",
-            expected=f"{wanted} (the source checkpoint)", actual=f"{found} (the plan)", allowed="exact",
-            hint="look at what casts, drops or renames tensors between the export and the plan", absent=absent,
-        )  # fmt: skip
+
+        absent, says = "absent" in (wanted, found), ("the plan", "the source checkpoint")
+        badness = 1.0 if absent else 0.5
+        yield compare_value(At(Stage.PLAN), name, found, wanted, says=says, absent=absent, badness=badness)
 
 
 @check(
@@ -116,17 +107,16 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     Why it matters: bytes under the wrong names, freed or refilled buffers and casts on the wire load without an error.
     Evidence: export/tensor of trainer rank 0, transport/receipt of every engine rank.
     Tolerance and its source: bitwise; a transport copies.
+    Where to look: the buffer's life between pack and receive, and casts on the sender's side.
     What it does not catch: what the engine makes of it, and bytes that change in memory read in place between their
     digest and their load (ENG001).
     References: SkyRL#1581, slime#929, RL#3651, RL#3540.
     """
     for version, rank in product(trace.versions(ReceivedTensor), range(trace.manifest.engine_ranks)):
-        yield from compare_contents(
-            trace.of(ReceivedTensor, version=version, rank=rank), trace.of(ExportedTensor, version=version, rank=0),
-            stage=Stage.TRANSPORT, version=version, actual_says=f"what engine rank {rank} received",
-            expected_says="the export", allowed="bitwise (a transport copies)",
-            hint="look at the buffer's life between pack and receive, and at casts on the sender's side",
-        )  # fmt: skip
+        received = trace.of(ReceivedTensor, version=version, rank=rank)
+        exported = trace.of(ExportedTensor, version=version, rank=0)
+        says = (f"what engine rank {rank} received", "the export")
+        yield from compare_contents(received, exported, says, Stage.TRANSPORT, version)
 
 
 @check(
@@ -137,20 +127,16 @@ def transfer_refused(trace: Trace) -> Iterator[Comparison]:
     """No transfer was refused: the stream kept to one plan, and the engine dropped the prefixes it had cached.
 
     What it checks: what ended each transfer, if something did.
-    Why it matters: a stream that departs from its plan would put bytes under wrong names; it is stopped, and this says
-    why.
+    Why it matters: a stream that departs from its plan would put bytes under wrong names.
     Evidence: transport/handover.
     Tolerance and its source: exact.
+    Where to look: the first bad stage of the other findings.
     What it does not catch: contents (TPT001).
     References: SkyRL#1581, SkyRL#1471.
     """
     for item in trace.of(Handover):
-        yield Comparison(
-            what=item.name, same=not item.refused, stage=Stage.TRANSPORT, version=item.version, badness=1.0,
-            sentence=f"the {item.name} was refused: {item.refused}", expected="every planned tensor, in order",
-            actual=item.refused, allowed="exact",
-            hint="the first bad stage of the other findings says where it began",
-        )  # fmt: skip
+        sentence, right = f"the {item.name} was refused: {item.refused}", "every planned tensor, in order"
+        yield compare_value(item, item.name, item.refused, right, same=not item.refused, sentence=sentence)
 
 
 @check("TPT002", needs=(), applies=on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover)))
@@ -161,21 +147,22 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a sync behind a flag that is off leaves the engine frozen, and looks like staleness.
     Evidence: export/tensor of trainer rank 0, transport/receipt.
     Tolerance and its source: exact counts.
+    Where to look: what gates the sync, and the chunks that the receiver refused.
     What it does not catch: wrong contents (TPT001).
     References: verl#4248, verl#7495.
     """
     for version, rank in product(trace.manifest.synced_versions, range(trace.manifest.engine_ranks)):
         want = sum(1 for _ in trace.of(ExportedTensor, version=version, rank=0))
         got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
-        yield Comparison(
-            what=f"version {version}", same=got == want and want > 0, stage=Stage.TRANSPORT, version=version,
-            badness=1.0, owner=f"engine rank {rank}",
-            sentence=f"engine rank {rank} confirmed {got} of the {want} tensors of version {version}"
-            if want else f"version {version} was never exported",
-            expected=f"{want} confirmed" if want else "an export to confirm", actual=f"{got} confirmed",
-            allowed="exact counts", hint="look at what gates the sync, and at the chunks that the receiver refused",
-            absent=got < want or not want,
-        )  # fmt: skip
+        yield compare_delivered(version, rank, "tensors", got, want)
+
+
+def compare_delivered(version: int, rank: int, noun: str, got: int, want: int) -> Comparison:
+    """Number of things that an engine rank has of what was exported of a version, which is not nothing."""
+    sentence = f"engine rank {rank} has {got} of the {want} {noun} of version {version}"
+    at, right = At(Stage.TRANSPORT, version, f"engine rank {rank}"), want or f"an export of {noun}"
+    sentence, absent = sentence if want else f"no {noun} of version {version} were exported", got < want or not want
+    return compare_value(at, f"version {version}", got, right, sentence=sentence, absent=absent)
 
 
 @check(
@@ -185,23 +172,20 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
 def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
 
-    What it checks: names both ways, dtypes, shapes and bits of every checkpoint slice that an engine rank holds,
-    read from the tensors that its forward uses.
+    What it checks: names both ways, dtypes, shapes and bits of every checkpoint slice that an engine rank holds, read
+    from the tensors that its forward uses.
     Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error.
     Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice).
     Tolerance and its source: bitwise; loading copies. Where an engine holds a tensor in a wider dtype (a router of a
     bfloat16 checkpoint in float32), in that dtype: the report says once which.
+    Where to look: the engine's weight loader, and its processing after this version's reload.
     What it does not catch: buffers that no checkpoint tensor names (ENG002), and tensors that the engine quantised
     (ENG002, LGP002).
     References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
     """
     for version, rank in product(trace.versions(CheckpointView), range(trace.manifest.engine_ranks)):
-        yield from compare_contents(
-            trace.of(CheckpointView, version=version, rank=rank), trace.of(ExpectedView, version=version, rank=rank),
-            stage=Stage.ENGINE, version=version, actual_says=f"engine rank {rank}",
-            expected_says="the export, cut to this rank", allowed="bitwise (loading copies)",
-            hint="look at the engine's weight loader and at its processing after this version's reload",
-        )  # fmt: skip
+        says = f"engine rank {rank}", "the export, cut to this rank"
+        yield from compare_ranks(trace, (CheckpointView, version), (ExpectedView, version), says, [rank])
 
 
 @check(
@@ -216,6 +200,7 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     Why it matters: rotary caches, scales and repacked weights are in no checkpoint; a reload can lose them.
     Evidence: engine/state and engine/cold of the same version.
     Tolerance and its source: bitwise; both hold a function of the same bits.
+    Where to look: what the reload does with tensors that are in no checkpoint.
     What it does not catch: an engine that loads wrongly both cold and live (ENG001, LGP002).
     References: vllm#44371, vllm#16564, vllm#48284, RFC vllm#48312.
     """
@@ -229,12 +214,8 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             cold = [item for item in buffers if item.name not in loaded]
             kept = by_name(cold)
             state = [item for name, item in by_name(state).items() if name in kept]
-        yield from compare_contents(
-            state, cold,
-            stage=Stage.ENGINE, version=version, actual_says=f"synced engine rank {rank}",
-            expected_says="an engine that loaded them cold", allowed="bitwise (a function of the same bits)",
-            hint="look at what the reload does with tensors that are in no checkpoint",
-        )  # fmt: skip
+        says = f"synced engine rank {rank}", "an engine that loaded them cold"
+        yield from compare_contents(state, cold, says, Stage.ENGINE, version)
 
 
 def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
@@ -251,20 +232,14 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     Why it matters: without poison a sync that skips a tensor leaves the right old value in place and passes.
     Evidence: engine/poison (the outcome of each tensor).
     Tolerance and its source: exact.
+    Where to look: what the poison cannot reach: a sync may not reach it either.
     What it does not catch: tensors that the engine never reads.
     References: prime-rl#2714, slime `--check-weight-update-equal`.
     """
     for item in trace.of(Poison):
         intact = [name for name, outcome in item.outcomes.items() if outcome == "left"]
-        owner = f"engine rank {item.rank}"
-        yield Comparison(
-            what=intact[0] if intact else owner, same=not intact, stage=Stage.ENGINE, version=item.version,
-            badness=1.0, owner=owner,
-            sentence=f"`{', '.join(intact[:1])}` was still finite after the poison "
-            f"({len(intact)} of {len(item.outcomes)} tensors were)",
-            expected="every tensor NaN", actual=f"{len(intact)} finite", allowed="exact",
-            hint="a tensor that poison cannot reach is one that a sync may not reach either",
-        )  # fmt: skip
+        subject, total = "tensors that were still finite after the poison", len(item.outcomes)
+        yield compare_set(item, next(iter(intact), f"engine rank {item.rank}"), intact, total=total, subject=subject)
 
 
 @check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED, loop=recorded(LoadedNames, SyncedTensor)))
@@ -277,18 +252,16 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     loader returns.
     Evidence: engine/loaded, engine/state (parameters).
     Tolerance and its source: exact.
+    Where to look: the received names, and the engine's own mapping of names.
     What it does not catch: a parameter that was loaded with wrong contents (ENG001).
     References: vLLM `receive_weights`, prime-rl#2326, slime debugging guide.
     """
     for version, rank in product(trace.versions(LoadedNames), range(trace.manifest.engine_ranks)):
         loaded = _loaded(trace.of(LoadedNames, version=version, rank=rank))
         for held in trace.of(SyncedTensor, version=version, rank=rank, sort="parameter"):
-            yield Comparison(
-                what=held.name, same=held.name in loaded, stage=Stage.ENGINE, version=version, badness=1.0,
-                sentence=f"engine rank {rank} never loaded its parameter `{held.name}`",
-                owner=f"engine rank {rank}", expected="loaded once", actual="not reported by the loader",
-                allowed="exact", hint="compare the received names with the engine's own mapping of names",
-            )  # fmt: skip
+            sentence = f"engine rank {rank} never loaded its parameter `{held.name}`"
+            there = "loaded" if held.name in loaded else "not reported by the loader"
+            yield compare_value(held, held.name, there, "loaded", sentence=sentence)
 
 
 @check(
@@ -299,13 +272,14 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
-    What it checks: per engine rank and module, every number, flag and name that is an attribute of the module or of
-    an object that computes for it (attention backend, router), at every version, against an engine started cold; in
+    What it checks: per engine rank and module, every number, flag and name that is an attribute of the module or of an
+    object that computes for it (attention backend, router), at every version, against an engine started cold; in
     training against the engine itself before anything was sent to it.
-    Why it matters: they are no tensors, so no update brings them and no comparison of contents sees them; a reload that
-    builds or processes a layer anew can take a default instead, and a wrong epsilon hides below any noise.
+    Why it matters: no update brings them, as they are no tensors. A reload that builds or processes a layer anew can
+    take a default instead, and a wrong epsilon hides below any noise.
     Evidence: engine/settings, engine/cold-settings.
     Tolerance and its source: exact; a reload changes weights and nothing else.
+    Where to look: what the reload builds or processes anew in this module.
     What it does not catch: a setting that is wrong in a cold engine too (LGP002), values in closures, and the order of
     a module's list of different names, which may come from a set. What a cold engine has not is not judged: a forward
     that does without it does not read it. On GPUs it has no subject yet.
@@ -317,19 +291,11 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
         for module, cold in by_name(start).items():
             got, want = live[module].values if module in live else {}, cold.values
             other = [name for name in want if got.get(name) != want[name]]
-            if not other:
-                yield Comparison(what=module, same=True, stage=Stage.ENGINE, version=version)
-                continue
-            name = f"{module}.{other[0]}"
-            is_there, was_there = got.get(other[0], "absent"), want[other[0]]
-            yield Comparison(
-                what=name, same=False, stage=Stage.ENGINE, version=version, badness=1.0, owner=f"engine rank {rank}",
-                sentence=f"`{name}` is {is_there} in the synced engine and {was_there} in one that loaded cold",
-                expected=f"{was_there} (an engine that loaded cold)", actual=f"{is_there} (synced engine rank {rank})",
-                mismatched=f"{len(other)} of the {len(want)} settings of this module",
-                allowed="exact (a reload changes weights and nothing else)",
-                hint="look at what the reload builds or processes anew in this module",
-            )  # fmt: skip
+            first = next(iter(other), "")
+            name = f"{module}.{first}" if other else module
+            at, says = At(Stage.ENGINE, version, f"engine rank {rank}"), ("the synced engine", "one that loaded cold")
+            part = f"{len(other)} of the {len(want)} settings of this module"
+            yield compare_value(at, name, got.get(first), want.get(first), same=not other, says=says, mismatched=part)
 
 
 @check(
@@ -339,11 +305,12 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
 def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     """Together the engine's ranks hold all of every tensor.
 
-    What it checks: of each tensor, and each place that holds it, the parts that the engine's ranks say they hold: the
-    elements of the different parts add up to the elements of the whole.
+    What it checks: of each tensor, and each place that holds it, that the elements of the different parts which the
+    engine's ranks say they hold add up to the elements of the whole.
     Why it matters: a rank that takes itself for another loads that one's part, and holds exactly what it asked for.
     Evidence: engine/view (parts), engine/view-expected (whole shapes).
     Tolerance and its source: exact counts.
+    Where to look: the rank and the sizes by which each engine rank cuts this layer.
     What it does not catch: a part whose contents are wrong (ENG001).
     References: vllm-gguf-plugin#103, vllm#56949, SkyRL#1399.
     """
@@ -356,10 +323,6 @@ def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
         for (name, holder), boxes in parts.items():
             whole = math.prod(wholes[name])
             held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-            yield Comparison(
-                what=name, same=held == whole, stage=Stage.ENGINE, version=version, badness=1.0,
-                sentence=f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`",
-                expected=f"{whole:,} elements",
-                actual=f"{held:,} elements, in {len(boxes)} different parts of `{holder}`",
-                allowed="exact counts", hint="look at the rank and the sizes by which each engine rank cuts this layer",
-            )  # fmt: skip
+            says, at = (f"in {len(boxes)} different parts of `{holder}`", ""), At(Stage.ENGINE, version)
+            sentence = f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`"
+            yield compare_value(at, name, held, whole, sentence=sentence, says=says)

@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from verifier.checks.conditions import LIVE
-from verifier.checks.content import times
 from verifier.checks.named_weights import adapters_named
 from verifier.checks.packing import POSITION_BITS
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
 from verifier.core.records_tokens import Rollouts, SampledNoise, SampledTokens
 from verifier.core.records_trainer import LossColumns
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 from verifier.knob import flat
 
 SEEDS = 1_000_003
@@ -54,29 +49,28 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
     temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length; and,
     where the engine gets adapters, for that of the version that their tokens claim, by its name. Two answers of a group
-    with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. And over all tokens in the
-    loss of the first update that the trained version sampled, the sum of what their log-probability, negated, is above
-    the entropy of the trainer's distribution there: 0 on average, whatever was sampled before.
-    Over all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p
-    is the trainer's probability of a token and q the one that the engine reported, for a stake s of a half and of a
-    tenth. If the token was drawn by q, p/q is 1 on average, whatever p is, so the product hardly ever grows large.
+    with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. Over all tokens in the loss
+    of the first update that the trained version sampled, the sum of what their log-probability, negated, is above the
+    entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over all sampled tokens, of
+    whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p is the trainer's probability
+    of a token and q the one that the engine reported, for a stake s of a half and of a tenth. If a token was drawn by
+    q, p/q is 1 on average.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
-    log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about. Tokens
-    of older weights agree with nobody: importance weights made of what is reported for them are taken on trust.
+    log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
-    Tolerance and its source: exact for seeds and knobs; for the sum six times the root of a third of the sum of squares
-    and two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16
-    what this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number:
-    chance exceeds it in 2e-9 of steps (Ville 1939). Rounding of logits changes nothing, as each side's probabilities
-    are of its own logits and add up to 1; to them float32 adds 2e-5 nats a token.
+    Tolerance and its source: exact seeds and knobs. For the sum six times the root of a third of the sum of squares and
+    two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what
+    this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number: chance
+    exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a token.
+    Where to look: what the seed of each request and of each of its samples is made of.
     What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
-    the sum shows; draws of one request that depend on each other (LGP005, in round trips); in a step whose answers
-    leave the loss or are replaced for what was sampled (filters, further rounds), by a quantized engine, or in bf16
-    without a measured noise, the sum is not judged; samples of an evaluation are none of training. The product shows
-    a report that is wrong where the trainer is nearer to the truth, in any dtype, and no trainer that is wrong; of a
-    step with filters or further rounds it is not judged.
+    the sum shows; draws of one request that depend on each other (LGP005, in round trips); samples of an evaluation
+    (LGP015). The sum is not judged in a step whose answers leave the loss or are replaced for what was sampled
+    (filters, further rounds), by a quantized engine, or in bf16 without a measured noise. The product shows a report
+    that is wrong where the trainer is nearer to the truth, in any dtype, and no trainer that is wrong; of a step with
+    filters or further rounds it is not judged.
     References: verl#6857, trl#7040, RL#3497, vime#6, verl#5179, verl#7270, miles#2075, vllm#48352.
     """
     for asked in trace.of(SamplingAsked):
@@ -124,14 +118,11 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             again = next((at for at, (first, mine) in enumerate(zip(firsts, own, strict=True)) if first != mine), None)
             bad = wrong if again is None else again
             expected = begin if bad is None else begin + bad
-            yield Comparison(
-                what=where, same=bad is None, stage=Stage.ROLLOUT, version=asked.version, badness=1.0,
-                sentence=f"answer {bad} of {item.name} has the seed {0 if bad is None else seeds[bad]:,}"
-                + (", which another of the step has" if again is not None else f", it should be {expected:,}"),
-                expected=f"{len(seeds):,} seeds from {begin:,} on (seed {asked.seed}, step {asked.version})",
-                actual=f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", allowed="exact (seeds)",
-                hint="look at what the seed of each request and of each of its samples is made of",
-            )  # fmt: skip
+            sentence = f"answer {bad} of {item.name} has the seed {0 if bad is None else seeds[bad]:,}"
+            sentence += ", which another of the step has" if again is not None else f", it should be {expected:,}"
+            sides = f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", f"{len(seeds):,} from {begin:,} on"
+            of_step = At(Stage.ROLLOUT, asked.version)
+            yield compare_value(of_step, where, *sides, same=bad is None, sentence=sentence)
 
 
 def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
@@ -153,14 +144,11 @@ def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             by_tokens[tokens].append(name)
         repeated = [(max(own[name][1] for name in names), names) for names in by_tokens.values() if len(names) > 1]
         nats, names = min(repeated, default=(0.0, []))
-        yield Comparison(
-            what=f"answers to {group}", same=not names or nats >= bound, stage=Stage.ROLLOUT, version=asked.version,
-            badness=1.0, owner="engine",
-            sentence=f"{len(names)} answers to `{group}` are equal, and one of them has {nats:.4g} nats",
-            expected=f"{bound:.4g} nats or more of an answer that comes twice (chance, over {pairs:,} pairs)",
-            actual=f"{nats:.4g} nats, `{'` and `'.join(names[:2])}`", allowed="2e-9 by chance",
-            hint="look at what the seed of each sample of a request is made of",
-        )  # fmt: skip
+        sentence = f"{len(names)} answers to `{group}` are equal, and one of them has {nats:.4g} nats"
+        right = f"{bound:.4g} nats or more of an answer that comes twice (2e-9 by chance, over {pairs:,} pairs)"
+        found, at = f"{nats:.4g} nats, `{'` and `'.join(names[:2])}`", At(Stage.ROLLOUT, asked.version, "engine")
+        same = not names or nats >= bound
+        yield compare_value(at, f"answers to {group}", found, right, same=same, sentence=sentence)
 
 
 def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
@@ -176,16 +164,13 @@ def _reported(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             worst = int(each.argmax())
             bound = RARE_NATS + math.log(len(each))
             places.append((f"the sampled tokens of {policy.ids[worst]}", float(each[worst]), bound))
-        for what, nats, allowed in places:
-            yield Comparison(
-                what=f"reports of {what}", same=nats <= allowed, stage=Stage.ROLLOUT, version=asked.version,
-                share=times(nats, allowed), owner="engine",
-                sentence=f"{what} are e^{nats:.4g} times as likely by a mixture of what the trainer and the engine say "
-                "of them as by what the engine says alone",
-                expected=f"e^{allowed:.4g} times or less of tokens that were drawn as the engine says",
-                actual=f"e^{nats:.4g} times", allowed="2e-9 by chance, and 2e-5 nats a token",
-                hint="look at what the engine reports of a token: temperature, token, request, weights",
-            )  # fmt: skip
+        at, words = At(Stage.ROLLOUT, asked.version, "engine"), "2e-9 by chance, and 2e-5 nats a token"
+        hint = "look at what the engine reports of a token: temperature, token, request, weights"
+        for what, nats, bound in places:
+            sentence = f"{what} are e^{nats:.4g} times as likely by a mixture of what the trainer and the engine say "
+            sentence += "of them as by what the engine says alone"
+            noun = f"reports of {what}"
+            yield compare_value(at, noun, nats, None, sentence=sentence, allowed=words, bound=bound, hint=hint)
 
 
 def _won(nats: np.ndarray, owner: np.ndarray, rollouts: int) -> np.ndarray:
@@ -200,49 +185,35 @@ def _mixed(won: np.ndarray) -> np.ndarray:
     return np.asarray(np.logaddexp.reduce(won, axis=0) - math.log(len(won)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Tokens of a step that were drawn from the trained weights, in the trainer's numbers."""
-
-    nats: np.ndarray
-    """[T] log-probability, float64."""
-    entropy: np.ndarray
-    """[T] float64, nats."""
-
-
 def _fair(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     noise = next(trace.of(SampledNoise, version=asked.version), None)
-    found = _drawn(trace, asked)
-    if found is None or len(found.nats) < FEW_TOKENS or (noise is None and trace.manifest.dtype != "float32"):
+    nats, entropy = _drawn(trace, asked)
+    if len(nats) < FEW_TOKENS or (noise is None and trace.manifest.dtype != "float32"):
         return
-    above = -found.nats - found.entropy
-    greatest = greatest_variance(found.entropy, asked.vocab_size)
+    above = -nats - entropy
+    greatest = greatest_variance(entropy, asked.vocab_size)
     deviation = math.sqrt(float((above**2).sum()) / 3 + 2 * float(greatest.sum()) / 3)
     allowed = ERRORS * deviation
     if noise is not None:  # a log-probability that is off by r changes the mean by r times their deviation, at most
         allowed += math.sqrt(float(noise.squares)) * float(np.sqrt(greatest).sum())
-    total = float(above.sum())
-    yield Comparison(
-        what="log-probabilities of the tokens", same=abs(total) <= allowed, stage=Stage.ROLLOUT, version=asked.version,
-        share=times(abs(total), allowed), owner="engine",
-        sentence=f"the {len(above):,} sampled tokens are {abs(total) / len(above):.3g} nats "
-        f"{'less' if total > 0 else 'more'} likely each than draws at temperature {asked.temperature:g} are",
-        expected=f"{float(found.entropy.mean()):.4g} nats each below 0 on average (the entropy of the trainer's "
-        "distributions)",
-        actual=f"{float(-found.nats.mean()):.4g} nats each",
-        allowed=f"{allowed / len(above):.3g} nats each, {ERRORS:g} deviations of fair draws",
-        hint="look at what the engine samples from: temperature, top-k, top-p, the model's generation_config",
-    )  # fmt: skip
+    gap, kind = abs(float(above.sum())), "less" if above.sum() > 0 else "more"
+    sentence = f"the {len(above):,} sampled tokens are {gap / len(above):.3g} nats {kind} likely each than draws at "
+    sentence += f"temperature {asked.temperature:g} are"
+    at, what = At(Stage.ROLLOUT, asked.version, "engine"), "log-probabilities of the tokens"
+    sides = float(-nats.mean()), float(entropy.mean())
+    words = f"{allowed / len(above):.3g} nats each, {ERRORS:g} deviations of fair draws"
+    hint = "look at what the engine samples from: temperature, top-k, top-p, the model's generation_config"
+    yield compare_value(at, what, *sides, sentence=sentence, allowed=words, bound=allowed, gap=gap, hint=hint)
 
 
-def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
-    """Tokens in the loss of the step's first update that its weights sampled; None without rows."""
+def _drawn(trace: Trace, asked: SamplingAsked) -> np.ndarray:
+    """[2, T] the trainer's log-probability and entropy at tokens of the first update that its weights sampled, nats."""
     columns = min(
         trace.of(LossColumns, version=asked.version), key=lambda item: int(item.name.rpartition(" ")[2]), default=None
     )
     policy = next(trace.of(PolicyColumns, version=asked.version), None)
     if columns is None or policy is None:
-        return None
+        return np.zeros((2, 0))
     versions = dict(zip(policy.ids, ragged.split(trace.array(policy, "version"), policy.lengths), strict=True))
     fresh = np.concatenate([_fresh(policy, versions[name]) for name in columns.ids])
     starts = np.concatenate([[0], np.cumsum(columns.lengths)])
@@ -254,7 +225,7 @@ def _drawn(trace: Trace, asked: SamplingAsked) -> _Drawn | None:
         place = starts[(sentinel >> POSITION_BITS) - 1] + (sentinel & ((1 << POSITION_BITS) - 1))
         both = np.stack([arrays["current"][mask], arrays["entropy"][mask]])[:, fresh[place]]
         kept.append(both.astype(np.float64))
-    return _Drawn(*np.concatenate(kept, axis=1)) if kept else None
+    return np.concatenate(kept, axis=1) if kept else np.zeros((2, 0))
 
 
 def _fresh(policy: PolicyColumns, versions: np.ndarray) -> np.ndarray:

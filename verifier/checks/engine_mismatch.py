@@ -9,16 +9,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verifier.checks.conditions import FRESH, NOISE
-from verifier.checks.content import times
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, NOISES, at_temperature, rounding, wider
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance, slope_of
+from verifier.checks.logprob_bounds import (
+    FEW_TOKENS,
+    GREATEST_NOISES,
+    NOISES,
+    at_temperature,
+    most_beyond,
+    rounding,
+    wider,
+)
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
+from verifier.core.comparison import slope_of
 from verifier.core.condition import ALWAYS, condition, on, recorded
 from verifier.core.record import kind_of
 from verifier.core.records_policy import LossTerms, PolicyColumns
 from verifier.core.records_tokens import ROUNDINGS, SampledNoise, SampledTokens
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 MISMATCH = Tolerance(absolute=1e-4, unit="nats", source="fp32: least that is allowed a token beside a measured noise")
 MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32: least that is allowed nine tenths beside a measured noise")
@@ -90,23 +95,25 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
     `engine` against `old`, both at the run's temperature. Over all such tokens of the step: in fp32 nine tenths of
-    them; in bf16 the mean and the root mean square of magnitudes, the signed mean, and the slope over log-probability.
+    them; in bf16 the mean and the root mean square of magnitudes, the signed mean, the slope over log-probability, and
+    the number of tokens that are far off.
     Of every token in the loss, of any version and in any dtype, that the engine's value is finite.
     Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
     an importance weight hides it, and the reward stops rising.
-    Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps
-    (`verify.every`) measure and later steps keep.
+    Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps (`verify.every`)
+    measure and later steps keep.
     Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
     times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
-    nats, divided by a temperature below 1. A run that samples no step measures the scale before its first, on random
-    tokens of the checkpoint: twice that for nine tenths, 8 times for the coarsest. Chance of a false alarm below 1e-11
-    a token. In bf16 this run's noise, transformers in bf16 against fp32: both sides may be
-    off by it, so twice; a token three times the greatest of all sampled steps so far. A mean has three standard errors
-    more, a signed mean and a slope five; a floor of an earlier step has three of its own. Of 100 tokens or more. Noise
-    of a log-probability grows as 1 - p: less sure tokens than the floor's may be off by so much more.
+    nats, divided by a temperature below 1; of random tokens where no step is sampled twice that, and 8 times for the
+    coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this run's noise, transformers in bf16 against
+    fp32, of 100 tokens or more; a mean has three standard errors more, a signed mean and a slope five. And so many
+    tokens beyond three times the greatest noise of all sampled steps so far, more as a token is less sure than the
+    floor's (1 - p), as chance puts beyond it with 1e-12, whatever the distribution: 40 of as many as the floor's.
+    Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
+    scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
     that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
-    single tokens of a mixture, whose routers flip, or beside a floor of fewer than 100 tokens.
+    few tokens: noise of single ones has long tails, four times the floor's greatest in one of 50 steps of 640 tokens.
     References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
     """
     exact = trace.manifest.dtype == "float32"
@@ -121,19 +128,13 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
             raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
         temperature = next((terms.temperature for terms in trace.of(LossTerms, version=item.version)), 1.0)
         seen, of_token = _fresh(trace, item), bound_in_fp32(trace, item.version, temperature)
-        for at in _worst(seen, noise, of_token):
+        for at in _worst(seen, of_token) if exact else ():
             name, place, gap = item.ids[seen.rollout[at]], int(seen.place[at]), float(seen.gap[at])
             old, engine = float(seen.old[at]), float(seen.engine[at])
-            bound = of_token if noise is None else _greatest(noise, old)
-            yield Comparison(
-                what=name, same=math.isfinite(gap) and gap <= bound.absolute,
-                stage=Stage.ROLLOUT, version=item.version, share=times(gap, bound.absolute), owner="engine",
-                sentence=f"token {place} of `{name}` has {engine:.6g} nats in the engine and {old:.6g} in the trainer",
-                expected=f"{old:.6g} (the trainer, version {item.trained_version})",
-                actual=f"{engine:.6g} (the engine, which says version {item.trained_version})",
-                allowed=str(bound), hint="look at the last sync, the prefix cache and the temperature",
-            )  # fmt: skip
+            subject, says = f"the engine's log-probability of token {place} of `{name}`", ("the engine", "the trainer")
+            yield compare_value(_at(item), name, engine, old, subject=subject, says=says, allowed=of_token, gap=gap)
         if noise is not None:
+            yield _finite(item, seen)
             yield from _compare_statistics(item, seen, noise)
         elif len(seen) >= FEW:
             yield _most(item, seen, bound_in_fp32(trace, item.version, temperature, most=True))
@@ -164,13 +165,14 @@ def _not_finite(trace: Trace, item: PolicyColumns) -> Iterator[Comparison]:
     bad = np.flatnonzero(trace.array(item, "mask").astype(bool) & (version >= 0) & ~np.isfinite(engine))
     for at in bad[np.unique(rollout[bad], return_index=True)[1]]:
         name, place = item.ids[rollout[at]], int(at - starts[rollout[at]])
-        yield Comparison(
-            what=name, same=False, stage=Stage.ROLLOUT, version=item.version, badness=math.inf, owner="engine",
-            sentence=f"the engine ({_engine_of(trace)}) gave token {place} of `{name}`, which version {version[at]} "
-            f"sampled, a log-probability of {engine[at]}",
-            expected=f"a finite number; the trainer's is {trace.array(item, 'old')[at]:.6g}", actual=f"{engine[at]}",
-            allowed="any finite one", hint="look at what the engine holds after the sync: a weight that is not finite",
-        )  # fmt: skip
+        sentence = f"the engine ({_engine_of(trace)}) gave token {place} of `{name}`, which version {version[at]} "
+        sentence += f"sampled, a log-probability of {engine[at]}"
+        sides = float(engine[at]), f"a finite number; the trainer's is {trace.array(item, 'old')[at]:.6g}"
+        yield compare_value(_at(item), name, *sides, same=False, sentence=sentence, badness=math.inf)
+
+
+def _at(item: PolicyColumns) -> At:
+    return At(Stage.ROLLOUT, item.version, "engine")
 
 
 def _engine_of(trace: Trace) -> str:
@@ -197,40 +199,34 @@ def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
     return _Tokens(rollout[at], at - starts[rollout[at]], old, engine, np.abs(old - engine))
 
 
-def _worst(seen: _Tokens, noise: SampledNoise | None, of_token: Tolerance) -> list[int]:
-    """Token of each rollout that is farthest off beside its bound, by rollout; one that is not finite before others."""
-    bounds = np.full(len(seen), of_token.absolute)
-    if noise is not None:
-        bounds = GREATEST_NOISES * greatest_nats(noise, seen.old)
+def _worst(seen: _Tokens, bound: Tolerance) -> list[int]:
+    """Token of each rollout that is farthest off, by rollout; one that is not finite before others."""
     finite = np.isfinite(seen.gap)
-    shares = np.where(finite, seen.gap, 0.0) / bounds
-    order = np.lexsort((-np.arange(len(seen)), seen.gap, shares, ~finite, seen.rollout))
+    order = np.lexsort((-np.arange(len(seen)), seen.gap, ~finite, seen.rollout))
     return [int(at) for at in order[np.flatnonzero(np.diff(seen.rollout[order], append=-1))]]
+
+
+def _finite(item: PolicyColumns, seen: _Tokens) -> Comparison:
+    """Count the trainer's own values that are not finite; the engine's are by now."""
+    lost = int((~np.isfinite(seen.gap)).sum())
+    subject = f"the number of the trainer's log-probabilities that are not finite, of {len(seen):,},"
+    return compare_value(_at(item), "finite values", lost, 0, subject=subject)
 
 
 def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
     most = float(np.quantile(seen.gap, SHARE))
-    return Comparison(
-        what=f"{SHARE:.0%} of the tokens", same=most <= bound.absolute, stage=Stage.ROLLOUT, version=item.version,
-        share=times(most, bound.absolute), owner="engine",
-        sentence=f"one token in ten differs by {most:.3g} nats or more between engine and trainer",
-        expected="the trainer's log-probabilities of the same tokens", actual=f"{most:.3g} nats apart",
-        allowed=str(bound), hint="look at the arithmetic of both sides: dtype, epsilon, scale, temperature",
-    )  # fmt: skip
+    subject = "the nats between engine and trainer that one token in ten reaches or exceeds"
+    return compare_value(_at(item), f"{SHARE:.0%} of the tokens", most, None, subject=subject, allowed=bound)
 
 
-def _greatest(noise: SampledNoise, old: float) -> Tolerance:
-    """Bound on a token; of a mixture, or of a floor of few tokens, a finite one alone."""
-    greatest = float(greatest_nats(noise, np.array([old]))[0])
+def noise_bound(noise: SampledNoise, nats: float) -> Tolerance:
+    """Bound on a token by a measured noise; of a mixture, or of a floor of few tokens, any finite one."""
+    source = f"{GREATEST_NOISES} x {noise_source(noise)}"
     if noise.routed:
         source = "routers flip, so any finite one"
     elif noise.tokens < FEW_TOKENS:
         source = f"{noise.tokens} tokens are no floor, so any finite one"
-    else:
-        source = f"{GREATEST_NOISES} x {noise_source(noise)}{_surer(float(_less_sure(noise, np.array([old]))[0]))}"
-        if greatest == float(noise.greatest_of_run) > float(noise.greatest):
-            source += "; the greatest of the run so far"
-    return Tolerance(absolute=GREATEST_NOISES * greatest, unit="nats", source=source)
+    return Tolerance(absolute=nats, unit="nats", source=source)
 
 
 def greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
@@ -269,14 +265,10 @@ def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise)
     if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not np.isfinite(seen.gap).all():
         return
     for found in _statistics(item, seen, noise):
-        yield Comparison(
-            what=found.name, same=found.value <= found.bound.absolute, stage=Stage.ROLLOUT, version=item.version,
-            share=times(found.value, found.bound.absolute), owner="engine",
-            sentence=f"the {found.name} of what engine and trainer differ by is {found.value:.3g} {found.unit} over "
-            f"{len(seen):,} tokens, {found.bound.absolute:.3g} is allowed",
-            expected="the trainer's log-probabilities of the same tokens", actual=f"{found.value:.3g} {found.unit}",
-            allowed=str(found.bound), hint=found.hint,
-        )  # fmt: skip
+        subject = f"the {found.name} of what engine and trainer differ by, over {len(seen):,} tokens,"
+        yield compare_value(
+            _at(item), found.name, found.value, None, subject=subject, allowed=found.bound, hint=found.hint
+        )
 
 
 def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[_Statistic]:
@@ -284,6 +276,14 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
     old, engine = seen.old, seen.engine
     gaps, root = old - engine, math.sqrt(len(seen))
     source, carried = noise_source(noise), noise.measured != item.trained_version
+    if not noise.routed:
+        beyond, most = seen.gap > GREATEST_NOISES * greatest_nats(noise, old), most_beyond(len(seen), noise.tokens)
+        first = item.ids[seen.rollout[int(np.argmax(seen.gap))]]
+        yield _Statistic(
+            f"number of tokens beyond {GREATEST_NOISES} times the greatest noise", float(beyond.sum()),
+            Tolerance(absolute=most, unit="tokens", source=f"chance, beside {noise.tokens:,} others; {source}"),
+            "tokens", f"look at `{first}`, the last sync, the prefix cache and what the engine adds to single tokens",
+        )  # fmt: skip
     for name, values, mean, deviation in (
         ("mean magnitude", np.abs(gaps), noise.mean, noise.deviation),
         ("root mean square", gaps**2, noise.squares, noise.squares_deviation),

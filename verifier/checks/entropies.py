@@ -9,15 +9,21 @@ import numpy as np
 
 from verifier.checks.conditions import ENTROPIES, SAMPLED
 from verifier.checks.content import times
-from verifier.checks.logprob_bounds import FEW_TOKENS, FP32, GREATEST_NOISES, at_temperature, rounding, wider
+from verifier.checks.logprob_bounds import (
+    FEW_TOKENS,
+    FP32,
+    GREATEST_NOISES,
+    NOISES,
+    at_temperature,
+    most_beyond,
+    rounding,
+    wider,
+)  # fmt: skip
 from verifier.checks.loss_rows import UpdateRows, updates_of, worst_rows
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import LossRows, OracleEntropy
 from verifier.core.records_trainer import LossColumns
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 
 @check(
@@ -37,9 +43,11 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: fp32 12 times what logits that differ as transformers' in fp32 do from its own in float64
     can change the entropy at a token of the rollout by at most; at least 1e-5 nats, divided by a temperature below 1.
     bf16 three times what transformers in bf16 differs by at most from fp32 on all tokens of the step's updates, those
-    of prompts too; of an update with fewer than 100 tokens in the loss any finite one.
-    What it does not catch: steps between the sampled ones; a weight of the
-    entropy that is wrong (LSS004).
+    of prompts too, or twice what logits that differ as those do can change the entropy at a token of the rollout by, if
+    that is more, for all but 40 tokens: chance puts more beyond it with 1e-12, whatever the distribution. Of an update
+    with fewer than 100 tokens in the loss any finite one.
+    What it does not catch: steps between the sampled ones; a weight of the entropy that is wrong (LSS004); in bf16 few
+    tokens.
     References: OpenRLHF#1319.
     """
     for update in updates_of(trace):
@@ -51,8 +59,8 @@ def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
     name, version = update.columns.name, update.columns.version
     noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
     for oracle in trace.of(OracleEntropy, version=version, name=name):
-        scale = trace.arrays(oracle).get("scale") if trace.manifest.dtype == "float32" else None
-        yield from _compare(update, oracle, trace.array(oracle), noise, scale, trace.manifest.dtype == "float32")
+        scale, exact = trace.arrays(oracle).get("scale"), trace.manifest.dtype == "float32"
+        yield from _compare(update, oracle, trace.array(oracle), noise, scale, exact)
 
 
 def _compare(
@@ -71,9 +79,12 @@ def _compare(
     own = np.zeros(len(columns.ids))  # the greatest of each rollout, as one place's own may be near zero by chance
     if scale is not None:
         np.maximum.at(own, update.rollout, scale[order])
+    if not exact:
+        yield _beyond(update, gaps, np.array([wider(of_all, _by_logits(float(x), exact)).absolute for x in own]))
+        return
     for at in worst_rows(update.rollout, gaps):
         rollout, gap = update.rollout[at], float(gaps[at])
-        name, bound = columns.ids[rollout], wider(of_all, rounding(float(own[rollout])))
+        name, bound = columns.ids[rollout], wider(of_all, _by_logits(float(own[rollout]), exact))
         yield Comparison(
             what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,
             version=columns.version, share=times(gap, bound.absolute),
@@ -83,6 +94,28 @@ def _compare(
             actual=f"{actual[at]:.6g} (the trainer)", allowed=str(bound),
             hint="look at the temperature, and at what is summed over the ranks of a vocabulary",
         )  # fmt: skip
+
+
+def _beyond(update: UpdateRows, gaps: np.ndarray, bounds: np.ndarray) -> Comparison:
+    """Number of tokens off by more than their rollout's bound in bfloat16: noise of single ones has long tails."""
+    columns, beyond = update.columns, int((gaps > bounds[update.rollout]).sum())
+    most = most_beyond(len(gaps), len(gaps))
+    worst = columns.ids[update.rollout[int(np.argmax(gaps))]] if len(gaps) else ""
+    return compare_value(
+        At(Stage.LOGPROB, columns.version), f"entropies of {columns.name}",
+        beyond if np.isfinite(gaps).all() else math.inf, None,
+        subject=f"the number of tokens in {columns.name} whose entropy is off by more than noise explains",
+        allowed=Tolerance(absolute=most, unit="tokens", source="as many exceed the noise of as many others by chance"),
+        hint=f"look at `{worst}`, the temperature, and what is summed over the ranks of a vocabulary",
+    )  # fmt: skip
+
+
+def _by_logits(scale: float, exact: bool) -> Tolerance:
+    """Bound by what logits can change an entropy of a rollout by, nats."""
+    if exact:
+        return rounding(scale)
+    source = f"bf16: {NOISES} times what its differences of logits can change an entropy of the rollout by"
+    return Tolerance(absolute=NOISES * scale, unit="nats", source=source)
 
 
 def _bound(noise: float, temperature: float, num_tokens: int, exact: bool) -> Tolerance:

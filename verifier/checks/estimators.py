@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verifier.checks.conditions import GRPO
-from verifier.checks.content import times
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Given, Trace, check, compare_value, times
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 KNOWN = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -69,16 +65,16 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout with a token in the loss, the advantage against the textbook formula in float64: GRPO,
     Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the deviation (n or n - 1) are those
-    that the record names. Of an epsilon that it does not name the advantage may be that of any from 0 to 1e-4, and
-    of a divisor that it does not name, that of one of the two for the whole batch.
+    that the record names. Of an epsilon that it does not name the advantage may be that of any from 0 to 1e-4, and of a
+    divisor that it does not name, that of one of the two for the whole batch.
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
-    Tolerance and its source: worst case of rounding in the record's dtype, u its unit roundoff, over n terms: rewards
-    are rounded once, a sum by n - 1 of its terms, and so on through mean, difference, deviation and quotient (Higham,
-    Accuracy and Stability of Numerical Algorithms, 2002, (3.2) and (4.4)). A group whose rewards are nearly equal
-    divides by little, and is allowed as much more. No right computation is beyond it, in any order of its sums: the
-    chance of a false alarm is 0.
+    Tolerance and its source: worst case of rounding in the record's dtype, u its unit roundoff, over n terms (Higham,
+    Accuracy and Stability of Numerical Algorithms, 2002, (3.2) and (4.4)). No right computation is beyond it, in any
+    order of its sums: the chance of a false alarm is 0.
+    Where to look: which rollouts form a group or a trajectory; a recorded loop may name its denominator by
+    `advantages(epsilon=..., ddof=...)`.
     What it does not catch: estimators of plugins, which have no second implementation; groups of one; between rewards
     that are equal but for rounding, any finite advantage where the epsilon may be 0.
     References: verl#6362, SkyRL#1335, AReaL#1730.
@@ -94,17 +90,11 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
             if trajectory not in expected:
                 continue
             right = expected[trajectory]
-            gap, told = right.gap(actual), item.epsilons is None or item.epsilons[0] == item.epsilons[1]
-            yield Comparison(
-                what=name, same=right.holds(actual), stage=Stage.ADVANTAGE, version=item.version,
-                share=times(gap, right.allowed),
-                sentence=f"the advantage of `{name}` is {actual:.9g}, it should be {right.text}",
-                expected=f"{right.text} ({item.estimator} of the whole batch, {_denominator(item)})",
-                actual=f"{actual:.9g}",
-                allowed=f"{right.allowed:.3g} ({item.dtype}: worst case of its rounding through the formula)",
-                hint="look at which rollouts form a group or a trajectory"
-                + ("" if told else "; `advantages(epsilon=..., ddof=...)` names a denominator of the loop's own"),
-            )  # fmt: skip
+            gap, bound, says = right.gap(actual), right.allowed, ("", f"{item.estimator}, {_denominator(item)}")
+            words = f"{bound:.3g} ({item.dtype}: worst case of its rounding through the formula)"
+            same, sides = right.holds(actual), (f"{actual:.9g}", right.text)
+            texts: Given = {"subject": f"the advantage of `{name}`", "says": says}
+            yield compare_value(item, name, *sides, same=same, allowed=words, bound=bound, gap=gap, **texts)
 
 
 def _worst(found: Mapping[str, _Expected], actual_of: Mapping[str, float]) -> float:

@@ -11,21 +11,17 @@ import numpy as np
 
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.conditions import EXAMINED, NOISE
-from verifier.checks.content import times
 from verifier.checks.draws import SEEDS
-from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats, noise_source
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES
+from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats, noise_bound
+from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.checks.named_weights import adapters_named, compare_evaluated
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import PreviousStep
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 from verifier.knob import flat
 
 SIDES = 2
@@ -44,20 +40,22 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     """An evaluation measures the policy of the version that it names, greedily where it says so.
 
     What it checks: of up to 8 held-out problems of an evaluation, others in each, the answer at the run's temperature
-    and the greedy one: the version that the metrics name against that of the live weights; token by token, the
-    engine's log-probability against the trainer's, which scores them by these weights before they move; of greedy
-    answers, how far each token's logit is below the greatest one in the trainer. And that each turn has its end token
-    at its last place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers).
-    Of all answers, that the engines' processes asked their library for that temperature, or for 0, and for nothing else
-    that changes a distribution: no truncation, penalty, bias or least length; and for the adapter of that version, or
-    that they held the weights of that version. And of all answers that are not greedy, the seeds that these processes
-    named, against the closed form by (seed, version, turn, place): each has its own.
-    Why it matters: an evaluation before the sync shows the step before, one that draws where it should be greedy, or
-    at another temperature, shows another policy; one with a limit of its own, or without a stop token, shows answers
-    that training never has. Curves and the choice of a checkpoint rest on it.
+    and the greedy one: the version that the metrics name against that of the live weights; token by token, the engine's
+    log-probability against the trainer's, which scores them by these weights before they move; of greedy answers, how
+    far each token's logit is below the greatest one in the trainer. And that each turn has its end token at its last
+    place alone, and otherwise as many tokens as the config allows (DAT008 says this of a step's answers). Of all
+    answers, the knobs that the engines' processes asked their library for: the temperature, or 0, and nothing else that
+    changes a distribution; the adapter of that version, or the weights that they held. And of all answers that are not
+    greedy, the seeds that these processes named, against the closed form by (seed, version, turn, place): each has its
+    own.
+    Why it matters: an evaluation before the sync, one that draws where it should be greedy, or at another temperature,
+    shows another policy; one with a limit of its own, or without a stop token, shows answers that training never has.
+    Curves and the choice of a checkpoint rest on it.
     Evidence: rollout/evaluated; in less than float32 logprob/sampled-noise.
-    Tolerance and its source: as LGP009, for one token; of greedy answers, twice that below the greatest logit. Knobs,
-    seeds, versions and ends are exact.
+    Tolerance and its source: exact knobs, seeds, versions and ends. A log-probability as LGP009, for one token; of
+    greedy answers, twice that below the greatest logit.
+    Where to look: what is synced before an evaluation, what labels its metrics, and which temperature, seed, stop
+    tokens and limit reach the engine with it.
     What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
     tells, log-probabilities and greediness; of answers that were not kept all but knobs, seeds and weights; an
     evaluation whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or
@@ -65,12 +63,9 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075, AReaL#1524.
     """
     for item in trace.of(EvaluatedAnswers):
-        yield Comparison(
-            what="version", same=item.claimed == item.version, stage=Stage.ROLLOUT, version=item.version, badness=1.0,
-            sentence=f"an evaluation names version {item.claimed}, and the trainer holds version {item.version}",
-            expected=f"version {item.version} (the live weights)", actual=f"version {item.claimed} (the metrics)",
-            allowed="exact", hint="look at what labels the metrics of an evaluation",
-        )  # fmt: skip
+        sentence = f"an evaluation names version {item.claimed}, and the trainer holds version {item.version}"
+        says = "the metrics", "the live weights"
+        yield compare_value(item, "version", item.claimed, item.version, sentence=sentence, says=says)
         yield from compare_evaluated(trace, item)
         for kind, temperature, found in zip(
             ("sampled", "greedy"), (item.temperature, 0.0), item.shaped or (), strict=False
@@ -96,7 +91,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             bounds = (
                 np.full(len(at), own.absolute) if noise is None else GREATEST_NOISES * greatest_nats(noise, trainer)
             )
-            said = _said(noise) if noise is not None else own
+            said = noise_bound(noise, 0.0) if noise is not None else own
             yield _worst(item, name, at, (engine, trainer), bounds, said)
             if greedy and (exact or noise):
                 yield _greedy(item, name, at, below, bounds, said)
@@ -113,22 +108,11 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         right = [*range(begin, begin + count)]
         rises = all(before < after for before, after in pairwise(seeds))
         same = [*seeds] == right if not turn else rises and set(seeds) <= set(right)  # later, of those that go on
-        yield Comparison(
-            what=f"seeds of the evaluation, turn {turn}", same=same, stage=Stage.ROLLOUT, version=item.version,
-            badness=1.0, owner="engine",
-            sentence=f"{len(seeds):,} answers of the evaluation have {len(set(seeds)):,} seeds, from "
-            f"{min(seeds, default=0):,} to {max(seeds, default=0):,}",
-            expected=f"{'one each of' if turn else 'all of'} {begin:,} to {begin + count - 1:,}, in order",
-            actual=f"{seeds[0] if seeds else 0:,} first", allowed="exact (seeds)",
-            hint="look at what the seed of each request of an evaluation is made of",
-        )  # fmt: skip
-
-
-def _said(noise: SampledNoise) -> Tolerance:
-    """Bound of a token whose nats are still to be put in."""
-    few = noise.routed or noise.tokens < FEW_TOKENS
-    source = "no floor, so any finite one" if few else f"{GREATEST_NOISES} x {noise_source(noise)}"
-    return Tolerance(absolute=0.0, unit="nats", source=source)
+        words = f"{'one each of' if turn else 'all of'} {begin:,} to {begin + count - 1:,}, in order"
+        ends = min(seeds, default=0), max(seeds, default=0)
+        found = f"{len(set(seeds)):,} seeds of {len(seeds):,} answers, {ends[0]:,} to {ends[1]:,}"
+        at, what = At(Stage.ROLLOUT, item.version, "engine"), f"seeds of the evaluation, turn {turn}"
+        yield compare_value(at, what, found, words, same=same)
 
 
 def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
@@ -138,23 +122,19 @@ def _farthest(values: np.ndarray, bounds: np.ndarray) -> int:
 
 
 def _worst(
-    item: EvaluatedAnswers, name: str, at: np.ndarray, sides: tuple[np.ndarray, np.ndarray], bounds: np.ndarray,
+    item: EvaluatedAnswers,
+    name: str,
+    at: np.ndarray,
+    sides: tuple[np.ndarray, np.ndarray],
+    bounds: np.ndarray,
     said: Tolerance,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     engine, trainer = sides
-    gaps = np.abs(engine - trainer)
-    place = _farthest(gaps, bounds)
-    gap, bound = float(gaps[place]), float(bounds[place])
-    return Comparison(
-        what=name, same=bool(np.isfinite(gap)) and gap <= bound, stage=Stage.ROLLOUT, version=item.version,
-        share=times(gap, bound), owner="engine",
-        sentence=f"token {at[place]} of `{name}` has {engine[place]:.6g} nats in the evaluation and "
-        f"{trainer[place]:.6g} in the trainer",
-        expected=f"{trainer[place]:.6g} (the trainer, version {item.version})",
-        actual=f"{engine[place]:.6g} (the engine, which the metrics call version {item.claimed})",
-        allowed=str(replace(said, absolute=bound)),
-        hint="look at what is synced before an evaluation, and at its temperature",
-    )  # fmt: skip
+    place = _farthest(np.abs(engine - trainer), bounds)
+    subject, bound = f"the evaluation's log-probability of token {at[place]} of `{name}`", float(bounds[place])
+    says, where = ("the engine", "the trainer"), At(Stage.ROLLOUT, item.version, "engine")
+    left, right, allowed = float(engine[place]), float(trainer[place]), replace(said, absolute=bound)
+    return compare_value(where, name, left, right, subject=subject, says=says, allowed=allowed)
 
 
 def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarray) -> Comparison:
@@ -162,27 +142,17 @@ def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarr
     ends, most = (item.end, *item.other_ends), item.max_answer_tokens
     said = [wrong_end(turn, most, ends, is_last=turn is turns[-1]) for turn in turns]
     wrong = next((words for words in said if words), "")
-    return Comparison(
-        what=f"{name}, its end", same=not wrong, stage=Stage.ROLLOUT, version=item.version, badness=1.0, owner="engine",
-        sentence=f"the answer `{name}` of the evaluation {wrong}",
-        expected=f"up to the first token {item.end}, or {most:,} tokens",
-        actual=", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:]), allowed="exact",
-        hint="look at which stop tokens and which limit reach the engine with an evaluation",
-    )  # fmt: skip
+    found = ", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:])
+    right, sentence = f"up to the first token {item.end}, or {most:,}", f"the answer `{name}` of the evaluation {wrong}"
+    where = At(Stage.ROLLOUT, item.version, "engine")
+    return compare_value(where, f"{name}, its end", found, right, same=not wrong, sentence=sentence)
 
 
 def _greedy(
-    item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bounds: np.ndarray,
-    said: Tolerance,
-) -> Comparison:  # fmt: skip
+    item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bounds: np.ndarray, said: Tolerance
+) -> Comparison:
     place = _farthest(below, bounds)
-    short, bound = float(below[place]), SIDES * float(bounds[place])
-    return Comparison(
-        what=f"{name}, greedy", same=bool(np.isfinite(short)) and short <= bound, stage=Stage.ROLLOUT,
-        version=item.version, share=times(short, bound), owner="engine",
-        sentence=f"token {at[place]} of `{name}` is {short:.6g} nats less likely than the likeliest one, which a "
-        "greedy answer has",
-        expected=f"the likeliest token (the trainer, version {item.version})", actual=f"{short:.6g} nats below it",
-        allowed=f"{replace(said, absolute=bound)}, for two logits",
-        hint="look at how an evaluation is asked to be greedy",
-    )  # fmt: skip
+    subject = f"the nats of token {at[place]} of `{name}` below the likeliest one, which a greedy answer has,"
+    allowed, where = replace(said, absolute=SIDES * float(bounds[place])), At(Stage.ROLLOUT, item.version, "engine")
+    short = float(below[place])
+    return compare_value(where, f"{name}, greedy", short, None, subject=subject, allowed=allowed)

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from verifier.checks.conditions import LAYOUT
-from verifier.checks.content import by_name, compare_contents, left_out
-from verifier.checks.weights import compare_adapters
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.checks.content import by_name, compare_contents, compare_ranks, left_out
+from verifier.checks.weights import compare_adapters, compare_index
+from verifier.core.check import Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_weights import (
@@ -25,8 +24,6 @@ from verifier.core.records_weights import (
     UpdatedShard,
     WrittenShard,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 FILES = "the files of hf_model"
 """Reporter of what was written."""
@@ -46,32 +43,28 @@ FILES = "the files of hf_model"
 def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that a run leaves holds the weights that its last update left.
 
-    What it checks: of the files of `hf_model`, read by their index, names, dtypes and shapes against the source's,
-    both ways; and on each rank dtype, shape and bits of every live shard after the last update, against what the
-    independent layout (`verifier/export/names.py`) cuts from the files. Of a run that trains adapters, every matrix
-    without one against the source (WGT018 judges the others), and the files of the adapter against the live ones, its
-    configuration too (WGT013).
-    Why it matters: it is what the run was for, and what a run with `first` builds on. Written before the last update,
-    with a shard missing, an adapter left out or a cast in between, it loads everywhere and is only worse.
+    What it checks: of the files of `hf_model`, read by their index, names, dtypes and shapes against the source's, both
+    ways; and on each rank dtype, shape and bits of every live shard after the last update, against what the independent
+    layout (`verifier/export/names.py`) cuts from the files. Of a run that trains adapters, every matrix without one
+    against the source (WGT018 judges the others), and the files of the adapter against the live ones, its configuration
+    too (WGT013).
+    Why it matters: it is what the run was for. Written before the last update, with a shard missing, an adapter left
+    out or a cast in between, it loads everywhere and is only worse.
     Evidence: export/saved, export/saved-files, export/written, load/source, train/shard; train/adapter, export/adapter,
     export/merged.
     Tolerance and its source: bitwise; an export copies.
+    Where to look: when the export read this tensor, what it casts or gathers, which tensors share a file, and the
+    index.
     What it does not catch: contents of families without a layout, which the report says; config.json (WGT011), and the
     other files (WGT021).
     References: prime-rl#1707, SkyRL#1345, Megatron-Bridge#4188.
     """
     for files in trace.of(SavedCheckpoint):
+        version, says = files.version, (f"{FILES}, cut by layout", "the live model after the last update")
         yield from _against_source(trace, files)
-        for rank in sorted({item.rank for item in trace.of(WrittenShard, version=files.version)}):
-            yield from compare_contents(
-                trace.of(WrittenShard, version=files.version, rank=rank),
-                trace.of(UpdatedShard, version=files.version, rank=rank),
-                stage=Stage.EXPORT, version=files.version, actual_says=f"{FILES}, cut by layout",
-                expected_says="the live model after the last update", allowed="bitwise (an export copies)",
-                hint="look at when the export read this tensor, and at what it casts or gathers",
-            )  # fmt: skip
+        yield from compare_ranks(trace, (WrittenShard, version), (UpdatedShard, version), says)
         if trace.has(LiveAdapterScaling):
-            yield from compare_adapters(trace, files.version)
+            yield from compare_adapters(trace, version)
 
 
 @check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS, loop=recorded(SourceFiles, SavedFiles)))
@@ -85,24 +78,19 @@ def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     another chat template or with cut prompts: an empty generation_config.json outdoes the end tokens of config.json.
     Evidence: load/files, export/files.
     Tolerance and its source: exact; training changes weights.
+    Where to look: what reads and saves tokenizers and generation settings, and what is copied.
     What it does not catch: files that are wrong in the source; folders within it.
     References: Automodel#3890, LlamaFactory#8399, marin#4153, colibri#1478.
     """
     for files in trace.of(SavedFiles):
         source = next(trace.of(SourceFiles, version=files.version))
         got, want = files.digests, source.digests
-        for name in [*sorted(want | got), "number of files"]:
-            counted = name == "number of files"
-            is_there = str(len(got)) if counted else got.get(name, "absent")
-            was_there = str(len(want)) if counted else want.get(name, "absent")
-            yield Comparison(
-                what=name, same=is_there == was_there, stage=Stage.EXPORT, version=files.version, badness=1.0,
-                sentence=f"`{name}` is {is_there} in {FILES} and {was_there} in the source checkpoint",
-                expected=f"{was_there} (the source checkpoint)", actual=f"{is_there} ({FILES})",
-                allowed="exact (training changes weights)",
-                hint="look at what reads and saves tokenizers and generation settings, and at what is copied",
-                absent=is_there == "absent",
-            )  # fmt: skip
+        counts = {"number of files": (len(got), len(want))}
+        for name, (is_there, was_there) in (
+            {each: (got.get(each), want.get(each)) for each in sorted(want | got)} | counts
+        ).items():
+            says, absent = (FILES, "the source checkpoint"), is_there is None
+            yield compare_value(files, name, is_there, was_there, says=says, absent=absent, owner="")
 
 
 def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison]:
@@ -116,15 +104,6 @@ def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison
         else replace(item, digest=saved[name].digest)
         for name, item in source.items() if name not in copies
     ]  # fmt: skip
-    yield from compare_contents(
-        saved.values(), wanted, stage=Stage.EXPORT, version=files.version, actual_says=FILES,
-        expected_says="the source checkpoint", allowed="exact (training changes no name, dtype or shape)",
-        hint="look at which tensors share a file, at the index, and at what the export casts",
-    )  # fmt: skip
-    for name in files.missing:
-        if name not in source:
-            yield Comparison(
-                what=name, same=False, stage=Stage.EXPORT, version=files.version, badness=1.0, absent=True,
-                sentence=f"the index names `{name}`, which is in no file", expected="absent (the source checkpoint)",
-                actual=f"in the index alone ({FILES})", allowed="exact", hint="look at what the index is made of",
-            )  # fmt: skip
+    says = FILES, "the source checkpoint"
+    yield from compare_contents(saved.values(), wanted, says, Stage.EXPORT, files.version)
+    yield from compare_index(files, source, says)

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verifier.core.comparison import Tolerance
+from verifier.core.check import Tolerance, Trace
 from verifier.core.record import Measurement
 from verifier.core.records_activations import Activation, ActivationGradient, ActivationRecord, PointsLeftOut
 from verifier.core.records_tokens import GradientRecord
-from verifier.core.trace import Trace
 
 FORWARD = Tolerance(
     absolute=3e-5, unit="of a token's greatest",

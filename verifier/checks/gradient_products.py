@@ -33,13 +33,15 @@ DEPTH = 1024
 """Products that a sum of a forward or backward pass adds before it is cut into blocks, besides those over tokens."""
 OF_A_SHARE = 4
 """Times that a probability is rounded besides log Z: exponential, its sum, quotient and difference."""
-IN_BF16 = Tolerance(
-    absolute=0.05,
-    unit="of the root of the sum of squares of all that is added",
-    source="bf16: clean runs 0.014 at most",
-)
-ROUNDING_IN_BF16 = 2.0**-7
-"""Four roundings: of the rows' contributions, whose sum may be small where they are not."""
+IN_BF16 = 2.0**-8 / math.sqrt(3)
+"""Standard deviation of a rounding to bfloat16, as a share of what is rounded."""
+ROUNDINGS_IN_BF16 = 9
+"""Times at most that a term is rounded to bfloat16 between two sides: attention has the output, its gradient, scores,
+shares, gradients of both, and of values; the linears beside it one each."""
+OF_A_WRITE = 2
+"""Further roundings of the residual stream for each module that writes to it: of the stream, and of its gradient."""
+OF_A_ROW = 4
+"""Roundings of a row: of logits and of their gradient, each of the label's and, together no greater, of all others'."""
 NO_SIZE = "the last norm against the rows of the loss (the record does not tell the size of logits)"
 _NORMS = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
@@ -99,7 +101,7 @@ class _Rows(NamedTuple):
     told: bool
     """The rows are recorded, and of their logits the size, and the spread too where their loss has an entropy."""
     rounding: float = 0.0
-    """Change of the last norm's product by float32's rounding of the rows' probabilities."""
+    """Change of the last norm's product by the rounding of the rows' probabilities, or in bfloat16 of their logits."""
     uncertain: bool = False
     """A token with a gradient has an entropy, so that the gradient by its logits is not 0."""
 
@@ -141,9 +143,11 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     once in 1e12 comparisons. A term of a sum of D terms is rounded by 2^-24 times the root of D/2 of the root of the
     sum of squares, with the update's tokens and 1,024 as D. Of the last norm also what rounds the probabilities of each
     row, by the size of its logits: log Z, whose roundings are independent between rows of other values, and four
-    roundings that may go one way in all rows (docs/adr/0081). In bf16 0.05 of that root, measured, and four roundings
-    of the rows'. Norms have an epsilon, which nothing scales: of the residual stream also all norms' products, times
-    epsilon over the mean square of embeddings.
+    roundings that may go one way in all rows (docs/adr/0081). In bf16 7.2 standard deviations of nine roundings to it,
+    2^-8 over the root of 3 each, of that root, and of the residual stream two more for each module that writes to it;
+    of the last norm also those of logits and their gradients, by their size. Of queries and keys the root has their
+    rows of the linear before too. Norms have an epsilon, which nothing scales: of the residual stream also all norms'
+    products, times epsilon over the mean square of embeddings.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     logits are bent to a bound; the residual stream of layers with further norms; runs on
@@ -175,14 +179,16 @@ def _by_scale(trace: Trace) -> Iterator[Comparison]:
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
             more = damped if pair.kind == STREAM else 0.0
-            yield _compared(name, version, pair, sides, _allowed(trace, sides, depth, rows, more))
+            allowed = _allowed(trace, [*sides, _before(pair, sums)], depth, more, pair)
+            yield _compared(name, version, pair, sides, allowed)
         if rows.uncertain:
             yield _reached(ranks, sums, name, version)
         final = _there(sums, *FINAL)
         if final and rows.told and not any(item.bent for item in ranks):
             sides = [_joined([sums[each] for each in final]), rows.sum]
-            allowed = _allowed(trace, sides, depth, rows, rows.rounding)
-            compared = _compared(name, version, _Pair(ROWS, final, ()), sides, allowed)
+            of_rows = _Pair(ROWS, final, ())
+            allowed = _allowed(trace, sides, depth, rows.rounding, of_rows)
+            compared = _compared(name, version, of_rows, sides, allowed)
             if compared.same or all(item.same for item in compare_entropies(trace, updates[version, name])):
                 yield compared
 
@@ -222,7 +228,11 @@ def _of_rows(update: UpdateRows | None, num_tokens: int, *, sized: bool) -> _Row
     found = _Sum(float(terms.sum() + others.sum()), float(np.square([terms, others]).sum()))
     uncertain = bool((rows["entropy"][rows["gradient"] != 0] > LEAST_ENTROPY).any())
     told = ("spread" in rows or not rows["entropy_gradient"].any()) and ("size" in rows or not sized)
-    rounding = _rounding_of(rows, spread) / num_tokens if told and sized else 0.0
+    rounding = 0.0
+    if told and sized:
+        rounding = _rounding_of(rows, spread) / num_tokens
+    elif told and "size" in rows:
+        rounding = _rounding_in_bf16(rows, spread) / num_tokens
     return _Rows(found, told=told, rounding=rounding, uncertain=uncertain)
 
 
@@ -241,6 +251,16 @@ def _rounding_of(rows: Mapping[str, np.ndarray], spread: np.ndarray) -> float:
     apart = np.bincount(alike, slope * normalizer * size)
     together = OF_A_SHARE * (slope * size).sum()
     return HALF_UNIT * float(DEVIATIONS * np.linalg.norm(apart) + together)
+
+
+def _rounding_in_bf16(rows: Mapping[str, np.ndarray], spread: np.ndarray) -> float:
+    """Change of the rows' sum by bfloat16's rounding of logits, and of their gradients, each independent of the others.
+
+    A row's gradient by its logits is c (1 - p) for the label and as much, or less, for all others together.
+    """
+    slope = np.abs(rows["gradient"]) * -np.expm1(np.minimum(rows["current"], 0.0))
+    slope += np.abs(rows["entropy_gradient"]) * (1 + np.sqrt(spread))
+    return DEVIATIONS * IN_BF16 * math.sqrt(OF_A_ROW) * float(np.linalg.norm(slope * (1 + rows["size"])))
 
 
 def _pairs(names: Collection[str]) -> Iterator[_Pair]:
@@ -308,14 +328,28 @@ def _reached(ranks: Sequence[GradientProducts], sums: Mapping[str, _Sum], name: 
     )  # fmt: skip
 
 
-def _allowed(trace: Trace, sides: Sequence[_Sum], depth: int, rows: _Rows, more: float) -> Tolerance:
-    """Difference of two sides by rounding, with `more` that only these have."""
-    root, unit = math.sqrt(sum(side.squares for side in sides)), "times the factor's change"
+def _before(pair: _Pair, sums: Mapping[str, _Sum]) -> _Sum:
+    """Squares of queries' and keys' rows: their norms have few elements for all tokens and heads, whose parts cancel.
+
+    What rounds these parts is left.
+    """
+    if pair.kind != SCORES:
+        return _Sum(0.0, 0.0)
+    rows = pair.left[0].removesuffix("q_layernorm.weight") + "linear_qkv.weight"
+    whole, values = (sums.get(name, _Sum(0.0, 0.0)).squares for name in (rows, f"{rows}#value"))
+    return _Sum(0.0, max(whole - values, 0.0))
+
+
+def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float, pair: _Pair) -> Tolerance:
+    """Difference of two sides by rounding of these parts, with `more` that only they have."""
+    root, unit = math.sqrt(sum(part.squares for part in parts)), "times the factor's change"
+    each = HALF_UNIT * math.sqrt(depth / 2)
     if trace.manifest.dtype == "bfloat16":
-        own = IN_BF16.absolute * root + ROUNDING_IN_BF16 * math.sqrt(rows.sum.squares)
-        return Tolerance(absolute=own + more, unit=unit, source=str(IN_BF16))
-    source = f"fp32: {DEVIATIONS} standard deviations of a sum of roundings"
-    return Tolerance(absolute=DEVIATIONS * HALF_UNIT * math.sqrt(depth / 2) * root + more, unit=unit, source=source)
+        writers = {name.split(".linear_")[0].split(".experts")[0] for name in pair.left if _WRITES.search(name)}
+        further = OF_A_WRITE * len(writers) if pair.kind == STREAM else 0
+        each = IN_BF16 * math.sqrt(ROUNDINGS_IN_BF16 + further)
+    source = f"{trace.manifest.dtype}: {DEVIATIONS} standard deviations of a sum of roundings"
+    return Tolerance(absolute=DEVIATIONS * each * root + more, unit=unit, source=source)
 
 
 def _compared(

@@ -9,16 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from verifier.checks.conditions import LAYOUT, NO_FSDP, UPDATED
-from verifier.checks.content import owner_of, times
 from verifier.checks.step import NORM
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_set, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import TrainerStep
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 """Greatest relative error of one sum in each type."""
@@ -50,8 +46,10 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
     Evidence: train/sums, train/done, and the manifest's config.
     Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
-    and scaling, of the sum of magnitudes (Higham 2002, section 4.2): a greatest value, which chance cannot exceed. Of
-    the norm 1e-5: 7.2 standard deviations of 19,500 squares that are added one after another.
+    and scaling, of the sum of magnitudes (Higham 2002, section 4.2) , which chance cannot exceed. Of the norm 1e-5: 7.2
+    standard deviations of 19,500 squares that are added one after another.
+    Where to look: what zeroes the gradient buffer, its reduction over ranks, what scales it, the first and last
+    elements of buckets and of shards, and their padding.
     What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors
     whose turn has not come; elements that are exchanged within a tensor, beside the 256, and on a GPU, where sums of
     all are not made, others beside them; runs with Megatron-FSDP or an optimizer on the host, which the report says.
@@ -116,21 +114,16 @@ def _summed(
 ) -> Comparison:
     parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / divisor
     expected, magnitude = parts.sum(0), np.abs(parts).sum(0)
-    allowed = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
+    bounds = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
     gap = np.abs(actual - expected)
-    same = bool((gap <= allowed).all())
-    worst = int(np.argmax(np.where(np.isfinite(gap), gap / allowed, np.inf)))
-    place = tensor.begin + tensor.owned_begin + worst
-    return Comparison(
-        what=f"gradient of {tensor.name} of {item.name} on rank {item.rank}", same=same, stage=Stage.TRAIN,
-        version=item.version, share=times(float(gap[worst]), float(allowed[worst])), owner=owner_of(item),
-        sentence=f"{item.name} gives the optimizer {actual[worst]:.6g} as the gradient of element {place:,} of "
-        f"`{tensor.name}`, its passes gave {expected[worst]:.6g}",
-        expected=f"{expected[worst]:.6g} (what micro-batches of {len(parts)} ranks gave, over {divisor:,})",
-        actual=f"{actual[worst]:.6g} (the gradient that the optimizer reads)",
-        allowed=f"{allowed[worst]:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})",
-        hint="look at what zeroes the gradient buffer, at its reduction over ranks, and at what scales it",
-    )  # fmt: skip
+    worst = int(np.argmax(np.where(np.isfinite(gap), gap / bounds, np.inf)))
+    place, bound = tensor.begin + tensor.owned_begin + worst, float(bounds[worst])
+    what = f"gradient of {tensor.name} of {item.name} on rank {item.rank}"
+    subject = f"the gradient of element {place:,} of `{tensor.name}` that {item.name} gives the optimizer"
+    says = "", f"what micro-batches of {len(parts)} ranks gave, over {divisor:,}"
+    words, same = f"{bound:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})", bool((gap <= bounds).all())
+    found, right = float(actual[worst]), float(expected[worst])
+    return compare_value(item, what, found, right, same=same, subject=subject, says=says, allowed=words, bound=bound)
 
 
 def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divisor: float) -> Comparison:
@@ -144,17 +137,16 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divis
     allowed = count * (ROUNDING[tensor.dtype] * float(magnitude.sum()) * scale + LEAST * tensor.size)
     gap = abs(actual - expected)
     lost = rest or not times_owned
-    return Comparison(
-        what=f"whole gradient of {tensor.name} of {item.name}", same=gap <= allowed and not lost, stage=Stage.TRAIN,
-        version=item.version, share=times(gap, allowed), owner=owner_of(item),
-        sentence=f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of "
-        f"`{tensor.name}`{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}",
-        expected=f"{expected:.9g} (all {tensor.size:,} elements, what micro-batches of {len(found)} ranks gave, over "
-        f"{divisor:,})",
-        actual=f"{actual:.9g} (the gradients that optimizers read, {times_owned} of each element)",
-        allowed=f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)",
-        hint="look at the first and last elements of buckets and of shards, and at their padding",
-    )  # fmt: skip
+    what, same = f"whole gradient of {tensor.name} of {item.name}", gap <= allowed and not lost
+    sentence = (
+        f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of `{tensor.name}`"
+    )
+    sentence += f"{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}"
+    says = f"{times_owned} of each element", f"{tensor.size:,} elements of {len(found)} ranks, over {divisor:,}"
+    words = f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)"
+    return compare_value(
+        item, what, actual, expected, same=same, sentence=sentence, says=says, allowed=words, bound=allowed
+    )
 
 
 def _added_in(trace: Trace, sums: Sequence[GradientSums]) -> Iterator[Comparison]:
@@ -164,36 +156,21 @@ def _added_in(trace: Trace, sums: Sequence[GradientSums]) -> Iterator[Comparison
         return
     for item in sums:
         others = [tensor.name for tensor in item.tensors if tensor.dtype != "float32"]
-        yield Comparison(
-            what=f"type of the sums of {item.name} on rank {item.rank}", same=not others, stage=Stage.TRAIN,
-            version=item.version, badness=len(others) / max(len(item.tensors), 1), owner=owner_of(item),
-            sentence=f"{item.name} adds up the gradients of {len(others)} tensors in the weights' type, "
-            f"`{''.join(others[:1])}` the first",
-            expected="float32 (megatron.grad_reduce_in_fp32)", actual=f"{len(others)} of {len(item.tensors)} are not",
-            allowed="exact", hint="look at what makes the gradient buffers",
-        )  # fmt: skip
+        subject, total = f"tensors whose gradients {item.name} adds up in less than float32", len(item.tensors)
+        hint, badness = "look at what makes the gradient buffers", len(others) / max(total, 1)
+        what = f"type of the sums of {item.name} on rank {item.rank}"
+        yield compare_set(item, what, others, total=total, subject=subject, hint=hint, badness=badness)
 
 
 def _marked(item: GradientSums) -> Comparison:
-    first, *more = item.miscounted or ("",)
-    return Comparison(
-        what=f"tensors in the norm of {item.name} on rank {item.rank}", same=not item.miscounted, stage=Stage.TRAIN,
-        version=item.version, badness=1.0, owner=owner_of(item),
-        sentence=f"the norm of {item.name} counts `{first}`{f' and {len(more)} more' if more else ''} never or twice: "
-        f"rank {item.rank} is marked otherwise than it holds them",
-        expected="each part of a tensor in the norm once", actual=f"{len(item.miscounted)} tensors marked otherwise",
-        allowed="exact (marks of tensors)", hint="look at the `tensor_model_parallel` and `shared` marks of the tensor",
-    )  # fmt: skip
+    what = f"tensors in the norm of {item.name} on rank {item.rank}"
+    hint = "look at the `tensor_model_parallel` and `shared` marks"
+    subject = f"tensors that the norm of {item.name} counts never or twice, as rank {item.rank} is marked otherwise"
+    return compare_set(item, what, item.miscounted, subject=subject, hint=hint)
 
 
 def _normed(step: TrainerStep, rank: int, expected: float) -> Comparison:
-    actual, allowed = float(step.grad_norm), NORM.absolute * expected
-    gap = abs(actual - expected)
-    return Comparison(
-        what=f"gradient norm of {step.name} on rank {rank}", same=gap <= allowed, stage=Stage.TRAIN,
-        version=step.version, share=times(gap, allowed), owner=owner_of(step),
-        sentence=f"{step.name} clips by a gradient norm of {actual:.6g}, its gradients have {expected:.6g}",
-        expected=f"{expected:.6g} (all ranks' gradients, each counted once, float64)",
-        actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
-        hint="look at what the norm counts twice or leaves out, and over which ranks it is summed",
-    )  # fmt: skip
+    what, bound = f"gradient norm of {step.name} on rank {rank}", NORM.absolute * expected
+    says = "the optimizer clips by it", "all ranks' gradients, each counted once, float64"
+    hint = "look at what the norm counts twice or leaves out, and over which ranks it is summed"
+    return compare_value(step, what, float(step.grad_norm), expected, says=says, allowed=NORM, bound=bound, hint=hint)

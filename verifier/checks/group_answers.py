@@ -6,12 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from verifier.checks.conditions import LIVE
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_value
 from verifier.core.condition import on, recorded, told
 from verifier.core.records_policy import Advantages, SamplingAsked
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 
 @check(
@@ -31,6 +28,7 @@ def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
     counts are then those of what was left, and agree.
     Evidence: data/asked, advantage/advantages.
     Tolerance and its source: exact; these are counts.
+    Where to look: what loses answers of the engine.
     What it does not catch: recorded rollouts; which groups further rounds of sampling replace.
     References: labs-molt#109, SkyRL#1529.
     """
@@ -42,9 +40,7 @@ def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
             counts = [("prompts with an answer", len(answers), asked.batch_size)]
             counts += [(f"answers to prompt `{group}`", len(own), asked.group_size) for group, own in answers.items()]
             for what, actual, expected in counts:
-                yield Comparison(
-                    what=what, same=actual == expected, stage=Stage.DATA, version=asked.version, badness=1.0,
-                    sentence=f"the step has {actual:,} {what}, it should have {expected:,}",
-                    expected=f"{expected:,} (batch size {asked.batch_size}, {asked.group_size} answers)",
-                    actual=f"{actual:,}", allowed="exact (counts)", hint="look at what loses answers of the engine",
-                )  # fmt: skip
+                says = "", f"batch size {asked.batch_size}, {asked.group_size} answers"
+                yield compare_value(
+                    asked, what, actual, expected, subject=f"the number of {what} in the step", says=says
+                )

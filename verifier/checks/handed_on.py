@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from verifier.checks.answer_ends import spans
 from verifier.checks.conditions import LIVE
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import (
     EpisodeTurns,
@@ -21,11 +20,10 @@ from verifier.core.records_policy import (
 )
 from verifier.core.records_tokens import GivenRoutes, Rollouts, SampledTokens
 from verifier.core.seal import NO_SEAL, seal_of_array
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
 """Parts of an answer; log-probabilities are the engine's, so that they are wrong where its checks find them so."""
+T = TypeVar("T")
 MISSING = -1
 """Expert of a token and a layer without a route, before the last token that has one."""
 Answer = tuple[str, int]
@@ -63,11 +61,11 @@ def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     against those of the policy loss. Where routes are replayed, also the seal that the engine's process took of its
     routes, against those that the batch has.
     Why it matters: log-probabilities that are rounded or clamped on their way, or replaced by the trainer's where some
-    are missing, make an importance weight of the wrong policy. Replaced ones agree with the trainer on every token, so
-    that a mismatch seems to be gone and the correction is off. Routes of another answer, token or layer are replayed
-    as faithfully as the right ones.
+    are missing, make an importance weight of the wrong policy. Routes of another answer, token or layer are replayed as
+    faithfully as the right ones.
     Evidence: data/seeds, data/turns, advantage/policy, pack/rollouts, replay/routes.
     Tolerance and its source: exact; both are copied (CRC-32 of the bytes).
+    Where to look: what rounds, clamps, fills in or reorders answers between the engine and the batch.
     What it does not catch: an answer that is wrong as it comes from the engine (LGP003, LGP009, LGP011); versions of
     tokens; numbers of the layers that routes are of (RPL001); a rollout without a token in the loss, which no rank
     packs, beyond its log-probabilities.
@@ -116,7 +114,7 @@ def _noted(trace: Trace, version: int) -> Mapping[Answer, _Seals]:
     return by_answer(trace, version, seals_of)
 
 
-def by_answer[T](trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
+def by_answer(trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[Sequence[T]]]) -> Mapping[Answer, T]:
     """Give what was noted of the answers of each turn of a round to these answers, in all rounds of a step."""
     found: dict[Answer, T] = {}
     for item in trace.of(RequestSeeds, version=version):
@@ -149,14 +147,9 @@ def answers_in(trace: Trace, version: int, name: str, versions: np.ndarray) -> I
 
 def _same(turn: _Turn, what: str, right: int | None) -> Comparison:
     name, number = turn.answer
-    stage = Stage.ROLLOUT if what == NATS else Stage.DATA
     own = f"turn {number} of `{name}`" if number else f"`{name}`"
-    return Comparison(
-        what=f"{what} of {own}".replace("`", ""), same=turn.seal == right, stage=stage, version=turn.version,
-        badness=1.0,
-        sentence=f"the {what} of {own} are not those that the engine gave"
-        if right is not None else f"the engine gave no answer that is {own}",
-        expected="nothing" if right is None else f"{right:08x} (checksum, as the engine's answer came)",
-        actual=f"{turn.seal:08x} (checksum, as the step has them)", allowed="exact (they are copied)",
-        hint="look at what rounds, clamps, fills in or reorders answers between the engine and the batch",
-    )  # fmt: skip
+    sentence = f"the {what} of {own} are not those that the engine gave"
+    sentence = f"the engine gave no answer that is {own}" if right is None else sentence
+    at, noun = At(Stage.ROLLOUT if what == NATS else Stage.DATA, turn.version), f"{what} of {own}".replace("`", "")
+    left, wanted = (None if seal is None else f"checksum {seal:08x}" for seal in (turn.seal, right))
+    return compare_value(at, noun, left, wanted, same=turn.seal == right, sentence=sentence)

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verifier.core import ragged
-from verifier.core.comparison import Tolerance
+from verifier.core.check import Stage, Tolerance, Trace
 from verifier.core.records_tokens import ROUNDINGS, DtypeNoise, EngineNoise, GivenRoutes, NoiseRecord, StoredFloor
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 FP32 = Tolerance(absolute=1e-5, unit="nats", source="fp32: ten times the scale of rounding in tiny models")
 """Least that is allowed in fp32: what is below it is asked of nobody."""
@@ -22,6 +20,8 @@ NOISES = 2
 """Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
 GREATEST_NOISES = 3
 """Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
+CHANCE = 1e-12
+"""Chance that a number of tokens beyond the greatest of as many others is exceeded."""
 FLIPS = Tolerance(
     absolute=math.inf, unit="nats", source="a token whose router flips in less than float32 is off by a size of its own"
 )
@@ -56,17 +56,10 @@ def bounds_of(
     themselves, all by default: with fewer, as samples share prompts, a mean has the standard errors of so many, and the
     run's noisiest set for its own. `scales` are those of `OracleRecord`.
 
-    In fp32 `ROUNDINGS` times the greatest scale of what float32 rounds at a place of the sequence, or that over all
-    tokens of the scoring if that is more; where scales are unknown, the greatest of the version, or of version 0. At
-    least 1e-5 nats, divided by a temperature below 1, which magnifies what float32 rounds of logits.
-
-    In bf16 they are twice the stored noise floor of sequences of that length, where the run's checkpoint has one;
-    otherwise they come from the run: transformers in bf16 against transformers in fp32, on the same tokens and weights.
-    The greatest of few tokens misses most flips of a router: twice the greatest of the whole run is allowed, if more.
-    Of a training run's mixture single tokens are not judged: a step has few, and each that flips has its own size. In
-    the mean a token counts as much as the greatest of the noise at most: one side may flip many and the other none.
-    Of an engine that quantizes its weights they come from that engine at version 0, where it is a cold one, by its
-    start or by ENG002; at version 0 itself they say nothing.
+    In fp32 by the scale of what float32 rounds at each place, or at those of the whole scoring, of the version, or of
+    version 0. In bf16 by the stored noise floor of sequences of that length, where the run's checkpoint has one, or by
+    the run's own noise. Of a training run's mixture single tokens are not judged: each that flips has its own size. Of
+    an engine that quantizes its weights by that engine, cold, at version 0. See docs/numerics.md.
 
     Raises:
         LookupError: a bf16 run without a floor has not measured its noise.
@@ -124,6 +117,16 @@ def rounding(scale: float, times: float = ROUNDINGS) -> Tolerance:
     return Tolerance(absolute=times * scale, unit="nats", source=source)
 
 
+def most_beyond(tokens: int, others: int) -> int:
+    """Most of `tokens` draws that chance puts beyond the greatest of `others` more, whatever distribution all are of.
+
+    Source:
+        Gumbel and von Schelling 1950, "The distribution of the number of exceedances": all of the k greatest are among
+        n of n + m draws with a chance of at most (n / (n + m))^k; exceeded with one of `CHANCE`.
+    """
+    return math.ceil(math.log(CHANCE) / math.log(tokens / (tokens + others)))
+
+
 def wider(one: Tolerance, other: Tolerance) -> Tolerance:
     """The wider of two bounds; the first if they are equal."""
     return one if one.absolute >= other.absolute else other
@@ -149,14 +152,8 @@ def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: b
     """Bound on the greatest of a sequence or `of_run`, of thousands of tokens, or on the mean or median of all tokens.
 
     A mean of few scatters, so it gets three standard errors more, and so does a median: that of an exponential
-    distribution scatters as its mean does, that of one with heavier tails less. Measured on a DeepSeek-V3 with 16
-    experts, whose router flips in bf16: 0.06 nats on the mean of 262 tokens, and 0.18 on that of 8 sampled ones of the
-    same weights; so a mean of few is not judged at all. Of 8 samples of 14 tokens for each of two prompts, the mean
-    noise of tiny mixtures was above twice another such set's and three standard errors of all tokens in 0.6 to 4.7%
-    of draws; with those of one sample for each prompt, and the run's mean noise if more, in less than 0.1%.
-
-    There is none on upper quantiles, where a mixture's router begins to flip: on clean runs of 262 tokens
-    the 0.9 quantile was 0.3 to 2.2 times the floor's, the median 0.6 to 1.3 times.
+    distribution scatters as its mean does, that of one with heavier tails less. There is none on upper quantiles, where
+    a mixture's router begins to flip: on clean runs the 0.9 quantile was 0.3 to 2.2 times the floor's.
     """
     allowed = NOISES if of_run or statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
     bound, more = allowed * float(getattr(noise, statistic)), ""

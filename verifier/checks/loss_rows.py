@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from verifier.checks.conditions import GRPO, REFERENCE, UPDATED
-from verifier.checks.content import owner_of, times
 from verifier.checks.packing import POSITION_BITS
 from verifier.core import ragged
-from verifier.core.check import LOOP, check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_gradients import LogitSpreads
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
 from verifier.core.records_trainer import LossColumns, TrainerStep
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 Rows = Mapping[str, np.ndarray]
 INPUT = Tolerance(
@@ -122,6 +118,7 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     on a data-parallel rank keeps every shape, and the loss looks as ever.
     Evidence: loss/rows, advantage/columns, advantage/policy.
     Tolerance and its source: 1e-6 of the value; a float64 is rounded to float32.
+    Where to look: what packs, cuts and moves the columns of a batch.
     What it does not catch: columns that were computed wrongly (ADV001, ADV003).
     References: ms-swift#8427, prime-rl#583, SkyRL#1908, RL#2787.
     """
@@ -137,15 +134,14 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
             for column, gaps in greatest.items():
                 if gaps[number] > max(worst, 1.0):
                     worst, which = float(gaps[number]), column
-            yield Comparison(
-                what=f"{name} in {columns.name}", same=not which, stage=Stage.PACK, version=columns.version,
-                badness=worst,
-                share=None if rows else max((float(gaps[number]) for gaps in greatest.values()), default=0.0),
-                sentence=f"in {columns.name} the loss of `{name}` read "
-                + (f"{rows} tokens not once" if which == "rows" else f"another {which} than it was given"),
-                expected="each token once, with its own columns", actual=f"{which} differs" if which else "",
-                allowed=str(INPUT), hint="look at what packs, cuts and moves the columns of a batch",
-            )  # fmt: skip
+            share = None if rows else max((float(gaps[number]) for gaps in greatest.values()), default=0.0)
+            found = f"{rows} tokens not once" if which == "rows" else f"another {which} than it was given"
+            sentence = f"in {columns.name} the loss of `{name}` read {found}"
+            at, sides = At(Stage.PACK, columns.version), (found, "each token once, with its own columns")
+            texts: Given = {"badness": worst}
+            what, same, words = f"{name} in {columns.name}", not which, str(INPUT)
+            compared = compare_value(at, what, *sides, same=same, sentence=sentence, allowed=words, **texts)
+            yield replace(compared, share=share)
 
 
 def _greatest_gaps(update: UpdateRows, column: str) -> np.ndarray:
@@ -179,8 +175,9 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
     Tolerance and its source: 2e-5 of the greatest of the update; fp32, a greatest value up to 150 nats. A KL term may
-    be off by what 2e-6 nats of its distance change it by. Rows within that of a clip's edge, or of the limit of
-    log-ratios, have either gradient.
+    be off by what 2e-6 nats of its distance change it by. Rows within that of a clip's edge, or of the limit
+    of log-ratios, have either gradient.
+    Where to look: the terms of the loss, their signs and their divisors, and what is summed over which ranks.
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
     """
@@ -212,27 +209,21 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
         gaps = np.where(spared, 0.0, np.abs(actual - expected))
         gaps = np.where(np.isnan(gaps), np.inf, gaps)
         for at in worst_rows(update.rollout, gaps):
-            name, gap = columns.ids[update.rollout[at]], float(gaps[at])
-            yield Comparison(
-                what=f"{what} of {name} in {columns.name}", same=gap <= allowed, stage=Stage.LOSS,
-                version=columns.version, share=times(gap, allowed),
-                sentence=f"in {columns.name} a token of `{name}` has a {what} of {actual[at]:.6g}, "
-                f"it should be {expected[at]:.6g}",
-                expected=f"{expected[at]:.6g} ({terms.loss}, float64)", actual=f"{actual[at]:.6g} (the trainer's)",
-                allowed=f"{allowed:.3g}, {TERM}", hint="look at the terms of the loss, their signs and their divisors",
-            )  # fmt: skip
+            name, place = columns.ids[update.rollout[at]], At(Stage.LOSS, columns.version)
+            subject = f"the {what} of a token of `{name}` in {columns.name}"
+            says = "the trainer's", f"{terms.loss}, float64"
+            sides, gap, noun = (float(actual[at]), float(expected[at])), float(gaps[at]), f"{what} of {name}"
+            texts: Given = {"subject": subject, "says": says}
+            noun = f"{noun} in {columns.name}"
+            yield compare_value(place, noun, *sides, allowed=TERM, bound=allowed, gap=gap, **texts)
     total = float((weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     scale = float(np.abs(weight * value).sum()) / max(int(update.in_loss.sum()), 1)
     for report in trace.of(TrainerStep, version=columns.version, name=columns.name):
-        gap = abs(float(report.loss) - total)
-        allowed = TERM.absolute * max(scale, 1e-12) + float(of_value.max(initial=0.0))
-        yield Comparison(
-            what=f"reported loss of {columns.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.LOSS,
-            version=columns.version, share=times(gap, allowed), owner=owner_of(report),
-            sentence=f"{columns.name} reports a loss of {float(report.loss):.6g}, it should be {total:.6g}",
-            expected=f"{total:.6g} (the weighted sum over all tokens, float64)", actual=f"{float(report.loss):.6g}",
-            allowed=f"{allowed:.3g}, {TERM}", hint="look at what is summed over which ranks",
-        )  # fmt: skip
+        bound = TERM.absolute * max(scale, 1e-12) + float(of_value.max(initial=0.0))
+        what, says = f"reported loss of {columns.name} on rank {report.rank}", ("", "the weighted sum, float64")
+        yield compare_value(
+            report, what, float(report.loss), total, says=says, allowed=TERM, bound=bound, stage=Stage.LOSS
+        )
 
 
 def worst_rows(rollout: np.ndarray, gaps: np.ndarray) -> list[int]:
@@ -313,6 +304,7 @@ def reference_moved(trace: Trace) -> Iterator[Comparison]:
     other weights pulls the policy to them, and the reported KL looks healthy in all.
     Evidence: logprob/reference.
     Tolerance and its source: bitwise; the reference is a copy.
+    Where to look: what else writes the reference, and which model scores.
     What it does not catch: a reference that a resume takes from other weights (CKP001); what the first load brings
     (WGT001).
     References: slime#914, RL#3722, trl#6688, trl#1340.
@@ -322,10 +314,6 @@ def reference_moved(trace: Trace) -> Iterator[Comparison]:
         if item.begun is not None:
             pairs.append(("what the run began with", "when the reference was made", item.frozen, item.begun))
         for wanted, when, found, right in pairs:
-            yield Comparison(
-                what=f"{item.name} on rank {item.rank}", same=found == right, stage=Stage.LOGPROB,
-                version=item.version, badness=1.0, owner=owner_of(item),
-                sentence=f"`{item.name}` of the reference is not {wanted}",
-                expected=f"{right} ({wanted.removeprefix('what it was ')})", actual=f"{found} ({when})",
-                allowed="bitwise (a copy)", hint="look at what else writes the reference, and at which model scores",
-            )  # fmt: skip
+            what, sentence = f"{item.name} on rank {item.rank}", f"`{item.name}` of the reference is not {wanted}"
+            says = when, wanted.removeprefix("what it was ")
+            yield compare_value(item, what, found, right, sentence=sentence, says=says)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from verifier.checks.conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, SENT, STEPPED, SYNCED, UPDATED
 from verifier.checks.content import Moment, by_name, compare_moments
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.record import TensorRecord
 from verifier.core.records_weights import (
@@ -23,8 +22,6 @@ from verifier.core.records_weights import (
     Update,
     UpdatedShard,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 OUTWARD = ".lora_B.weight"
 """End of the names of an adapter's outward matrices."""
@@ -48,6 +45,7 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     step, whatever the gradient is.
     Evidence: load/shard, export/exported (what an export before it left), train/idle, train/shard.
     Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
+    Where to look: the optimizer's master weights and the parameters right after the load.
     What it does not catch: masters that hold the right weights but wrong moments.
     References: SkyRL#2149, RL#2371.
     """
@@ -56,11 +54,7 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     def before(version: int) -> Moment:  # what an export left, whatever it left
         return (ShardAfterExport, version) if version in exported else _shards(version)
 
-    return compare_moments(
-        trace, ShardAfterIdleStep, before, actual_says="the model after an lr = 0 step",
-        expected_says="the model before it", allowed="bitwise (a step of zero moves nothing)",
-        hint="compare the optimizer's master weights with the parameters right after the load",
-    )  # fmt: skip
+    return compare_moments(trace, ShardAfterIdleStep, before, ("the model after an lr = 0 step", "the model before it"))
 
 
 @check(
@@ -70,12 +64,13 @@ def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
 def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
     """Every update changes the weights, so that a sync which delivers nothing cannot pass.
 
-    What it checks: at each version above 0, the number of checkpoint tensors whose live bits changed since the
-    version before is not zero; for the noise update it is every floating-point tensor, for an adapter every one of its
-    outward matrices (B), which are zero before the first step.
+    What it checks: at each version above 0, the number of checkpoint tensors whose live bits changed since the version
+    before is not zero; for the noise update it is every floating-point tensor, for an adapter every one of its outward
+    matrices (B), which are zero before the first step.
     Why it matters: syncing unchanged weights proves nothing about delivery.
     Evidence: train/update, load/source, train/live, train/adapter.
     Tolerance and its source: exact counts.
+    Where to look: whether the optimizer stepped, and whether its parameters are the model's.
     What it does not catch: a parameter that should have moved and did not (TRN001).
     References: verl#4248, prime-rl#1145.
     """
@@ -86,13 +81,9 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
         moved, total = sum(before[name].digest != after[name].digest for name in after if name in before), len(after)
         floats = sum("float" in tensor.dtype for tensor in after.values())
         least = {"step": 1, "noise": floats, "adapter step": total}[item.how]
-        yield Comparison(
-            what=item.name, same=moved >= least, stage=Stage.TRAIN, version=item.version, badness=1.0,
-            sentence=f"the update changed {moved or 'none'} of the model's {total} tensors"
-            + (f", at least {least} had to change" if moved else ""),
-            expected=f"{least} or more tensors changed", actual=f"{moved} changed", allowed="exact counts",
-            hint="look at whether the optimizer stepped and whether its parameters are the model's",
-        )  # fmt: skip
+        sentence = f"the update changed {moved} of the model's {total} tensors, at least {least} had to change"
+        right = f"{least} or more"
+        yield compare_value(item, item.name, moved, right, same=moved >= least, sentence=sentence, owner="")
 
 
 def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]:
@@ -112,19 +103,16 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """Scoring tokens leaves every live parameter and buffer bit alone.
 
     What it checks: each rank's parameters and persistent buffers right after a scoring pass against those before it.
-    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on
-    what it should only measure; the next update hides it.
+    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on what
+    it should only measure; the next update hides it.
     Evidence: load/shard, train/shard, train/scored.
     Tolerance and its source: bitwise; a forward pass writes no weight.
+    Where to look: what else the evaluation calls: an optimizer step, a hook, a counter.
     What it does not catch: optimizer state that moved without a weight; after every second update the pass comes first,
     and what it moves then is taken for the update's (TRN001).
     References: RL#1012, ms-swift#10154.
     """
-    return compare_moments(
-        trace, ShardAfterScoring, _shards, actual_says="the model after scoring", expected_says="the model before it",
-        allowed="bitwise (a forward pass writes no weight)",
-        hint="look at what else the evaluation calls: an optimizer step, a hook, a counter",
-    )  # fmt: skip
+    return compare_moments(trace, ShardAfterScoring, _shards, ("the model after scoring", "the model before it"))
 
 
 @check(
@@ -145,15 +133,12 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     subtraction, trains on from weights that no optimizer made.
     Evidence: load/shard, train/shard, export/exported.
     Tolerance and its source: bitwise; an export reads.
+    Where to look: what the export writes in place: casts, transposes, merged adapters.
     What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
     parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
     References: ms-swift#10154, verl#2029, AReaL#1546.
     """
-    return compare_moments(
-        trace, ShardAfterExport, _shards, actual_says="the model after the export", expected_says="the model before it",
-        allowed="bitwise (an export reads)",
-        hint="look for what the export writes in place: casts, transposes, merged adapters",
-    )  # fmt: skip
+    return compare_moments(trace, ShardAfterExport, _shards, ("the model after the export", "the model before it"))
 
 
 @check(
@@ -169,11 +154,9 @@ def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
     base that the engine holds.
     Evidence: load/shard, train/frozen.
     Tolerance and its source: bitwise; no optimizer has them.
+    Where to look: what is frozen, and what the optimizer was given.
     What it does not catch: a base that was loaded wrongly (WGT001).
     References: NeMo-RL#2754, ms-swift#10154.
     """
-    return compare_moments(
-        trace, FrozenShard, lambda version: (LoadedShard, 0), actual_says="the base after a step of the adapter",
-        expected_says="the base after load", allowed="bitwise (no optimizer has it)",
-        hint="look at what is frozen, and at what the optimizer was given",
-    )  # fmt: skip
+    says = "the base after a step of the adapter", "the base after load"
+    return compare_moments(trace, FrozenShard, lambda version: (LoadedShard, 0), says)

@@ -8,11 +8,9 @@ import numpy as np
 
 from verifier.checks.handed_on import answers_in, by_answer
 from verifier.core import ragged
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, compare_value
 from verifier.core.records_policy import EvaluatedAnswers, PolicyColumns, SamplingAsked
 from verifier.core.records_trainer import PreviousStep
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 from verifier.knob import flat
 
 
@@ -29,29 +27,20 @@ def compare_answers(trace: Trace, asked: SamplingAsked, policy: PolicyColumns) -
             wrong = _wrong(trace, asked.sent, claimed, held)
             own = f"turn {answer[1]} of `{answer[0]}`" if answer[1] else f"`{answer[0]}`"
             at = next(iter(wrong), 0)
-            yield Comparison(
-                what=f"weights of {own}".replace("`", ""), same=not wrong and len(claimed) == len(held),
-                stage=Stage.ROLLOUT, version=policy.version, badness=1.0, owner="engine",
-                sentence=f"{len(wrong):,} of {len(claimed):,} tokens of {own} claim other weights than its engine held",
-                expected=f"version {claimed[at]} of token {at}, as it claims, or the one sent last before it",
-                actual=f"version {held[at]} (the engine's process)" if at < len(held) else "no token",
-                allowed="exact (versions are copied)",
-                hint="look at what counts versions, and at whether answers are sampled before or after a sync",
-            )  # fmt: skip
+            at_name, where = f"weights of {own}".replace("`", ""), At(Stage.ROLLOUT, policy.version, "engine")
+            sentence = f"{len(wrong):,} of {len(claimed):,} tokens of {own} claim other weights than its engine held"
+            found = f"version {held[at]}" if at < len(held) else "no token"
+            right, same = f"version {claimed[at]} of token {at}, as it claims", not wrong and len(claimed) == len(held)
+            yield compare_value(where, at_name, found, right, same=same, sentence=sentence)
 
 
 def compare_evaluated(trace: Trace, item: EvaluatedAnswers) -> Iterator[Comparison]:
     """Compare the weights of all answers of an evaluation; those of engines that name none are left out."""
     sent = () if item.sent is None else (item.sent,)
     for held in item.weights:
-        yield Comparison(
-            what=f"weights {held}", same=not _wrong(trace, sent, [item.claimed], [held]), stage=Stage.ROLLOUT,
-            version=item.version, badness=1.0, owner="engine",
-            sentence=f"an evaluation names version {item.claimed}, and its engine held version {held}",
-            expected=f"version {item.claimed} (the metrics), or the one sent last before it",
-            actual=f"version {held} (the engine's process)", allowed="exact",
-            hint="look at what is synced before an evaluation",
-        )  # fmt: skip
+        at, same = At(Stage.ROLLOUT, item.version, "engine"), not _wrong(trace, sent, [item.claimed], [held])
+        sentence = f"an evaluation names version {item.claimed}, and its engine held version {held}"
+        yield compare_value(at, f"weights {held}", held, item.claimed, same=same, sentence=sentence)
 
 
 def _wrong(trace: Trace, sent: Collection[int], claimed: list[int], held: list[int]) -> list[int]:

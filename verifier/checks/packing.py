@@ -11,10 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from verifier.checks.conditions import UPDATED
-from verifier.checks.content import owner_of
 from verifier.core import ragged
-from verifier.core.check import LOOP, check
-from verifier.core.comparison import Comparison
+from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_value, owner_of
 from verifier.core.condition import ALWAYS, on, recorded, several, told
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_tokens import (
@@ -26,8 +24,6 @@ from verifier.core.records_tokens import (
     TrainerLogprobs,
 )
 from verifier.core.records_weights import StepReport
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 POSITION_BITS = 32
 """Low bits of a sentinel, which hold the position; those above hold the rollout's index plus one."""
@@ -182,6 +178,7 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     Why it matters: an off-by-one, a wrong roll, a mask on the wrong side or a dropped sequence keeps every shape.
     Evidence: pack/rollouts (what the run says of every token), pack/ledger (the rows of every rank), rollout/sampled.
     Tolerance and its source: exact; packing moves tokens, it computes nothing.
+    Where to look: which ranks take part in the pass, the shift by one, the padding side and the shard order.
     What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
     References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525, AReaL#1569.
     """
@@ -199,12 +196,9 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     passes |= {(item.name if item.update else "trained", item.version) for item in trace.of(StepReport)}
     followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
     for name, version in sorted(passes - followed):
-        yield Comparison(
-            what=f"{name} tokens", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
-            sentence=f"no ledger followed the tokens that were {name} at version {version}",
-            expected="a ledger of every pass", actual="none", allowed="exact",
-            hint="look at what hands a pass its micro-batches",
-        )  # fmt: skip
+        sentence = f"no ledger followed the tokens that were {name} at version {version}"
+        at, what = At(Stage.PACK, version), f"{name} tokens"
+        yield compare_value(at, what, None, "a ledger of every pass", sentence=sentence, absent=True)
 
 
 def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterator[Comparison]:
@@ -214,12 +208,9 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     if trace.manifest.command == LOOP:
         owners = len(seen)
     if len(seen) < owners:
-        yield Comparison(
-            what=f"{item.name} tokens", same=False, stage=Stage.PACK, version=item.version, badness=1.0, absent=True,
-            sentence=f"{len(seen)} of {owners} ranks have a ledger of the tokens {item.name} at version {item.version}",
-            expected="a ledger of every data and context rank", actual=f"ledgers of trainer ranks {sorted(seen)}",
-            allowed="exact", hint="look at which ranks take part in the pass",
-        )  # fmt: skip
+        sentence = f"{len(seen)} of {owners} ranks have a ledger of the tokens {item.name} at version {item.version}"
+        sides = f"ledgers of trainer ranks {sorted(seen)}", "a ledger of every data and context rank"
+        yield compare_value(item, f"{item.name} tokens", *sides, sentence=sentence, absent=True)
         return
     rows = joined([trace.arrays(ledger) for ledger in ledgers], [ledger.rank for ledger in ledgers])
     found: dict[str, list[Misplacement]] = defaultdict(list)
@@ -229,24 +220,17 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     sizes = {**dict(zip(item.ids, item.lengths, strict=True)), "": int((rows["sentinel"] == 0).sum())}
     for name, tokens in sizes.items():
         misplaced, what = found[name], f"{item.name} {name or 'padding'}"
-        if not misplaced:
-            yield Comparison(what=what, same=True, stage=item.stage, version=item.version)
-            continue
+
         text = "; ".join(
             f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
             for each in misplaced[:SHOWN]
         )
-        rank = misplaced[0].rank
-        yield Comparison(
-            what=what, same=False, stage=item.stage, version=item.version, badness=len(misplaced) / max(tokens, 1),
-            sentence=f"in `{what}` {text}"
-            + (f"; {len(misplaced):,} fields are misplaced" if len(misplaced) > 1 else ""),
-            owner="" if rank is None else f"trainer rank {rank} ({coordinates[rank]})",
-            expected="each token once, with its own fields", actual=text,
-            mismatched=f"fields: {len(misplaced):,}, in {tokens:,} tokens",
-            allowed="exact (packing moves, it computes nothing)",
-            hint="compare position and field with the shift by one, the padding side and the shard order",
-        )  # fmt: skip
+        rank, badness = misplaced[0].rank if misplaced else None, len(misplaced) / max(tokens, 1)
+        at = At(item.stage, item.version, "" if rank is None else f"trainer rank {rank} ({coordinates[rank]})")
+        many = f"fields: {len(misplaced):,}, in {tokens:,} tokens"
+        sentence, right = f"in `{what}` {text}; {many}", "each token once, with its own fields"
+        same = not misplaced
+        yield compare_value(at, what, text, right, same=same, sentence=sentence, badness=badness, mismatched=many)
 
 
 def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
@@ -255,12 +239,7 @@ def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
         f"{sampled.name} {index}": answer
         for sampled in trace.of(SampledTokens, version=item.version - 1)
         for index, answer in enumerate(
-            zip(
-                sampled.prompts,
-                sampled.tokens,
-                ragged.split(trace.array(sampled), sampled.lengths),
-                strict=True,
-            )
+            zip(sampled.prompts, sampled.tokens, ragged.split(trace.array(sampled), sampled.lengths), strict=True)
         )
     }
     starts, columns = np.concatenate([[0], np.cumsum(item.lengths)]), trace.arrays(item)
@@ -277,12 +256,9 @@ def _sampled(trace: Trace, item: Rollouts) -> Iterator[Comparison]:
             "mask": not (np.all(own["mask"][answer]) and np.all(own["sampled"][answer])),
         }
         odd = ", ".join(field for field, differs in wrong.items() if differs)
-        yield Comparison(
-            what=f"{item.name} {name}", same=not odd, stage=item.stage, version=item.version, badness=0.9,
-            sentence=f"rollout `{name}` is not what the engine sampled: {odd}", expected="the engine's sample",
-            actual=f"another {odd}", allowed="exact (a sample is handed on)",
-            hint="look at what makes rollouts of the engine's answers",
-        )  # fmt: skip
+        sentence = f"rollout `{name}` is not what the engine sampled: {odd}"
+        what, hint = f"{item.name} {name}", "look at what makes rollouts of the engine's answers"
+        yield compare_value(item, what, odd, "", sentence=sentence, hint=hint, badness=0.9)
 
 
 def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
@@ -308,6 +284,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     to padding, without an error.
     Evidence: pack/layout of every (dp, cp) rank.
     Tolerance and its source: exact; SkyRL, verl and Megatron-Core agree on the multiple.
+    Where to look: the alignment rule and the order of context-parallel chunks.
     What it does not catch: what the rows hold (PCK001).
     References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
     """
@@ -330,12 +307,9 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
             wrong = f"a longest sequence of {item.max_seqlen}, padded lengths are {room}"
         elif not np.array_equal(rows, _zigzag(padded, cp, item.cp_rank)):
             wrong = f"rows {rows[:6].tolist()}... on context-parallel rank {item.cp_rank}"
-        yield Comparison(
-            what=item.name, same=not wrong, stage=item.stage, version=item.version, badness=1.0,
-            sentence=f"{item.name} of {owner_of(item)} has {wrong}", owner=owner_of(item),
-            expected=f"multiples of {multiple}, zigzag chunks of cp {cp}", actual=wrong, allowed="exact",
-            hint="look at the alignment rule and the order of context-parallel chunks",
-        )  # fmt: skip
+        sentence = f"{item.name} of {owner_of(item)} has {wrong}"
+        right = f"multiples of {multiple}, zigzag chunks of cp {cp}"
+        yield compare_value(item, item.name, wrong, right, same=not wrong, sentence=sentence)
 
 
 @check(
@@ -356,6 +330,7 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     different data.
     Evidence: pack/batch of all ranks.
     Tolerance and its source: exact digests.
+    Where to look: which ranks take part in the pass, which groups the batch is handed to, and what splits it.
     What it does not catch: the same wrong batch on all of them (PCK001).
     References: siiRL#69, RL#4079.
     """
@@ -365,18 +340,13 @@ def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
         peer = first.setdefault((item.version, item.name), item)
         seen = passes[item.version, item.name.split(" ")[0]]
         seen.append(item)
-        yield Comparison(
-            what=f"{item.name} on rank {item.rank}", stage=item.stage, version=item.version, badness=1.0,
-            same=item.digest == peer.digest and item.micro_batches == seen[0].micro_batches, owner=owner_of(item),
-            sentence=f"trainer rank {item.rank} works on another batch than its {item.name} peers",
-            expected=peer.digest, actual=item.digest, allowed="exact",
-            hint="look at which groups the batch is handed to, and at what splits it",
-        )  # fmt: skip
+        same = item.digest == peer.digest and item.micro_batches == seen[0].micro_batches
+        what = f"{item.name} on rank {item.rank}"
+        sentence = f"trainer rank {item.rank} works on another batch than its {item.name} peers"
+        yield compare_value(item, what, item.digest, peer.digest, same=same, sentence=sentence)
     for (version, name), seen in passes.items():
         for rank in sorted(set(range(trace.manifest.world_size)) - {item.rank for item in seen}):
-            yield Comparison(
-                what=f"{name} on rank {rank}", same=False, stage=Stage.PACK, version=version, badness=1.0, absent=True,
-                sentence=f"trainer rank {rank} works on no batch that is {name} at version {version}",
-                owner=f"trainer rank {rank}", expected="a batch on every rank", actual="none", allowed="exact",
-                hint="look at which ranks take part in the pass",
-            )  # fmt: skip
+            at = At(Stage.PACK, version, f"trainer rank {rank}")
+            sentence = f"trainer rank {rank} works on no batch that is {name} at version {version}"
+            right = "a batch on every rank"
+            yield compare_value(at, f"{name} on rank {rank}", None, right, sentence=sentence, absent=True)

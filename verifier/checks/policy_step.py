@@ -9,18 +9,14 @@ import numpy as np
 
 from verifier.checks.answers import gold_stated, stated_value
 from verifier.checks.conditions import EXAMINED, GRPO, REWARDED, UPDATED
-from verifier.checks.content import owner_of, times
 from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats
 from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.checks.loss_rows import updates_of
 from verifier.core import ragged
-from verifier.core.check import LOOP, check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.core.records_policy import Advantages, Drops, GivenRewards, LossTerms, PolicyColumns, UpdateRatios
 from verifier.core.records_tokens import SampledNoise
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
@@ -59,6 +55,7 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
     with a comma: the policy learns what the reward says.
     Evidence: reward/rewards.
     Tolerance and its source: exact; values are compared as fractions.
+    Where to look: how the reward reads the answer and the gold answer.
     What it does not catch: rewards of other functions, such as -1 and 1, or `math_verify` of LaTeX; of recorded
     rollouts without `rewarded_by` a gold answer that is no number; a rule that both readers have wrong.
     References: verl#7274, cookbook#335, SkyRL#1816.
@@ -74,13 +71,8 @@ def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
             if not named and (gold is None or "\\" in text):
                 continue
             expected = float(gold is not None and stated_value(text) == gold)
-            yield Comparison(
-                what=name, same=reward == expected, stage=Stage.REWARD, version=item.version, badness=1.0,
-                sentence=f"the answer of `{name}` has a reward of {reward:g}, it should be {expected:g}",
-                expected=f"{expected:g} (the second reader; the gold answer is `{answer}`)",
-                actual=f"{reward:g} (the reward, for `{text[-40:]}`)", allowed="exact (fractions)",
-                hint="look at how the reward reads the answer and the gold answer",
-            )  # fmt: skip
+            says = f"the reward, for `{text[-40:]}`", f"the second reader; the gold answer is `{answer}`"
+            yield compare_value(item, name, reward, expected, subject=f"the reward of `{name}`", says=says)
 
 
 @check(
@@ -92,12 +84,12 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, over its tokens in the loss: the log-probability that the ratio divides by is `old` or
     `engine`, as the config says; the advantage is the rollout's, times the truncated importance weight and the mask
-    that the textbook makes of `old` and `engine`. And no token in the loss was sampled by weights older than the
-    bound, or newer than those that are trained.
+    that the textbook makes of `old` and `engine`. And no token in the loss was sampled by weights older than the bound,
+    or newer than those that are trained.
     Why it matters: a ratio against the wrong policy ignores staleness, or is always 1; a cap on the wrong level lets
     one sequence rule the step.
     Evidence: advantage/policy, advantage/advantages.
-    Tolerance and its source: bitwise for log-probabilities, which are copied; 1e-10 for factors, float64.
+    Tolerance and its source: bitwise; log-probabilities and versions are copied. 1e-10 for factors, float64.
     What it does not catch: a log-probability that is wrong itself (LGP001, LGP003).
     References: SkyRL#1315, miles#1829, verl rollout_corr.
     """
@@ -117,36 +109,27 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
 def _policy_inputs(
     item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float
 ) -> Iterator[Comparison]:
-    mask = rows["mask"].astype(bool)
-    divisor, wanted = rows["divisor"][mask], rows[item.ratio_over][mask]
+    mask, over = rows["mask"].astype(bool), item.ratio_over
+    divisor, wanted = rows["divisor"][mask], rows[over][mask]
     same = bool((divisor == wanted).all())
-    yield Comparison(
-        what=f"{name} (divisor)", same=same, stage=Stage.ADVANTAGE, version=item.version, badness=1.0,
-        sentence=f"the ratio of `{name}` divides by other log-probabilities than `{item.ratio_over}`",
-        expected=f"`{item.ratio_over}`, as the config says", actual="" if same else _which(rows, mask, divisor),
-        allowed="bitwise (log-probabilities are copied)", hint="look at which policy the ratio is taken against",
-    )  # fmt: skip
+    sentence = f"the ratio of `{name}` divides by other log-probabilities than `{over}`"
+    found, hint = "" if same else _which(rows, mask, divisor), "look at which policy the ratio is taken against"
+    yield compare_value(item, f"{name} (divisor)", found, f"`{over}`", same=same, sentence=sentence, hint=hint)
     expected = advantage * _factors(item, rows["old"][mask], rows.get("engine", rows["old"])[mask])
     gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
-    allowed = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
-    yield Comparison(
-        what=f"{name} (advantage)", same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-        share=times(gap, allowed),
-        sentence=f"the advantage of a token of `{name}`, times its importance factor, is off by {gap:.3g}",
-        expected=f"{advantage:.6g} times the factor that old and engine give", actual=f"off by up to {gap:.3g}",
-        allowed=f"{allowed:.3g}, {FACTOR}", hint="look at the level, the cap and the mask of importance weights",
-    )  # fmt: skip
+    bound = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    what = f"{name} (advantage)"
+    subject = f"the gap of a token's advantage in `{name}` to {advantage:.6g} times its factor"
+    hint = "look at the level, the cap and the mask of importance weights"
+    yield compare_value(item, what, gap, None, subject=subject, allowed=FACTOR, bound=bound, hint=hint)
     versions = rows["version"][mask]
     behind = item.trained_version - versions
     late = bool(((behind > item.max_staleness) | (behind < 0)).any())
-    yield Comparison(
-        what=f"{name} (version)", same=not late, stage=Stage.DATA, version=item.version, badness=1.0,
-        sentence=f"a token of `{name}` was sampled by version {int(versions[np.argmax(np.abs(behind))]) if late else 0}"
-        f", and trains version {item.trained_version}",
-        expected=f"at most {item.max_staleness} versions behind {item.trained_version}, and none ahead",
-        actual=f"versions {sorted(set(versions.tolist()))}" if late else "", allowed="exact (versions are copied)",
-        hint="look at when rollouts are dropped for their age, and at which version a token is given",
-    )  # fmt: skip
+    worst = int(versions[np.argmax(np.abs(behind))]) if late else 0
+    sentence = f"a token of `{name}` was sampled by version {worst}, and trains version {item.trained_version}"
+    found, right = f"version {worst}", f"{item.trained_version - item.max_staleness} to {item.trained_version}"
+    hint, at = "look at when rollouts are dropped for their age, and at a token's version", At(Stage.DATA, item.version)
+    yield compare_value(at, f"{name} (version)", found, right, same=not late, sentence=sentence, hint=hint)
 
 
 def _which(rows: Mapping[str, np.ndarray], mask: np.ndarray, divisor: np.ndarray) -> str:
@@ -214,14 +197,10 @@ def _reference_is_old(trace: Trace) -> Iterator[Comparison]:
 
 def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Comparison:
     worst = float(np.max(gaps, initial=0.0))  # NaN stays
-    return Comparison(
-        what=f"{what} that {read_by} reads", same=worst == 0.0, stage=Stage.LOGPROB, version=version,
-        badness=worst if math.isfinite(worst) else math.inf,
-        sentence=f"the {what} that {read_by} reads are up to {worst:.3g} nats from `old`, and the weights are the same",
-        expected="0 (the weights have not moved)", actual=f"{worst:.6g}",
-        mismatched=f"tokens: {int(np.count_nonzero(gaps)):,} of {len(gaps):,}", allowed="exact (the same arithmetic)",
-        hint="look at temperature, dropout, weights and alignment of both passes",
-    )  # fmt: skip
+    subject = f"the {what} that {read_by} reads, in nats from `old` by the same weights,"
+    at, what, part = At(Stage.LOGPROB, version), f"{what} that {read_by} reads", f"tokens: {np.count_nonzero(gaps):,}"
+    badness = worst if math.isfinite(worst) else math.inf
+    return compare_value(at, what, worst, 0.0, subject=subject, badness=badness, mismatched=part)
 
 
 @check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED, loop=recorded(UpdateRatios) & MEASURED))
@@ -238,6 +217,7 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     Evidence: loss/ratios, and beside them loss/rows, advantage/columns and advantage/policy.
     Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels. A recorded loop
     may score batches of other shapes: as LGP009, for one token.
+    Where to look: temperature, dropout, weights and alignment of both passes.
     What it does not catch: later updates of a batch, whose ratio is not 1, and KL estimates of weights far from the
     reference: these may be clamped; a reference that is scored wrongly from a later step on (LGP001, LGP013); an `old`
     and a `current` that are wrong alike (LGP001).
@@ -248,20 +228,18 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     for item in trace.of(UpdateRatios):
         facts, nats = [], _loops_bound(trace, item.version)
         if item.first and item.ratio_over == "old":
-            facts.append(("ratio", "distance of a ratio from 1", float(item.ratio_gap)))
+            facts.append(("ratio", "greatest distance of a ratio from 1", float(item.ratio_gap)))
         if item.at_reference:
-            facts.append(("KL", "KL estimate", float(item.kl_gap)))
+            facts.append(("KL", "greatest KL estimate", float(item.kl_gap)))
         far = float(item.ratio_gap) >= CLAMPED_RATIO or float(item.kl_gap) >= CLAMPED_KL
         facts.append(("clamps", "number of clamped tokens", 0.0 if far else float(item.clamped)))
-        still = "the weights have not moved"
-        why = {"ratio": still, "KL": still, "clamps": f"no log-ratio is beyond {LIMIT:g} nats"}
+        at = At(Stage.LOGPROB, item.version, owner_of(item))
         for what, words, actual in facts:
-            yield Comparison(
-                what=f"{what} of {item.name} on rank {item.rank}",
-                same=actual <= (math.expm1(nats) if what == "ratio" else 0.0), stage=Stage.LOGPROB,
-                version=item.version, badness=actual if math.isfinite(actual) else math.inf, owner=owner_of(item),
-                sentence=f"the greatest {words} in {item.name} is {actual:.3g}, it should be exactly 0",
-                expected=f"0 ({why[what]})", actual=f"{actual:.6g}",
-                allowed="exact (the same arithmetic)",
-                hint="look at temperature, dropout, weights and alignment of the pass that made `old`",
-            )  # fmt: skip
+            badness, place = actual if math.isfinite(actual) else math.inf, f"of {item.name} on rank {item.rank}"
+            why = f"no log-ratio is beyond {LIMIT:g} nats" if what == "clamps" else "the weights have not moved"
+            subject, says = f"the {words} {place}", ("", why)
+            same, texts = (
+                actual <= (math.expm1(nats) if what == "ratio" else 0.0),
+                Given(subject=subject, says=says, badness=badness),
+            )
+            yield compare_value(at, f"{what} {place}", actual, 0.0, same=same, **texts)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verifier.checks.conditions import EXAMINED
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_data import HeldOutRead
 from verifier.core.records_policy import EvaluatedAnswers
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 EVALUATED = condition("no problem is held out in this step", lambda run: run.facts.evaluated)
 
@@ -24,22 +21,15 @@ def other_problems_held_out(trace: Trace) -> Iterator[Comparison]:
     Why it matters: an evaluation on what is trained on rises with it, and says nothing of other questions.
     Evidence: data/evaluated, on the first step after a start and on each that is followed by an evaluation.
     Tolerance and its source: exact; digests of 64 bits.
+    Where to look: the split that the evaluation reads.
     What it does not catch: questions that differ by a space; tokens of the problems (DAT013).
     References: OpenRLHF#1089.
     """
     for item in trace.of(HeldOutRead):
         for name, row in zip(item.ids, trace.array(item).tolist(), strict=True):
-            yield Comparison(
-                what=f"{name} (trained on)",
-                same=row < 0,
-                stage=Stage.DATA,
-                version=item.version,
-                badness=1.0,
-                sentence=f"the question of `{name}`, a problem of the evaluation, is example {row} of the training set",
-                expected="no example of the training set",
-                actual=f"example {row}",
-                allowed="none",
-                hint="look at the split that the evaluation reads",
+            sentence = f"the question of `{name}`, a problem of the evaluation, is example {row} of the training set"
+            yield compare_value(
+                item, f"{name} (trained on)", f"example {row}", "no example", same=row < 0, sentence=sentence
             )
 
 
@@ -57,6 +47,7 @@ def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
     again, is a number with a right name. Curves and the choice of a checkpoint rest on it.
     Evidence: data/evaluated, rollout/evaluated.
     Tolerance and its source: exact (ids).
+    Where to look: which data set the prompts of an evaluation are taken from.
     What it does not catch: held-out problems that are trained on (DAT011), other tokens of a problem (DAT013), answers
     that were not kept.
     References: tensorflow/ranking#350.
@@ -70,15 +61,6 @@ def evaluation_asks_other_problems(trace: Trace) -> Iterator[Comparison]:
             problem = problem if problem in held else problem.rpartition("/")[0] or problem  # a turn of several
             first = places.setdefault(f"{kind} {problem}", place)
             wrong = "is none of the held-out ones" if problem not in held else "is asked twice" * (first != place)
-            yield Comparison(
-                what=answer,
-                same=not wrong,
-                stage=Stage.DATA,
-                version=item.version,
-                badness=1.0,
-                sentence=f"`{problem}`, a problem of the evaluation of version {item.version}, {wrong}",
-                expected=f"each of {len(held):,} problems once",
-                actual=f"`{problem}` at place {place}",
-                allowed="exact (ids)",
-                hint="look at which data set the prompts of an evaluation are taken from",
-            )
+            sentence = f"`{problem}`, a problem of the evaluation of version {item.version}, {wrong}"
+            sides = f"`{problem}` at place {place}", f"each of {len(held):,} problems once"
+            yield compare_value(item, answer, *sides, same=not wrong, sentence=sentence, stage=Stage.DATA, owner="")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unicodedata import normalize
 
 import numpy as np
 
 from verifier.checks.conditions import EVALUATED, LIVE, READ_AGAIN, SFT
+from verifier.checks.rollout_texts import later_turns
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_text, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_data import TokensRead
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
+from verifier.core.records_policy import GivenRewards
+
+FILES = "by the tokenizer's files"
 
 
 @check(
@@ -28,16 +27,14 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, its prompt's tokens against those of its example by a second reader, which has
     tokenizer.json, tokenizer_config.json and the chat template of the run's checkpoint, or the file and arguments that
-    the run's config names, wherever the trainer has its tokenizer from, and calls nothing that renders, encodes or
-    decodes for the trainer; per example of fine-tuning all tokens, where the prompt ends, and which tokens are in the
-    loss: of each turn of an assistant that is learned those from the end of
-    what the template gives it to its last special token; per rollout that was sampled, the text that the reward read
-    against the decoded last turn, special tokens included. And the token that ends an answer against that which the
-    files name.
+    the run's config names, and calls nothing that renders, encodes or decodes for the trainer; per example of
+    fine-tuning all tokens, where the prompt ends, and which tokens are in the loss: of each turn of an assistant that
+    is learned those from the end of what the template gives it to its last special token; per rollout that was sampled,
+    the text that the reward read against the decoded last turn, special tokens included. And the token that ends an
+    answer against that which the files name.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
-    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off. A
-    loss that begins a token late never teaches how an answer begins, and one that begins early teaches what is given.
+    Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off.
     Evidence: data/tokens-read, data/turns, reward/rewards.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
@@ -49,12 +46,7 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     for item in trace.of(TokensRead):
         if item.end is not None and item.read_end is not None:
             yield _end(item, item.end, item.read_end)
-        later = {
-            f"{episode}/{index}"
-            for turns in trace.of(EpisodeTurns, version=item.version)
-            for episode, index in zip(turns.episodes, turns.indices, strict=True)
-            if turns.step_wise and index
-        }
+        later = later_turns(trace, item.version)
         given = ragged.split(trace.array(item, "tokens"), item.lengths)
         read = ragged.split(trace.array(item, "read"), item.read_lengths)
         rows = zip(item.ids, given, read, item.prompt_lengths, item.read_prompt_lengths, strict=True)
@@ -78,19 +70,18 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
 
 def _tokens(
     item: TokensRead, name: str, found: np.ndarray, wanted: np.ndarray, begins: tuple[int, int], *, same: bool
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     shortest = min(len(found), len(wanted))
     at = next(iter(np.flatnonzero(found[:shortest] != wanted[:shortest])), shortest)
     what = "example" if item.whole else "prompt"
     sentence = f"the {what} of `{name}` has {_some(found, at)} from token {at} on, it should have {_some(wanted, at)}"
     if np.array_equal(found, wanted):
         sentence = f"the prompt of `{name}` has {begins[0]:,} tokens, it should have {begins[1]:,}"
-    return Comparison(
-        what=f"{name} ({what})", same=same, stage=Stage.DATA, version=item.version, badness=1.0, sentence=sentence,
-        expected=f"{len(wanted):,} tokens, the prompt to {begins[1]:,} (by the tokenizer's files)",
-        actual=f"{len(found):,} tokens, the prompt to {begins[0]:,}", allowed="exact (tokens)",
-        hint="look at the options that the chat template is called with, and at tokens before and after the text",
-    )  # fmt: skip
+    left, right = (
+        f"{len(side):,} tokens, the prompt to {to:,}" for side, to in zip((found, wanted), begins, strict=True)
+    )
+    says, hint = ("", FILES), "look at the options of the chat template, and at tokens before and after the text"
+    return compare_value(item, f"{name} ({what})", left, right, same=same, sentence=sentence, says=says, hint=hint)
 
 
 def _masks(trace: Trace, item: TokensRead) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -106,23 +97,17 @@ def _in_loss(item: TokensRead, name: str, tokens: np.ndarray, found: np.ndarray,
     wrong = np.flatnonzero(found != wanted)
     at = int(wrong[0]) if wrong.size else 0
     wrongly = "in the loss and should not be" if found[at] else "out of the loss and should be in it"
-    return Comparison(
-        what=f"{name} (loss)", same=not wrong.size, stage=Stage.DATA, version=item.version,
-        badness=wrong.size / len(tokens),
-        sentence=f"token {at} of `{name}`, {tokens[at]}, is {wrongly}",
-        expected=f"{int(wanted.sum()):,} tokens in the loss (by the tokenizer's files)",
-        actual=f"{int(found.sum()):,} tokens in the loss", mismatched=f"tokens: {wrong.size:,} of {len(tokens):,}",
-        allowed="exact (marks)", hint="look at where the loss of a turn begins and ends, at whitespace above all",
-    )  # fmt: skip
+    left, right = (f"{int(side.sum()):,} tokens in the loss" for side in (found, wanted))
+    sentence, says = f"token {at} of `{name}`, {tokens[at]}, is {wrongly}", (f"{wrong.size:,} tokens are wrong", FILES)
+    hint, same = "look at where the loss of a turn begins and ends, at whitespace above all", not wrong.size
+    return compare_value(item, f"{name} (loss)", left, right, same=same, sentence=sentence, hint=hint, says=says)
 
 
 def _end(item: TokensRead, found: int, wanted: int) -> Comparison:
-    return Comparison(
-        what=f"end token of {item.name}", same=found == wanted, stage=Stage.DATA, version=item.version, badness=1.0,
-        sentence=f"token {found} ends an answer, it should be {wanted}",
-        expected=f"{wanted} (eos_token of the tokenizer's files)", actual=f"{found} (the run's tokenizer)",
-        allowed="exact (an id)", hint="look at what sets the end token: the tokenizer, its padding, config.json",
-    )  # fmt: skip
+    what, subject = f"end token of {item.name}", "the token that ends an answer"
+    says = ("the run's tokenizer", FILES)
+    hint = "look at what sets the end token: the tokenizer, its padding, config.json"
+    return compare_value(item, what, found, wanted, subject=subject, says=says, hint=hint)
 
 
 def _some(tokens: np.ndarray, at: int) -> str:
@@ -131,10 +116,6 @@ def _some(tokens: np.ndarray, at: int) -> str:
 
 
 def _text(item: TokensRead, name: str, scored: str, text: str) -> Comparison:
-    return Comparison(
-        what=f"{name} (text)", same=normalize("NFC", scored) == normalize("NFC", text), stage=Stage.DATA,
-        version=item.version, badness=1.0,
-        sentence=f"the reward read `{scored[-60:]}` for `{name}`, its tokens say `{text[-60:]}`",
-        expected=f"`{text[-60:]}` (by the tokenizer's files)", actual=f"`{scored[-60:]}`", allowed="exact (texts)",
-        hint="look at the options that answers are decoded with, skip_special_tokens above all",
-    )  # fmt: skip
+    subject, says = f"the text that the reward read for `{name}`", ("", FILES)
+    hint = "look at the options that answers are decoded with, skip_special_tokens above all"
+    return compare_text(item, f"{name} (text)", scored, text, subject=subject, says=says, hint=hint)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from verifier.core import ragged
+from verifier.core.check import Trace
 from verifier.core.record import Record
 from verifier.core.records_tokens import Rollouts, SampledTokens
-from verifier.core.trace import Trace
 
 
 def repeated_tokens(trace: Trace, scoring: Record, lengths: Sequence[int]) -> np.ndarray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from verifier.core.comparison import Comparison
-from verifier.core.stage import Stage
+from verifier.core.check import At, Comparison, Stage, compare_value
 
 _ADAPTER = re.compile(r"^adapter=[^,]*(, )?")
 NEUTRAL = "temperature 1, all else neutral"
@@ -32,12 +31,7 @@ def compare_knobs(
     right = " or ".join(text or NEUTRAL for text in rights)
     known = found if adapters is not None else (_ADAPTER.sub("", words) for words in found)
     for words in known:
-        yield Comparison(
-            what=f"requests {name}", same=words in rights, stage=Stage.ROLLOUT, version=version, badness=1.0,
-            owner="engine",
-            sentence=f"{answers} are sampled with {words or 'a temperature of 1 alone'}, the config asks for "
-            f"{'a temperature of 1 alone' if right == NEUTRAL else right}",
-            expected=right, actual=words or NEUTRAL, allowed="exact (knobs)",
-            hint="look at the defaults of a request: the model's generation_config, a server's, a penalty; at the "
-            "adapter that it names",
-        )  # fmt: skip
+        at = At(Stage.ROLLOUT, version, "engine")
+        hint = "look at the defaults of a request (generation_config, a server's) and its adapter"
+        subject, same = f"the knobs of {answers}", words in rights
+        yield compare_value(at, f"requests {name}", words or NEUTRAL, right, same=same, subject=subject, hint=hint)

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from verifier.checks.conditions import RESUMED, STORED, UPDATED
-from verifier.checks.content import compare_contents, owner_of
+from verifier.checks.content import compare_contents
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.records_trainer import (
     LoadedElements,
@@ -19,8 +18,6 @@ from verifier.core.records_trainer import (
     SavedState,
     WrittenTensors,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sleep_level"))
 
@@ -37,9 +34,11 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     turns on a GPU, the same before and after each stay on the host. On another mesh, in place of digests, 32 elements
     of each tensor of the checkpoint: weights, masters, moments, a reference; and the counts of optimizer and scheduler.
     Why it matters: a resume that leaves moments out, builds masters from rounded weights, or begins a schedule anew
-    trains on without an error, and no curve shows why it is worse.
+    trains on without an error.
     Evidence: checkpoint/saved, checkpoint/loaded; on another mesh checkpoint/elements.
     Tolerance and its source: bitwise; a load is a copy.
+    Where to look: what the load restores, leaves out or cuts for another mesh, and what overwrites it before the first
+    step.
     What it does not catch: state that was wrong before it was saved (TRN001, TRN003); on another mesh all other
     elements, random states, which are those of the seed, and the state of a model without a layout.
     References: NeMo-RL#3171, SkyRL#1403, slime#1152, AReaL#1468.
@@ -50,11 +49,8 @@ def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
             [item for item in trace.of(kind, version=version, rank=rank) if item.role == role]
             for kind in (LoadedState, SavedState)
         )
-        yield from compare_contents(
-            loaded, saved, stage=Stage.CHECKPOINT, version=version, actual_says="what was loaded",
-            expected_says="what was saved", allowed="bitwise (a load is a copy)",
-            hint="look at what the load restores, and at what overwrites it before the first step",
-        )  # fmt: skip
+        says = "what was loaded", "what was saved"
+        yield from compare_contents(loaded, saved, says, Stage.CHECKPOINT, version)
     yield from _on_another_mesh(trace)
 
 
@@ -68,25 +64,16 @@ def _on_another_mesh(trace: Trace) -> Iterator[Comparison]:
             bad = np.flatnonzero(saved != loaded)
             at = int(bad[0]) if len(bad) else 0
             expected, actual = (_shown(item.name, int(values[at])) for values in (saved, loaded))
-            yield Comparison(
-                what=f"{item.name}/{tensor} on rank {item.rank}", same=not len(bad), stage=Stage.CHECKPOINT,
-                version=item.version, badness=len(bad) / len(index), owner=owner_of(item),
-                sentence=f"{item.name} of `{tensor}` is {actual} at element {int(index[at]):,} after the load, "
-                f"{expected} was saved",
-                expected=f"{expected} (any rank of the mesh that saved it)",
-                actual=f"{actual} ({len(bad):,} of {len(index):,} elements differ)",
-                allowed="bitwise (a load is a copy)",
-                hint="look at how the load cuts tensors for another mesh, and at what it leaves out",
-            )  # fmt: skip
+            what = f"{item.name}/{tensor} on rank {item.rank}"
+            subject = f"element {int(index[at]):,} of {item.name} of `{tensor}`"
+            says = f"after the load; {len(bad):,} of {len(index):,} elements differ", "when it was saved"
+            badness, same = len(bad) / len(index), not len(bad)
+            yield compare_value(item, what, actual, expected, same=same, subject=subject, says=says, badness=badness)
     for item in trace.of(LoadedElements):
         held = len(found[item.name, item.version])
-        yield Comparison(
-            what=f"elements of {item.name}, rank {item.rank}", same=held == item.saved_elements,
-            stage=Stage.CHECKPOINT, version=item.version, badness=1.0, owner=owner_of(item),
-            sentence=f"ranks hold {held:,} of the {item.saved_elements:,} elements of {item.name} that were saved",
-            expected=f"{item.saved_elements:,} (all ranks of the mesh that saved them)", actual=f"{held:,}",
-            allowed="exact (counts)", hint="look at what the load leaves out",
-        )  # fmt: skip
+        what = f"elements of {item.name}, rank {item.rank}"
+        subject = f"the number of elements of {item.name} that ranks hold"
+        yield compare_value(item, what, held, item.saved_elements, subject=subject, says=("", "what was saved"))
 
 
 def _shown(part: str, bits: int) -> str:
@@ -104,10 +91,12 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     were taken when the save began; and that each tensor is there. Of up to eight tensors that the rank's optimizer
     steps, up to 64 elements of weights, masters and moments against what the last update left of them.
     Why it matters: a writer that works beside the training may write what it was given first, again and again, or what
-    the next step has made of it. Saves and loads report success, and the run goes on as it should. Whoever resumes
-    from it weeks later loses the steps between.
+    the next step has made of it. Saves and loads report success, and whoever resumes from it weeks later loses the
+    steps between.
     Evidence: checkpoint/written.
     Tolerance and its source: bitwise; a save is a copy.
+    Where to look: what is put in the place of weights when a save begins, and when the writer reads the memory that it
+    was given.
     What it does not catch: frozen tensors and buffers that were wrong before they were given; random states and counts
     (CKP001); tensors of more than 16,777,216 elements, those that are cut before they are written, such as merged
     gates, and those whose turn has not come; files that are damaged later; checkpoints of Megatron-FSDP.
@@ -115,19 +104,14 @@ def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """
     for item in trace.of(WrittenTensors):
         given = ragged.split(trace.array(item, "given"), item.counts)
-        for name, right, found in zip(
-            item.tensors, given, ragged.split(trace.array(item, "written"), item.found), strict=True
-        ):
+        written = ragged.split(trace.array(item, "written"), item.found)
+        for name, right, found in zip(item.tensors, given, written, strict=True):
             there = len(found) == len(right)
             bad = int((found != right).sum()) if there else len(right)
-            yield Comparison(
-                what=f"{name} of {item.name}", same=not bad, stage=Stage.CHECKPOINT, version=item.version,
-                badness=bad / max(len(right), 1),
-                sentence=f"the checkpoint of step {item.version} has another `{name}` than {item.name} held"
-                if there else f"the checkpoint of step {item.version} has no `{name}`, which {item.name} gave",
-                expected=f"what {item.name} held when the save began",
-                actual=f"{bad:,} of {len(right):,} elements differ" if there else "absent",
-                mismatched=f"elements: {bad:,} of {len(right):,}", allowed="bitwise (a save is a copy)",
-                hint="look at what is gathered or put in the place of weights when a save begins, and at when the "
-                "writer reads the memory that it was given",
-            )  # fmt: skip
+            badness = bad / max(len(right), 1)
+            sentence = f"the checkpoint of step {item.version} has another `{name}` than {item.name} held"
+            if not there:
+                sentence = f"the checkpoint of step {item.version} has no `{name}`, which {item.name} gave"
+            left = f"{bad:,} of {len(right):,} elements differ" if there else "absent"
+            what, sides = f"{name} of {item.name}", (left, f"what {item.name} held when the save began")
+            yield compare_value(item, what, *sides, same=not bad, sentence=sentence, badness=badness)

@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from verifier.checks.conditions import GRPO, REFERENCE
-from verifier.checks.content import times
 from verifier.checks.estimators import ROUNDOFFS
 from verifier.checks.policy_step import FLOOR, LIMIT
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.core.records_policy import Advantages, PolicyColumns
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 PENALTY = Tolerance(
     absolute=1e-10, unit="of the weighted sum of magnitudes", source="float64: a sum over tokens, in another order"
@@ -45,6 +41,7 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     Evidence: advantage/advantages, advantage/policy ("old", "penalty_reference", "own").
     Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64. Of a recorded loop in less, as many
     roundings of its dtype as tokens, and 8.
+    Where to look: the sign, the weight, the estimate and the mask of the KL in the reward.
     What it does not catch: log-probabilities that are wrong themselves (LGP001); a reference that moved (LGP010).
     References: verl#179, trlx#441, slime#1247, slime#1372.
     """
@@ -61,15 +58,10 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
                 estimates, size = _estimates(old, reference, item.kl_kind)
                 right = item.kl_weight * math.fsum(estimates)
                 rounding = 0.0 if item.dtype == "float64" else (len(old) + TERMS) * ROUNDOFFS[item.dtype]
-                gap, allowed = abs(actual - right), max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
-                yield Comparison(
-                    what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-                    share=times(gap, allowed),
-                    sentence=f"the KL penalty in the reward of `{name}` is {actual:.6g}, it should be {right:.6g}",
-                    expected=f"{right:.6g} ({item.kl_weight:g} times the sum of {item.kl_kind} over {len(old)} tokens)",
-                    actual=f"{actual:.6g}", allowed=f"{allowed:.3g}, {PENALTY}",
-                    hint="look at the sign, the weight, the estimate and the mask of the KL in the reward",
-                )  # fmt: skip
+                most = max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
+                says = "", f"{item.kl_weight:g} times the sum of {item.kl_kind} over {len(old)} tokens"
+                subject = f"the KL penalty in the reward of `{name}`"
+                yield compare_value(item, name, actual, right, subject=subject, says=says, allowed=PENALTY, bound=most)
 
 
 def _estimates(old: Sequence[float], reference: Sequence[float], kind: str) -> tuple[list[float], float]:

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from unicodedata import normalize
 
 from verifier.checks.conditions import LIVE
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.records_trainer import DataOrder, RolloutTexts
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,25 +33,21 @@ def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, by its place in the step: the decoded prompt against the example's prompt as the
     template writes it, which has what users say, whole and in order, or is the plain prompt after one beginning token;
-    the decoded answer without its end token against the text that the reward read; the gold answer that the reward
-    read against the example's.
+    the decoded answer without its end token against the text that the reward read; the gold answer that the reward read
+    against the example's.
     Why it matters: prompts in another order than their answers, a prompt that is cut or has lost its first token, an
     answer scored for its neighbour: shapes and losses are as ever, and the reward is noise.
     Evidence: data/texts, data/order, data/turns, reward/rewards.
     Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them. Spaces after the
     beginning token do not count, as some tokenizers write one there.
+    Where to look: the order of prompts, answers and examples, and what cuts or adds tokens of a prompt.
     What it does not catch: a template that is wrong itself; what a reward other than `answer` makes of the texts;
     tokens that the engine was given and the trainer was not (LGP009).
     References: compose-rl#147, VLM-R1#129, trl#3646, marin#7179, NeMo-RL#1627.
     """
     for item in trace.of(RolloutTexts):
         asked = _asked(trace, item.version)
-        later = {
-            f"{episode}/{index}"
-            for turns in trace.of(EpisodeTurns, version=item.version)
-            for episode, index in zip(turns.episodes, turns.indices, strict=True)
-            if turns.step_wise and index
-        }
+        later = later_turns(trace, item.version)
         rewarded = {
             name: (text, answer)
             for given in trace.of(GivenRewards, version=item.version)
@@ -75,20 +68,26 @@ def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
             if text is not None:
                 own_text, scored = normalize("NFC", answer), normalize("NFC", text)
                 yield _comparison(item, name, "scored text", scored, own_text, "what its tokens say")
-                yield _comparison(
-                    item, name, "gold answer", str(gold), str(own.answer), f"the gold answer of `{group}`"
-                )  # fmt: skip
+                right = f"the gold answer of `{group}`"
+                yield _comparison(item, name, "gold answer", str(gold), str(own.answer), right)
+
+
+def later_turns(trace: Trace, version: int) -> set[str]:
+    """Rollouts that are turns of an episode after its first."""
+    return {
+        f"{episode}/{index}"
+        for turns in trace.of(EpisodeTurns, version=version)
+        for episode, index in zip(turns.episodes, turns.indices, strict=True)
+        if turns.step_wise and index
+    }
 
 
 def _comparison(
     item: RolloutTexts, name: str, what: str, found: str, wanted: str, source: str, *, extra: bool = True
-) -> Comparison:  # fmt: skip
-    return Comparison(
-        what=f"{name} ({what})", same=found == wanted and extra, stage=Stage.DATA, version=item.version, badness=1.0,
-        sentence=f"the {what} of `{name}` is `{found[-60:]}`, it should be {source}",
-        expected=f"`{wanted[-60:]}` ({source})", actual=f"`{found[-60:]}`", allowed="exact (texts)",
-        hint="look at the order of prompts, answers and examples, and at what cuts or adds tokens of a prompt",
-    )  # fmt: skip
+) -> Comparison:
+    left, right = (f"`{text[-60:]}`" for text in (found, wanted))
+    same, sentence = found == wanted and extra, f"the {what} of `{name}` is {left}, it should be {source}"
+    return compare_value(item, f"{name} ({what})", left, right, same=same, sentence=sentence, says=("", source))
 
 
 def _asked(trace: Trace, version: int) -> dict[str, _Asked]:

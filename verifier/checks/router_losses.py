@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.conditions import NOT_REPLAYED, UPDATED
-from verifier.checks.content import owner_of, times
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, knob, on
 from verifier.core.records_trainer import RouterGradients
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 GRADIENT = Tolerance(
     absolute=1e-4, unit="of the pass's greatest", source="fp32: sums over experts and rows, a softmax and its gradient"
@@ -47,14 +43,15 @@ def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rank, layer and micro-batch of an update, on up to 32 rows: what is added to the gradient of the
     logits besides what comes through the experts, against the closed form in float64 of the recorded logits, of the
-    rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. As Megatron
-    defines it, each loss is a mean over the micro-batch, times its rows; the step divides by its tokens later. For
+    rows of each expert over all tensor and context-parallel ranks, and of the coefficients of the config. For
     `global_aux_loss` rows are those of all ranks, and an expert's the mean over the update's micro-batches so far.
     Why it matters: a balancing loss that is computed, reported and never differentiated, whose coefficient is not
     applied, or that shrinks with every rank, leaves the loss as it is; experts starve slowly.
     Evidence: loss/routers, and the manifest's config.
     Tolerance and its source: 1e-4 of the pass's greatest, 7.2 standard deviations of a sum of 110,000 terms, and 32
     roundings of the gradient beside it, by the type of the logits.
+    Where to look: which ranks recorded their routers, what attaches their losses to their output, their coefficients,
+    and what scales them.
     What it does not catch: replayed routes; a gradient that is lost behind the logits; a loss below the noise of logits
     in bf16; what Megatron's definition makes of micro-batches of unequal rows in `global_aux_loss` (Megatron-LM#7213).
     References: Automodel#1408, Megatron-LM#5047, Automodel#3359, Megatron-LM#7452, Megatron-LM#7213.
@@ -77,13 +74,10 @@ def router_loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
             parts = {name: ragged.split(trace.array(item, name), item.kept) for name in ("logits", "found", "size")}
             for at, (layer, number, rows) in enumerate(zip(item.layers, item.numbers, item.rows, strict=True)):
                 members, own = counts[_key(item, layer, number, width)]
-                yield Comparison(
-                    what=f"ranks of micro-batch {number} of layer {layer}, rank {item.rank}", same=members == width,
-                    stage=Stage.LOSS, version=item.version, badness=1.0,
-                    sentence=f"{members} ranks recorded micro-batch {number} of layer {layer}, it has {width}",
-                    expected=f"{width} ranks", actual=f"{members} ranks", allowed="exact (counts)",
-                    hint="look at which ranks recorded their routers", absent=members < width,
-                )  # fmt: skip
+                where, place = At(Stage.LOSS, item.version), f"micro-batch {number} of layer {layer}"
+                subject, absent = f"the number of ranks that recorded {place}", members < width
+                what = f"ranks of {place}, rank {item.rank}"
+                yield compare_value(where, what, members, width, subject=subject, absent=absent)
                 logits = parts["logits"][at].astype(np.float64)
                 expected = rows * size * _balance(asked, item, logits, own, rows * width) + _z(asked, logits)
                 yield _compared(item, layer, number, parts["found"][at], expected, parts["size"][at])
@@ -162,15 +156,11 @@ def _compared(
     gap = np.abs(found - expected)
     gap = np.where(np.isnan(gap), np.inf, gap)
     row, expert = (int(place) for place in np.unravel_index(int(np.argmax(gap / allowed)), gap.shape))
-    worst, bound = float(gap[row, expert]), float(allowed[row, 0])
-    return Comparison(
-        what=f"routers of layer {layer} in micro-batch {number} of {item.name} on rank {item.rank}",
-        same=bool((gap <= allowed).all()), stage=Stage.LOSS, version=item.version, share=times(worst, bound),
-        owner=owner_of(item),
-        sentence=f"in {item.name} the router of layer {layer} adds {found[row, expert]:.4g} to the gradient of a logit "
-        f"of expert {expert}, its losses ask for {expected[row, expert]:.4g}",
-        expected=f"{expected[row, expert]:.6g} (balancing and z-loss of the config, float64)",
-        actual=f"{found[row, expert]:.6g} (the gradient less what comes through the experts)",
-        allowed=f"{bound:.3g}, {GRADIENT}, and {ROUNDINGS} roundings of {item.dtype}",
-        hint="look at what attaches the router's losses to its output, at their coefficients, and at what scales them",
-    )  # fmt: skip
+    bound = float(allowed[row, 0])
+    what = f"routers of layer {layer} in micro-batch {number} of {item.name} on rank {item.rank}"
+    subject = f"what the router of layer {layer} adds to the gradient of a logit of expert {expert} in {item.name}"
+    says = "less what comes through the experts", "balancing and z-loss of the config, float64"
+    words = f"{bound:.3g}, {GRADIENT}, and {ROUNDINGS} roundings of {item.dtype}"
+    left, right = float(found[row, expert]), float(expected[row, expert])
+    same = bool((gap <= allowed).all())
+    return compare_value(item, what, left, right, same=same, subject=subject, says=says, allowed=words, bound=bound)

@@ -11,8 +11,8 @@ from itertools import product
 from verifier.checks.conditions import EXPERTS, GRPO, LAYOUT, NO_ADAPTER, REPLAYED, UPDATED
 from verifier.checks.logprobs import ORACLE, compare_with_oracle
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, describe_difference
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
+from verifier.core.comparison import describe_difference
 from verifier.core.condition import on, recorded
 from verifier.core.records_tokens import (
     ForcedRouteLogprobs,
@@ -24,8 +24,6 @@ from verifier.core.records_tokens import (
     TrainerLogprobs,
     UsedRoutes,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 Place = tuple[int, int, int]
 """Rollout, position in it, global layer."""
@@ -47,8 +45,9 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     replay makes the mismatch worse that it should mend.
     Evidence: replay/routes (what the rollouts say), replay/choice (what each rank's routers used).
     Tolerance and its source: exact; expert numbers are copied, not computed.
-    What it does not catch: right experts with wrong weights (RPL002, RPL003); in a training run, routes that were
-    wrong when the engine reported them (LGP009), and routers that choose for themselves what the engine chose.
+    Where to look: the experts of the next token, layer or shard: the shift names the slice.
+    What it does not catch: right experts with wrong weights (RPL002, RPL003); in a training run, routes that were wrong
+    when the engine reported them (LGP009), and routers that choose for themselves what the engine chose.
     References: verl#5037, verl#7106, SkyRL#1908, slime#2175, slime#1052, miles#2570, AReaL#1166.
     """
     for item in trace.of(GivenRoutes):
@@ -74,15 +73,12 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
                     said = f"uses experts {got}, its route says {want}"
                 sentence = f"token {position} of `{name}` {said} in layer {layer}"
                 sentence += f", in the pass `{during}`" if during else ""
-            num_places = len(wanted[rollout])
-            yield Comparison(
-                what=f"{name}, {during}" if during else name, same=not bad, stage=Stage.REPLAY, version=item.version,
-                badness=len(bad) / max(num_places, 1), sentence=sentence, owner=owner, expected=want, actual=got,
-                mismatched=f"places (token, layer): {len(bad):,} of {num_places:,}",
-                allowed="exact (routes are copied)",
-                hint="compare the experts with those of the next token, layer or shard: the shift names the slice",
-                absent=not any(wrong for _, _, wrong in bad),
-            )  # fmt: skip
+            part, many = len(bad) / max(len(wanted[rollout]), 1), f"places (token, layer): {len(bad):,}"
+            absent, what = not any(wrong for _, _, wrong in bad), f"{name}, {during}" if during else name
+            at = At(Stage.REPLAY, item.version, owner)
+            yield compare_value(
+                at, what, got, want, same=not bad, badness=part, mismatched=many, sentence=sentence, absent=absent
+            )
 
 
 def _routes(trace: Trace, item: GivenRoutes | UsedRoutes) -> Iterator[tuple[Place, list[int]]]:
@@ -100,6 +96,7 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
     that is left for the next.
     Evidence: replay/natural, replay/scored (arrays).
     Tolerance and its source: bitwise; the same experts get the same numbers in the same order.
+    Where to look: what replay does to the experts' weights, and what it leaves behind.
     What it does not catch: routes that go to another place and back by the same error (RPL001), and what goes wrong
     only where a route is not what the router would choose (RPL003).
     References: miles#2722, SkyRL#1908.
@@ -110,15 +107,13 @@ def replay_changed_logprob(trace: Trace) -> Iterator[Comparison]:
             actual = ragged.split(trace.array(item), natural.lengths)
             for name, left, right in zip(natural.rollouts, actual, expected, strict=True):
                 found = describe_difference(left, right)
-                yield Comparison(
-                    what=f"{name}, {item.name}", same=found.greatest == 0.0 and not found.num_not_finite,
-                    stage=Stage.REPLAY, version=item.version,
-                    badness=math.inf if found.num_not_finite else found.greatest,
-                    sentence=f"log-probabilities of `{name}` with {item.name} differ from the natural ones "
-                    + (f"by up to {found.greatest:.3g} nats" if found.greatest else "and are not finite"),
-                    mismatched=found.text, allowed="bitwise (the same experts, in the same order)",
-                    hint="look at what replay does to the experts' weights, and at what it leaves behind",
-                )  # fmt: skip
+                same, at = found.greatest == 0.0 and not found.num_not_finite, At(Stage.REPLAY, item.version)
+                badness = math.inf if found.num_not_finite else found.greatest
+                subject = f"the gap, nats, of log-probabilities of `{name}` with {item.name} to the natural ones"
+                what, part = f"{name}, {item.name}", found.text
+                yield compare_value(
+                    at, what, badness, 0.0, badness=badness, subject=subject, mismatched=part, same=same
+                )
 
 
 @check("RPL003", needs=(ForcedRouteLogprobs, OracleOfForced), applies=on(roundtrip=EXPERTS & NO_ADAPTER & LAYOUT))
@@ -132,14 +127,13 @@ def replayed_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     right on every token whose route is natural: and routes are replayed for the others.
     Evidence: replay/forced, replay/oracle (arrays).
     Tolerance and its source: as LGP001; in bf16 the run's own noise under the same routes, which no router flips.
+    Where to look: the gate weights of the routes' experts (RPL001), and rows that have no route.
     What it does not catch: gradients under replay (LSS001).
     References: ISEEKYAN/Megatron-LM#79, miles#2722, SkyRL#1908.
     """
     natural = compare_with_oracle(trace, TrainerLogprobs, OracleLogprobs, "the trainer", version=0)
     stage = Stage.REPLAY if all(found.same for found in natural) else Stage.LOGPROB
-    for found in compare_with_oracle(
-        trace, ForcedRouteLogprobs, OracleOfForced, "the replaying trainer",
-        expected_says=f"{ORACLE} on the same routes",
-        hint="if the experts are the routes' (RPL001), look at their gate weights, and at rows that have no route",
-    ):  # fmt: skip
+    says = f"{ORACLE} on the same routes"
+    sides = ForcedRouteLogprobs, OracleOfForced, "the replaying trainer"
+    for found in compare_with_oracle(trace, *sides, expected_says=says):
         yield replace(found, stage=stage)

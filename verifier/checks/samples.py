@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from verifier.checks.conditions import ALL_ANSWERS, EXPORTS, PLACED
-from verifier.checks.content import owner_of
 from verifier.checks.logprobs import following
-from verifier.core.check import LOOP, check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import LOOP, Comparison, Given, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SHARES, DrawnTokens, OracleOfNext, OracleOfPlaces, SampledTokens, ShapedTokens
-from verifier.core.trace import Trace
 
 RARE = 1e-6
 """Probability of a false alarm over one set of samples."""
@@ -33,22 +30,18 @@ def compare_with_chance(
     item: DrawnTokens | SampledTokens,
     nats: float,
     cases: int,
-    *,
-    sentence: str,
-    expected: str,
     actual: str,
-    hint: str,
+    expected: str,
+    sentence: str,
     rare: float = RARE,
 ) -> Comparison:
     """The unlikeliest of so many counts against what one run in a million exceeds."""
     chance = "once in a million" if rare == RARE else f"once in {1 / rare:,.0f}"
     source = f"Chernoff's bound on a binomial, exceeded by chance {chance} over {cases:,} counts"
-    allowed = Tolerance(absolute=math.log(cases / rare), unit="nats", source=source)
-    return Comparison(
-        what=item.name, same=nats <= allowed.absolute, stage=item.stage, version=item.version,
-        share=nats / allowed.absolute, owner=owner_of(item), sentence=sentence, expected=expected, actual=actual,
-        mismatched=f"{nats:.3g} nats", allowed=str(allowed), hint=hint,
-    )  # fmt: skip
+    allowed, said = Tolerance(absolute=math.log(cases / rare), unit="nats", source=source), f"{nats:.3g} nats"
+    says = "the engine", ""
+    sides, texts = (actual, expected), Given(says=says, mismatched=said)
+    return compare_value(item, item.name, *sides, sentence=sentence, allowed=allowed, gap=nats, **texts)
 
 
 def rare_in(trace: Trace) -> float:
@@ -85,6 +78,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     not makes every importance ratio wrong, and each log-probability is right.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
     Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
+    Where to look: temperature, top-p, top-k, penalties and generators of the sampler.
     What it does not catch: changes of less than a few hundredths of the distribution; samples that depend on each other
     (LGP005).
     References: verl#1949, trl#6945, vllm#42259, RL#3497.
@@ -100,41 +94,32 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
             ((nats_of(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
             key=lambda row: row[0], default=(0.0, "", 0.0, 0),
         )  # fmt: skip
-        yield compare_with_chance(
-            item, nats, 2 * max(len(rows), 1),
-            sentence=f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
-            f"a share of {share:.3g}: {share * total:.0f} are expected",
-            expected=f"{_shown(share * total for share, _ in counts)} beyond each share (the fp32 oracle)",
-            actual=f"{_shown(count for _, count in counts)} (the engine)",
-            hint="look at temperature, top-p, top-k and penalties of the sampler",
-        )  # fmt: skip
+        sentence = f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
+        sentence += f"a share of {share:.3g}: {share * total:.0f} are expected"
+        found, right = (
+            _shown(count for _, count in counts),
+            f"{_shown(share * total for share, _ in counts)} beyond each share",
+        )
+        yield compare_with_chance(item, nats, 2 * max(len(rows), 1), found, right, sentence)
 
     for sampled, arrays in _described(trace):
         (places,) = trace.of(OracleOfPlaces, name=sampled.name, version=sampled.version)
         yield _within(sampled, [token for tokens in sampled.tokens for token in tokens], places.vocabulary)
         beyond = arrays["rank"][:, None] >= arrays["kept"]
         nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
-        yield compare_with_chance(
-            sampled, nats, 2 * TILTS * len(SHARES),
-            sentence=f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
-            f"among the least likely tokens, {expected:.0f} are expected",
-            expected=f"{_shown(arrays['rest'].sum(axis=0))} beyond each share (the fp32 oracle)",
-            actual=f"{_shown(beyond.sum(axis=0))} (the engine)",
-            hint="look at temperature, top-p, top-k, penalties and generators of tokens after the first",
-            rare=rare_in(trace),
-        )  # fmt: skip
+        sentence = f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
+        sentence += f"among the least likely tokens, {expected:.0f} are expected"
+        found, right = _shown(beyond.sum(axis=0)), f"{_shown(arrays['rest'].sum(axis=0))} beyond each share"
+        yield compare_with_chance(sampled, nats, 2 * TILTS * len(SHARES), found, right, sentence, rare_in(trace))
 
 
 def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
     """No sampled token beyond the ids that the model has."""
     beyond = [token for token in tokens if token >= vocabulary]
-    return Comparison(
-        what=f"{item.name} ids", same=not beyond, stage=item.stage, version=item.version, badness=1.0,
-        owner=owner_of(item), expected=f"ids below {vocabulary:,}, the vocabulary's size",
-        sentence=f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}",
-        actual=f"{sorted(set(beyond))[:4]} (the engine)", allowed="exact",
-        hint="look at what cuts the padding of the head's rows off, and at which ids the sampler draws from",
-    )  # fmt: skip
+    found, right = f"{sorted(set(beyond))[:4]} (the engine)", f"ids below {vocabulary:,}, the vocabulary's size"
+    sentence = f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}"
+    hint = "look at what cuts the padding of the head's rows off, and at which ids the sampler draws from"
+    return compare_value(item, f"{item.name} ids", found, right, same=not beyond, sentence=sentence, hint=hint)
 
 
 def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:
@@ -193,6 +178,8 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million, where any two agree
     as often as in the oracle's distribution, or as all samples do if that is more (LGP004), and a token is repeated as
     often as the oracle's distributions there have it; seeds are fixed.
+    Where to look: what the seed of each request and of each of its samples is made of, and whether a request's
+    generator goes on from token to token.
     What it does not catch: a distribution so peaked that independent samples agree as often.
     References: verl#5179, ms-swift#7858, ms-swift#4383.
     """
@@ -203,23 +190,17 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         by_chance = max(float(np.square(_distribution(trace, item)).sum()), float(alike))
         found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
         nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
-        yield compare_with_chance(
-            item, nats, 2 * len(tokens),
-            sentence=f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
-            "are expected to",
-            expected=f"{by_chance:.3g} of them, as of any two", actual=f"{count:,} of {pairs:,} (the engine)",
-            hint="look at what the seed of each request and of each of its samples is made of",
-        )  # fmt: skip
+        sentence = f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
+        sentence += "are expected to"
+        sides = f"{count:,} of {pairs:,}", f"{by_chance:.3g} of them, as of any two"
+        yield compare_with_chance(item, nats, 2 * len(tokens), *sides, sentence)
 
     for sampled, arrays in _described(trace):
         rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
         nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
-        yield compare_with_chance(
-            sampled, nats, TILTS * arrays["repeats"].shape[1],
-            sentence=f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to",
-            expected=f"{expected:.1f} by the oracle's distributions", actual=f"{repeated:,} (the engine)",
-            hint="look at whether a request's generator goes on from token to token", rare=rare_in(trace),
-        )  # fmt: skip
+        sentence = f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to"
+        cases, sides = TILTS * arrays["repeats"].shape[1], (f"{repeated:,}", f"{expected:.1f}")
+        yield compare_with_chance(sampled, nats, cases, *sides, sentence, rare_in(trace))
 
 
 def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
@@ -252,6 +233,7 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     for; one that is heeded too soon cuts it off. An answer that was cut off and is said to be whole is trained on.
     Evidence: rollout/sampled (token ids, stop tokens, the limit, the cause).
     Tolerance and its source: exact; a sample is as long as its own tokens say.
+    Where to look: which stop tokens reach the engine, what it compares with them, and who hands the cause of an end on.
     What it does not catch: stop strings, and a limit that the engine takes from its model's length.
     References: verl#213, SkyRL#1319, OpenRLHF#1327, Trinity-RFT#608.
     """
@@ -259,20 +241,12 @@ def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
         rows = zip(item.tokens, item.stops, item.limits, item.ended, strict=True)
         for number, (tokens, stop, limit, ended) in enumerate(rows):
             right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
-            yield Comparison(
-                what=f"{item.name} sample {number}", same=len(tokens) == right, stage=item.stage,
-                version=item.version, badness=1.0, owner=owner_of(item),
-                sentence=f"sample {number} has {len(tokens):,} tokens and should end after {right:,}",
-                expected=f"up to the first of {sorted(stop)}, or {limit:,} tokens", actual=str(list(tokens)),
-                allowed="exact", hint="look at which stop tokens reach the engine, and at what it compares with them",
-            )  # fmt: skip
+            subject = f"the number of tokens of sample {number}"
+            says = ("", f"the first of {sorted(stop)}, or {limit:,}")
+            yield compare_value(item, f"{item.name} sample {number}", len(tokens), right, subject=subject, says=says)
             cause = "stop" if tokens and tokens[-1] in stop else "length"
-            yield Comparison(
-                what=f"{item.name} cause {number}", same=ended == cause, stage=item.stage, version=item.version,
-                badness=1.0, owner=owner_of(item), expected=f"`{cause}`, as its last token says", actual=f"`{ended}`",
-                sentence=f"sample {number} is said to have ended by `{ended}`, and ended by `{cause}`",
-                allowed="exact", hint="look at who hands the cause on: trainers leave truncated answers out by it",
-            )  # fmt: skip
+            subject = f"the cause by which sample {number} is said to have ended"
+            yield compare_value(item, f"{item.name} cause {number}", ended, cause, subject=subject)
 
 
 def _shown(counts: Iterable[float]) -> str:

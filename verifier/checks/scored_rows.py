@@ -8,12 +8,9 @@ import numpy as np
 
 from verifier.checks.conditions import GRPO, UPDATED
 from verifier.checks.packing import POSITION_BITS
-from verifier.core.check import LOOP, check
-from verifier.core.comparison import Comparison
+from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_set, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import PolicyColumns, ScoredRows
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 COLUMNS = {"old": "current", "reference": "reference", "penalty_reference": "reference"}
 """Column of a batch -> weights of the pass that made it."""
@@ -35,6 +32,8 @@ def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
     stay near 1, and the KL is a plausible number.
     Evidence: logprob/rows, advantage/policy.
     Tolerance and its source: bitwise; values are copied.
+    Where to look: which rollouts are scored, what puts scores back into the order of the samples, and what else may
+    fill them in.
     What it does not catch: a pass that is wrong itself (LGP001 and LGP013); the columns behind this point (PCK004).
     References: verl#2185, PipelineRL#131, slime#914.
     """
@@ -42,12 +41,8 @@ def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
         arrays, known = trace.arrays(policy), {*policy.ids}
         for item in trace.of(ScoredRows, version=policy.version):
             strays = [name for name in item.ids if name not in known]
-            yield Comparison(
-                what=f"{item.name} on {item.coordinate}", same=not strays, stage=Stage.LOGPROB, version=item.version,
-                badness=1.0, sentence=f"the pass {item.name} scored {len(strays)} rollouts that the step has not",
-                expected="rollouts of the step", actual=", ".join(strays[:3]), allowed="exact (ids)",
-                hint="look at which file of rollouts is scored",
-            )  # fmt: skip
+            subject = f"rollouts that the step has not, in the pass {item.name}"
+            yield compare_set(item, f"{item.name} on {item.coordinate}", strays, subject=subject, owner="")
         made = _made(trace, policy)
         for column, which in COLUMNS.items():
             if column in arrays:
@@ -82,14 +77,12 @@ def _compare(policy: PolicyColumns, column: str, read: np.ndarray, made: np.ndar
         first, begin = begin + 1, begin + length
         same = other[begin] == other[first]
         worst = first if same else _worst(read, nats, first, begin)
-        yield Comparison(
-            what=f"{column} of {name}", same=bool(same), stage=Stage.LOGPROB, version=policy.version, badness=1.0,
-            sentence="" if same else f"`{column}` of token {worst - first + 1} of `{name}` is {read[worst]:.9g} nats "
-            f"in the loss, and {_said(nats[worst])}",
-            expected="" if same else _said(nats[worst]), actual="" if same else f"{read[worst]:.9g} (the policy loss)",
-            allowed="bitwise (values are copied)",
-            hint="look at what puts scores back into the order of the samples, and at what else may fill them in",
-        )  # fmt: skip
+        at = At(Stage.LOGPROB, policy.version)
+        what = f"{column} of {name}"
+        subject = f"`{column}` of token {worst - first + 1} of `{name}`"
+        left, right = f"{read[worst]:.9g} nats in the loss" if len(read) > worst else "", _said(nats, worst)
+        sentence = f"{subject} is {left}, and {right}"
+        yield compare_value(at, what, left, right, same=bool(same), sentence=sentence)
 
 
 def _worst(read: np.ndarray, nats: np.ndarray, begin: int, end: int) -> int:
@@ -98,5 +91,7 @@ def _worst(read: np.ndarray, nats: np.ndarray, begin: int, end: int) -> int:
     return begin + int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps)))
 
 
-def _said(nats: float) -> str:
-    return "not one rank scored it" if np.isnan(nats) else f"a rank scored it as {nats:.9g}"
+def _said(nats: np.ndarray, at: int) -> str:
+    if at >= len(nats):
+        return ""
+    return "not one rank scored it" if np.isnan(nats[at]) else f"a rank scored it as {nats[at]:.9g}"

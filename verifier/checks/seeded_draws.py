@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from verifier.checks.conditions import EXPORTS
 from verifier.checks.logprob_bounds import bounds_of
 from verifier.checks.samples import TILTS, compare_with_chance, nats_of, rare_in
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check
 from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SampledTokens
-from verifier.core.trace import Trace
 
 SIDES = 2
 """Answers of which each may be off by the bound on a log-probability."""
@@ -44,14 +42,13 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     the end of the shorter: some that are asked again with tokens at which to stop, and some in another order, so that
     each is in another row of the batch and other rows move when a request ends.
     Why it matters: a seed that the sampler ignores, or a generator that serves another request from some token on,
-    draws fair tokens with right log-probabilities. A run then depends on what its requests were batched with: no
-    resume, no replay and no second run has the same samples.
+    draws fair tokens with right log-probabilities. No resume, no replay and no second run has the same samples then.
     Evidence: rollout/sampled (token ids, seeds as the engine's process gave them).
     Tolerance and its source: rounding may turn a draw. Two races with the same noise end otherwise with a probability
-    of at most twice the distance of their distributions (Daliri, Musco and Suresh 2024), so of at most the nats that
-    their log-probabilities may be apart, which is twice the bound of LGP003; in less than fp32 twice that on the mean,
-    of sets of 100 tokens or more alone. Chernoff's bound on the number of samples that part, exceeded by chance once in
-    a million.
+    of at most twice the distance of their distributions (Daliri, Musco and Suresh 2024), so of at most twice the bound
+    of LGP003; in less than fp32 twice that on the mean, of sets of 100 tokens or more alone. Chernoff's bound on the
+    number of samples that part, exceeded by chance once in a million.
+    Where to look: whether the sampler draws with the generator of each request, also after rows have moved.
     What it does not catch: a seed that is exchanged in the same way both times (LGP005); in bf16, generators of few of
     the requests; a training run's draws.
     References: vllm#51226, vllm#19940, tt-metal#46350, NeMo-RL#226.
@@ -73,15 +70,13 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
         nats = nats_of(len(parted), places, share) if judged else 0.0
         named = parted[0][1].name if parted else items[-1].name
         where = f"sample {parted[0][0].number} of `{parted[0][0].name}` at its token {parted[0][2]}" if parted else ""
-        yield compare_with_chance(
-            next(item for item in items if item.name == named), nats, TILTS,
-            sentence=f"{len(parted):,} of {len(pairs):,} samples that were asked for again with their seed are others, "
-            f"first {where}",
-            expected=f"the same tokens, but for {share * places:.2g} draws that rounding turns",
-            actual=f"{len(parted):,} of {len(pairs):,} samples part within {places:,} tokens (the engine)",
-            hint="look at whether the sampler draws with the generator of each request, also after rows have moved",
-            rare=rare_in(trace),
-        )  # fmt: skip
+        sentence = (
+            f"{len(parted):,} of {len(pairs):,} samples that were asked for again with their seed differ, first {where}"
+        )
+        right = f"the same tokens, but for {share * places:.2g} draws that rounding turns"
+        found = f"{len(parted):,} of {len(pairs):,} samples part within {places:,} tokens"
+        item = next(item for item in items if item.name == named)
+        yield compare_with_chance(item, nats, TILTS, found, right, sentence, rare_in(trace))
 
 
 def _pairs(trace: Trace, items: list[SampledTokens]) -> Iterator[tuple[_Answer, _Answer]]:

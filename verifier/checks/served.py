@@ -7,12 +7,9 @@ from itertools import product
 
 from verifier.checks.conditions import AWAKE, EXPECTED, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, same_values
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value
 from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView, KeptKeys
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 RESTARTED = condition("no engine was started again", lambda run: run.facts.restarted)
 
@@ -31,6 +28,7 @@ def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
     answered by that policy, and are trained on as answers of today's.
     Evidence: engine/restart of the controller, engine/view, engine/view-expected.
     Tolerance and its source: bitwise; loading copies.
+    Where to look: what is sent to an engine between its start and its first request.
     What it does not catch: a restart after the last samples of a run, or while answers are sampled ahead, which are not
     looked at; single tensors, which ENG001 names.
     References: miles#1724.
@@ -40,15 +38,12 @@ def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
         wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
         equal = [name for name, view in held.items() if name in wanted and same_values(view, wanted[name])]
         total = len(held.keys() | wanted.keys())
-        yield Comparison(
-            what=f"version {item.version}", same=len(equal) == total > 0, stage=Stage.ENGINE, version=item.version,
-            badness=1.0, owner=f"engine rank {rank}",
-            sentence=f"engine rank {rank}, which was started again, holds {len(equal)} of the {total} tensors of "
-            f"version {item.version}" if total else f"engine rank {rank} was started again, and nobody looked at it",
-            expected=f"{total} tensors of the trainer's export" if total else "a look at what it holds",
-            actual=f"{len(equal)} that are bitwise equal", allowed="bitwise (loading copies)",
-            hint="look at what is sent to an engine between its start and its first request", absent=not total,
-        )  # fmt: skip
+        at = At(Stage.ENGINE, item.version, f"engine rank {rank}")
+        sentence = f"nobody looked at engine rank {rank} after its restart"
+        if total:
+            sentence = f"engine rank {rank}, started again, holds {len(equal)} of {total} tensors"
+        right = total or "a look at what it holds"
+        yield compare_value(at, f"version {item.version}", len(equal), right, sentence=sentence, absent=not total)
 
 
 @check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=recorded(EngineServed)))
@@ -61,23 +56,17 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
     at each use, held the right weights when the sync was judged, and answered by others.
     Evidence: engine/served.
     Tolerance and its source: bitwise; answering changes no weights.
+    Where to look: what loads, wakes or rescales weights between a sync and the requests after it.
     What it does not catch: what is changed and put back before the next sync (LGP009); engines that sleep between
     syncs, which are not asked; settings (ENG005).
     References: trl#5312, trl#5355, SkyRL#2250, unsloth-zoo#941.
     """
     for item in trace.of(EngineServed):
-        first = next(iter(item.changed), None)
-        owner = f"engine rank {item.rank}"
-        yield Comparison(
-            what=first.name if first else owner, same=first is None, stage=Stage.ENGINE, version=item.version,
-            badness=1.0, owner=owner,
-            sentence=f"{len(item.changed)} of {item.num_tensors} tensors of {owner} changed while it answered by "
-            f"version {item.version}, `{first.name if first else ''}` the first",
-            expected=f"{first.synced if first else 'no change'} (right after the sync)",
-            actual=f"{first.served if first else 'no change'} (before the next)",
-            allowed="bitwise (answering changes no weights)",
-            hint="look at what loads, wakes or rescales weights between a sync and the requests after it",
-        )  # fmt: skip
+        changed, owner = [each.name for each in item.changed], f"engine rank {item.rank}"
+        subject = f"tensors that changed while {owner} answered by version {item.version}"
+        yield compare_set(
+            item, next(iter(changed), owner), changed, total=item.num_tensors, subject=subject, owner=owner
+        )
 
 
 KEYS_DROPPED = condition("requests keep their keys at a sync", lambda run: not knob(run, "grpo.keep_kv_cache"))
@@ -94,6 +83,7 @@ def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
     are then read by keys of weights that are gone. In bf16 that is less than the noise of a token.
     Evidence: engine/kept-keys.
     Tolerance and its source: exact; a sync is to empty the cache.
+    Where to look: what resets the prefix cache at a sync, and what it answers.
     What it does not catch: a prefix that is cached under a name that later weights have too, where the engine gets
     adapters (LGP011 names them); what `grpo.keep_kv_cache` leaves behind after the requests that ran.
     References: RL#4018, prime-rl#1650, RL#3152, lmdeploy#4917.
@@ -102,10 +92,6 @@ def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
         pairs = () if item.kept else zip(item.blocks, item.tokens, strict=True)
         for engine, (blocks, tokens) in enumerate(pairs):
             found = f"{blocks:,} blocks of keys for new prompts and {tokens:,} tokens of running requests"
-            yield Comparison(
-                what=f"engine {engine}", same=not blocks and not tokens, stage=Stage.ROLLOUT, version=item.version,
-                badness=1.0, owner=f"engine {engine}",
-                sentence=f"engine {engine} has {found} after the sync of version {item.version}, by older weights",
-                expected="none (a sync empties the cache)", actual=found, allowed="exact (counts)",
-                hint="look at what resets the prefix cache at a sync, and at what it answers",
-            )  # fmt: skip
+            at, what = At(Stage.ROLLOUT, item.version, f"engine {engine}"), f"engine {engine}"
+            sentence = f"{what} has {found} after the sync of version {item.version}, by older weights"
+            yield compare_value(at, what, found, "none", same=not blocks and not tokens, sentence=sentence)

@@ -9,18 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from verifier.checks.conditions import ON_A_HOST
-from verifier.checks.content import times
-from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats, noise_source
-from verifier.checks.logprob_bounds import FEW_TOKENS, GREATEST_NOISES, at_temperature
+from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats, noise_bound
+from verifier.checks.logprob_bounds import GREATEST_NOISES, at_temperature
 from verifier.checks.packing import POSITION_BITS
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import condition, on, recorded
 from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import LossColumns
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 MEAN = Tolerance(
     absolute=0.05, unit="nats",
@@ -28,7 +24,6 @@ MEAN = Tolerance(
 )  # fmt: skip
 EVERY = 8
 """Steps between two with such a rollout."""
-HINT = "look at what attention reaches: boundaries of a pack, later tokens; and at whose values come back to whom"
 REFERENCES = ("reference", "penalty_reference")
 """Columns of a batch with log-probabilities of the reference: with the KL in the loss, and in the reward."""
 
@@ -64,9 +59,10 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     order than their samples went, and log-probabilities of another mini-batch keep every shape, and the loss falls all
     the same.
     Evidence: logprob/spot, advantage/policy ("old", "reference"), loss/rows ("current"), advantage/columns.
-    Tolerance and its source: fp32 as LGP009, for one token. In bf16 of answers that an
-    engine samples, `old` of tokens in the loss, three times the greatest noise of the sampled steps so far, as LGP009.
-    In bf16 where no noise is measured, the mean over all tokens: 0.05 nats, divided alike.
+    Tolerance and its source: fp32 as LGP009, for one token. In bf16 of answers that an engine samples, `old` of tokens
+    in the loss, three times the greatest noise of the sampled steps so far, as LGP009. In bf16 where no noise is
+    measured, the mean over all tokens: 0.05 nats, divided alike.
+    Where to look: what attention reaches: boundaries of a pack, later tokens; and whose values come back to whom.
     What it does not catch: a pass that is wrong alone too (LGP001 on sampled steps); other rollouts of the step than
     the one; mixtures without replayed routes, whose routers may choose otherwise where two experts are nearly as good;
     in bf16 without a measured noise a few tokens, and anything on a GPU. The report names these.
@@ -97,12 +93,10 @@ def _chosen(trace: Trace, spot: SpotScore) -> Comparison:
     place = sum(sizes[:number]) + drawn % max(sizes[number], 1)
     expected = ids[place] if place < len(ids) else ""
     same = expected == spot.id and spot.step == spot.version
-    return Comparison(
-        what="rollout of the step", same=same, stage=Stage.LOGPROB, version=spot.version, badness=1.0,
-        sentence=f"`{spot.id}` was scored by itself, it should be `{expected}`",
-        expected=f"`{expected}` (the rule of seed {spot.seed} and step {spot.version})", actual=f"`{spot.id}`",
-        allowed="exact", hint="look at the order of the batch's rollouts",
-    )  # fmt: skip
+    says, what = ("", f"the rule of seed {spot.seed} and step {spot.version}"), "rollout of the step"
+    left, right = f"`{spot.id}`", f"`{expected}`"
+    subject = "the rollout that was scored by itself"
+    return compare_value(spot, what, left, right, same=same, subject=subject, says=says, owner="")
 
 
 def _sides(trace: Trace, spot: SpotScore, *, exact: bool) -> Iterator[_Side]:
@@ -147,14 +141,9 @@ def _beginning(arrays: Mapping[str, np.ndarray]) -> Iterator[_Side]:
 def _compare_mean(spot: SpotScore, side: _Side, alone: np.ndarray) -> Comparison:
     """Mean of one side's differences, where nobody knows how far a single token may be off."""
     gap, bound = float(np.abs(side.nats - alone).mean()), at_temperature(MEAN, spot.temperature)
-    return Comparison(
-        what=f"{spot.id} ({side.says})", same=bool(np.isfinite(gap)) and gap <= bound.absolute, stage=Stage.LOGPROB,
-        version=spot.version, share=times(gap, bound.absolute),
-        sentence=f"log-probabilities of `{spot.id}` in {side.says} differ by {gap:.3g} nats on the mean from those of "
-        "its rollout by itself",
-        expected="those alone in its pack, by the same weights", actual=f"{gap:.3g} nats apart ({side.says})",
-        allowed=str(bound), hint=HINT,
-    )  # fmt: skip
+    subject = f"the mean gap, nats, of log-probabilities of `{spot.id}` in {side.says} to those by itself"
+    what = f"{spot.id} ({side.says})"
+    return compare_value(spot, what, gap, None, subject=subject, allowed=bound, owner="")
 
 
 def _compare(
@@ -169,22 +158,10 @@ def _compare(
     beyond = np.where(np.isfinite(gaps), gaps / bounds, np.inf)
     worst = int(np.argmax(beyond))
     if noise is not None:
-        bound = _of_noise(noise, float(bounds[worst]))
-    gap, token = float(gaps[worst]), int(side.at[worst])
-    values = (float(side.nats[worst]), float(alone[worst]))
-    return Comparison(
-        what=f"{spot.id} ({side.says})", same=bool(np.isfinite(gap)) and gap <= bound.absolute, stage=Stage.LOGPROB,
-        version=spot.version, share=times(gap, bound.absolute),
-        sentence=f"token {token} of `{spot.id}` has {values[0]:.6g} nats in {side.says}, and {values[1]:.6g} where its "
-        "rollout is scored by itself",
-        expected=f"{values[1]:.6g} (alone in its pack, by the same weights)", actual=f"{values[0]:.6g} ({side.says})",
-        allowed=str(bound), hint=HINT,
-    )  # fmt: skip
-
-
-def _of_noise(noise: SampledNoise, nats: float) -> Tolerance:
-    if noise.tokens < FEW_TOKENS:
-        source = f"{noise.tokens} tokens are no floor, so any finite one"
-    else:
-        source = f"{GREATEST_NOISES} x {noise_source(noise)}"
-    return Tolerance(absolute=nats, unit="nats", source=source)
+        bound = noise_bound(noise, float(bounds[worst]))
+    subject = f"the log-probability of token {int(side.at[worst])} of `{spot.id}` in {side.says}"
+    says, gap = (side.says, "alone in its pack, by the same weights"), float(gaps[worst])
+    left, right = float(side.nats[worst]), float(alone[worst])
+    return compare_value(
+        spot, f"{spot.id} ({side.says})", left, right, subject=subject, says=says, allowed=bound, gap=gap, owner=""
+    )

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import condition
 from verifier.core.manifest import Manifest
 from verifier.core.records_run import StackFailure
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 _CUTS = ("tp", "pp", "ep", "etp", "cp", "vpp")
 """Sizes of a mesh that cut the model or its input."""
@@ -37,11 +34,9 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
     References: Megatron-Bridge OLMoE, whose norm of queries is not divided over tensor-parallel ranks.
     """
     for item in trace.of(StackFailure):
-        yield Comparison(
-            what=item.where, same=not item.message, stage=Stage[item.at.upper()] if item.at else Stage.LOAD,
-            version=item.during, badness=1.0, sentence=item.sentence, owner=item.owner, expected="no failure",
-            actual=item.message, allowed="exact", hint="; ".join(_hints(item, trace.manifest)),
-        )  # fmt: skip
+        stage, hint = Stage[item.at.upper()] if item.at else Stage.LOAD, "; ".join(_hints(item, trace.manifest))
+        at, sentence, same = At(stage, item.during, item.owner), item.sentence, not item.message
+        yield compare_value(at, item.where, item.message, "no failure", same=same, sentence=sentence, hint=hint)
 
 
 def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:

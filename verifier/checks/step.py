@@ -9,15 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from verifier.checks.conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
-from verifier.checks.content import owner_of, times
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
 from verifier.core.records_tokens import GradientRecord, Objective
 from verifier.core.records_weights import KeptGradients, OptimizerRule, StepReport
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 GRADIENT = Tolerance(
     absolute=3e-5, unit="of the tensor's greatest gradient",
@@ -67,28 +63,21 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     first four steps have every combination of replay and recomputation.
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
-    Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients).
-    On sampled steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written
-    anew from the papers' formulas, on the tokens and columns that the controller recorded.
-    Tolerance and its source: 3e-5 of the tensor's greatest gradient, in fp32; 15 times the greatest of 1,702 clean
-    comparisons of a tiny model, whose tail would reach it with 7e-9 if it went on as it begins. Of a loss with
-    ratios or a KL term as much more as 1e-5 nats of each log-probability change it by (LGP001), of an entropy at a
-    temperature below 1 as much as 1e-5 of every second logit do, and on sampled steps as much as float32 rounds of each
-    token's probability: a sure token's gradient is smaller than that. In bf16 five times the run's own noise, the
-    greatest of all tensors and updates of the version; gradients are summed in float32 there too. A token that is
-    nearer to a clip's edge than three times the noise of log-probabilities is clipped where the trainer's own
-    log-probability is beyond it, by which LSS004 judges. A length may be off by twice the tensor's own noise, which is
-    how far transformers' gradient in bf16 is from that in fp32, or the median of its layer's tensors', or of the same
-    tensor's in all layers, if that is more: a few elements say little of how noisy they are. An update of a training
-    run may hang on a few tokens, whose noise in transformers says little of that in the trainer: a length may be off
-    there by six times the greatest noise of the same tensor in all layers and updates of the step, or of any tensor in
-    the update, whichever is less. Routers flip in bf16, and the gradient of other experts tells nothing: transformers
-    takes the experts that rollouts say, or else those that the trainer's own routers chose in that update; in fp32 on
-    sampled steps alone, and there where rounding decides. No length is judged of an update in which fewer than ten
-    tokens have a gradient: the noise of one token is no measure of another's.
-    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16
-    routers that choose wrongly by themselves: LGP001 sees those that do so when they score, RPL001 those that do not
-    replay, and none sees those that do so in such an update alone.
+    Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients). On sampled
+    steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written anew from the
+    papers' formulas, on the tokens and columns that the controller recorded.
+    Tolerance and its source: 3e-5 of the tensor's greatest gradient in fp32, measured (docs/numerics.md); an
+    extrapolated 7e-9 of clean comparisons reach it. More by what 1e-5 nats of each log-probability change it by, of a
+    loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps. In bf16
+    five times the run's own noise: the greatest of all tensors and updates of the version. A length may be off by twice
+    the noise of the tensor, or the median of its layer's or its kind's, if that is more; in an update of a training run
+    by six times the greatest noise of its kind, or of any tensor in the update, whichever is less; it is not judged of
+    fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by which LSS004
+    judges; where routers flip, transformers takes the trainer's experts.
+    Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
+    loss.
+    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16 routers
+    that choose wrongly by themselves (LGP001, RPL001, LSS005).
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
     of_step: dict[int, float] = defaultdict(float)
@@ -99,22 +88,20 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         scale, noise, dtype = float(item.gradient_scale), of_step[item.version], item.gradient_dtype
         bound = GRADIENT
         if noise:
-            source = (
-                f"this run's noise: transformers in the run's dtype against itself in fp32, times {GRADIENT_NOISES}"
-            )
+            source = f"this run's noise: transformers in its dtype against itself in fp32, times {GRADIENT_NOISES}"
             bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
         allowed = bound.absolute * scale + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"
         owner, place, mismatched = _measured(item.gradient)
-        yield Comparison(
-            what=_subject(item), same=item.gradient is not None and gap <= allowed and dtype == "float32",
-            stage=Stage.LOSS, version=item.version, share=times(gap, allowed),
-            sentence=f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}",
-            owner=owner, mismatched=mismatched, expected=f"greatest element {scale:.3g} (transformers' gradient, fp32)",
-            actual=f"{found} (the trainer's, reduced over all ranks)", allowed=f"{allowed:.3g} in float32, {bound}",
-            hint="look at the reduction of this parameter's gradient and at what divides the loss",
-        )  # fmt: skip
+        same = item.gradient is not None and gap <= allowed and dtype == "float32"
+        at, what, sides = At(Stage.LOSS, item.version, owner), _subject(item), (found, f"greatest element {scale:.3g}")
+        sentence = f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
+        texts: Given = {"says": ("the trainer's", "transformers' gradient, fp32"), "mismatched": mismatched}
+        words = f"{allowed:.3g} in float32, {bound}"
+        yield compare_value(
+            at, what, *sides, same=same, sentence=sentence, allowed=words, bound=allowed, gap=gap, **texts
+        )
     yield from _lengths(trace)
 
 
@@ -143,16 +130,10 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
             source += f"times {LENGTH_NOISES}"
         bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         length = float(item.group_length)
-        gap = abs(length - 1)
-        yield Comparison(
-            what=f"{name} (length)" + (f" of update {update}" if update else ""),
-            same=gap <= bound.absolute, stage=Stage.LOSS, version=version,
-            share=times(gap, bound.absolute),
-            sentence=f"the gradient of `{name}` is {length:.3g} times as long as it should be",
-            expected="1 (along transformers' gradient, fp32)",
-            actual=f"{length:.3g} (the trainer's, reduced over all ranks)", allowed=str(bound),
-            hint="look at the groups over which this gradient is summed, and at what scales it",
-        )  # fmt: skip
+        what = f"{name} (length)" + (f" of update {update}" if update else "")
+        subject = f"the length of the gradient of `{name}`"
+        says = ("the trainer's", "along transformers' gradient, fp32")
+        yield compare_value(At(Stage.LOSS, version), what, length, 1.0, subject=subject, says=says, allowed=bound)
 
 
 def _layer(name: str) -> str:
@@ -204,9 +185,10 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
     wrong norm.
     Evidence: loss/gradient (a measurement, in learning rates; the norm of all gradients), train/step.
-    Tolerance and its source: three roundings to float32 of each weight, by its own size, and 1e-3 of the learning rate
-    for those of moments, which move an update by 3e-5 at most. In bf16 half a step of that dtype more, from the
-    unrounded weights that Adam has: a trainer's fp32 masters. 1e-5 of the norm.
+    Tolerance and its source: three roundings to float32 of each weight, and 1e-3 of the learning rate for those of
+    moments, which move an update by 3e-5 at most. In bf16 half a step of that dtype more, from Adam's unrounded
+    weights. 1e-5 of the norm.
+    Where to look: masters, moments and the clip factor, and which parameters and ranks the norm is summed over.
     What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
     masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
     References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
@@ -217,42 +199,30 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         gap = float(item.step.value)
         owner, place, mismatched = _measured(item.step)
         found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
-        yield Comparison(
-            what=_subject(item), same=gap <= STEP.absolute, stage=Stage.TRAIN, version=item.version,
-            share=times(gap, STEP.absolute),
-            sentence=f"`{item.name}` is {found} what Adam makes of its gradient{place}",
-            owner=owner, mismatched=mismatched,
-            expected="the weight before, moved by Adam (float64, with the trainer's own gradient)",
-            actual=f"{found} it (the live weight after the step)", allowed=str(STEP),
-            hint="look at masters, moments and the clip factor",
-        )  # fmt: skip
+        at, wanted = At(Stage.TRAIN, item.version, owner), "the weight before, moved by Adam (float64)"
+        sentence = f"`{item.name}` is {found} what Adam makes of its gradient{place}"
+        what, part = _subject(item), mismatched
+        yield compare_value(at, what, gap, wanted, sentence=sentence, mismatched=part, allowed=STEP, gap=gap)
     for report, item in _reports(trace):
         actual, right = float(report.grad_norm), float(item.gradient_norm)
-        gap, allowed = abs(actual - right), NORM.absolute * right
-        yield Comparison(
-            what=f"gradient norm on rank {report.rank}{_of_update(report)}", same=gap <= allowed, stage=Stage.TRAIN,
-            version=report.version, share=times(gap, allowed), owner=owner_of(report),
-            sentence=f"the optimizer clipped by a gradient norm of {actual:.6g}, which is {right:.6g}",
-            expected=f"{right:.6g} (of all reduced gradients, float64)",
-            actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {NORM}",
-            hint="look at which parameters and ranks the norm is summed over",
-        )  # fmt: skip
+        what, says = f"gradient norm on rank {report.rank}{_of_update(report)}", ("the optimizer's", "of all gradients")
+        yield compare_value(report, what, actual, right, says=says, allowed=NORM, bound=NORM.absolute * right)
 
 
 @check("LSS002", needs=(GradientRecord, StepReport), applies=COMPUTED)
 def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The loss that a step reports, and the number of tokens that it is a mean of, are the oracle's.
 
-    What it checks: per step and rank, both numbers against transformers on the same tokens and weights.
+    What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
+    fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within three times the
+    greatest noise of one in the step.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
-    In less than fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within
-    three times the greatest noise of one in the step; so what is left is the noise of entropies, and of tokens beyond.
-    Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss, in
-    less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more. In
-    fp32 it may be off by twice what rounding changes each log-probability by, if that is more: a half unit of log Z,
-    and of the sum of the exponentials a half unit times the root of the vocabulary. A loss with ratios may be off by
-    twice what 1e-5 nats of each log-probability change it by.
+    Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss. In
+    less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more; in
+    fp32 within twice what rounding, and of a loss with ratios 1e-5 nats of each log-probability, change it by, if that
+    is more (docs/numerics.md).
+    Where to look: the groups over which loss and tokens are summed.
     What it does not catch: gradients of another loss than the reported one (LSS001); in less than fp32
     log-probabilities that are off by less than their noise, and a wrong loss of fewer than ten tokens.
     References: SkyRL#1420, verl#3294, slime#987.
@@ -269,14 +239,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         if trace.manifest.dtype != "float32" and item.num_tokens < FEW_TOKENS:
             allowed, why = math.inf, f"fewer than {FEW_TOKENS} tokens do not tell their noise"
-        gap = abs(loss - right)
-        yield Comparison(
-            what=f"reported loss on rank {report.rank}{_of_update(report)}",
-            same=gap <= allowed and report.num_tokens == item.num_tokens, stage=Stage.LOSS,
-            version=report.version, share=times(gap, allowed), owner=owner_of(report),
-            sentence=f"the step reports a loss of {loss:.6g} over {report.num_tokens:,} tokens, "
-            f"it is {right:.6g} over {item.num_tokens:,}",
-            expected=f"{right:.6g} over {item.num_tokens:,} tokens (transformers)",
-            actual=f"{loss:.6g} over {report.num_tokens:,} tokens (the trainer)",
-            allowed=f"{allowed:.3g}, {why}", hint="look at the groups over which loss and tokens are summed",
-        )  # fmt: skip
+        gap, what = abs(loss - right), f"reported loss on rank {report.rank}{_of_update(report)}"
+        same = gap <= allowed and report.num_tokens == item.num_tokens
+        found, wanted = f"{loss:.6g} over {report.num_tokens:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
+        at, why = At(Stage.LOSS, report.version, owner_of(report)), f"{allowed:.3g}, {why}"
+        yield compare_value(at, what, found, wanted, same=same, allowed=why, bound=allowed, gap=gap)

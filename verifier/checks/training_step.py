@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.conditions import UPDATED
-from verifier.checks.content import owner_of, times
 from verifier.checks.estimators import ROUNDOFFS
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.record import Real
 from verifier.core.records_trainer import (
@@ -22,8 +20,6 @@ from verifier.core.records_trainer import (
     OptimizerSettings,
     TrainerStep,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 WEIGHT = Tolerance(
     absolute=1e-12, unit="of the weight", source="float64: a weight is two divisions of whole numbers, 2 ulp apart"
@@ -46,6 +42,7 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     Evidence: advantage/columns ("weight", "mask").
     Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
     derivatives of its loss by each token's, 16 roundings in the loss's dtype.
+    Where to look: the denominators, and whether they are those of the whole batch.
     What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
@@ -55,16 +52,13 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
         expected = _weights(item, masks)
         for name, weight, mask, right in zip(item.ids, weights, masks, expected, strict=True):
             wanted = np.where(mask, right, 0.0)
-            gap = float(np.abs(weight - wanted).max(initial=0.0))
-            allowed = max(WEIGHT.absolute, WEIGHT_ROUNDINGS * ROUNDOFFS[item.dtype]) * right
-            yield Comparison(
-                what=name, same=gap <= allowed, stage=Stage.ADVANTAGE, version=item.version,
-                share=times(gap, allowed),
-                sentence=f"a token of `{name}` weighs {float(weight.max(initial=0)):.6g}, it should be {right:.6g}",
-                expected=f"{right:.6g} (the {item.aggregation.replace('_', ' ')} of the whole batch, float64)",
-                actual=f"off by up to {gap:.3g} (the batch's)", allowed=f"{allowed:.3g}, {WEIGHT}",
-                hint="look at the denominators, and at whether they are those of the whole batch",
-            )  # fmt: skip
+
+            at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
+            actual, asked = (float(side[at]) if len(side) else 0.0 for side in (weight, wanted))
+            subject = f"the weight of token {at} of `{name}`"
+            says = ("", f"{item.aggregation} of the whole batch, float64")
+            bound = max(WEIGHT.absolute, WEIGHT_ROUNDINGS * ROUNDOFFS[item.dtype]) * right
+            yield compare_value(item, name, actual, asked, subject=subject, says=says, allowed=WEIGHT, bound=bound)
 
 
 def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
@@ -95,26 +89,22 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rank, the rate and the decay that the optimizer held in the step for each of its groups of
     parameters, against the schedule in closed form, its warm-up included; matrices decay, and parameters of one
-    dimension, which are norms and biases, do not. The schedule itself against the run's config, its end included:
-    steps times mini-batches times epochs, since it counts updates.
+    dimension, which are norms and biases, do not. The schedule itself against the run's config, its end included: steps
+    times mini-batches times epochs, since it counts updates.
     Why it matters: a scheduler that is stepped twice, not at all, by samples, or for one group alone, and one that a
     resume begins anew; norms that decay are smaller and no curve shows it.
     Evidence: train/done, train/optimizer (as the config asks).
-    Tolerance and its source: 1e-12 of the learning rate; float64, a closed form.
+    Tolerance and its source: exact settings, which are copied. 1e-12 of the learning rate; float64, a closed form.
+    Where to look: what the schedule counts (updates, steps, samples), what steps the scheduler, and what groups
+    parameters by their decay.
     What it does not catch: a rate that the optimizer holds and does not use (TRN001).
     References: open-r1#450, NeMo-RL#3171, SkyRL#1403, SkyRL#873, DeepSpeed#7969, Fast-LLM#542.
     """
     asked = _schedule_asked(trace.manifest.config)
     for settings in trace.of(OptimizerSettings):
         for name, right in asked.items():
-            held = getattr(settings, name)
-            yield Comparison(
-                what=name, same=held == right, stage=Stage.TRAIN, version=settings.version, badness=1.0,
-                sentence=f"the schedule has {name} {held}, the config asks for {right}",
-                expected=f"{right} (the manifest's config)", actual=f"{held} (the settings of the optimizer)",
-                allowed="exact (settings are copied, updates are counted)",
-                hint="look at what the schedule counts: updates, steps or samples",
-            )  # fmt: skip
+            says, subject = ("the optimizer's settings", "the manifest's config"), f"{name} of the schedule"
+            yield compare_value(settings, name, getattr(settings, name), right, subject=subject, says=says, owner="")
         for report in trace.of(TrainerStep, version=settings.version):
             wanted = _rate(settings, report.step)
             pairs = [
@@ -128,25 +118,14 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
                     decay = 0.0 if spared else settings.weight_decay
                     pairs.append((f"weight decay of group {at}", float(group.weight_decay), decay))
                 mixed = bool(settings.weight_decay and spared and group.others and settings.vectors_decay is False)
-                yield Comparison(
-                    what=f"group {at} of {report.name} on rank {report.rank}", same=not mixed, stage=Stage.TRAIN,
-                    version=report.version, badness=1.0, owner=owner_of(report),
-                    sentence=f"{report.name} has {group.vectors} norms and biases in group {at}, which decays, it "
-                    "should have none",
-                    expected="no parameter of one dimension beside matrices, which decay",
-                    actual=f"{group.vectors} beside {group.others} others (the optimizer's group)", allowed="exact",
-                    hint="look at what groups parameters by their weight decay",
-                )  # fmt: skip
+                place = f"group {at} of {report.name} on rank {report.rank}"
+                subject = f"the number of norms and biases beside {group.others} others, which decay, in {place}"
+                yield compare_value(report, place, group.vectors, 0, same=not mixed, subject=subject)
             for what, actual, expected in pairs:
-                gap, allowed = abs(actual - expected), RATE.absolute * max(expected, settings.learning_rate)
-                yield Comparison(
-                    what=f"{what} of {report.name} on rank {report.rank}", same=gap <= allowed, stage=Stage.TRAIN,
-                    version=report.version, share=times(gap, allowed), owner=owner_of(report),
-                    sentence=f"{report.name} has a {what} of {actual:.6g}, it should be {expected:.6g}",
-                    expected=f"{expected:.6g} (the {settings.schedule} schedule at step {report.step})",
-                    actual=f"{actual:.6g} (the optimizer's)", allowed=f"{allowed:.3g}, {RATE}",
-                    hint="look at what steps the scheduler, and by how much",
-                )  # fmt: skip
+                place = f"{what} of {report.name} on rank {report.rank}"
+                bound = RATE.absolute * max(expected, settings.learning_rate)
+                says = "the optimizer's", f"the {settings.schedule} schedule at step {report.step}"
+                yield compare_value(report, place, actual, expected, says=says, allowed=RATE, bound=bound)
 
 
 def _schedule_asked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +162,7 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     correction then begins again; a norm of one rank's gradients, which clips each rank by another factor.
     Evidence: train/done, advantage/columns.
     Tolerance and its source: exact; these are counts, and one number that all ranks have from one reduction.
+    Where to look: who calls the optimizer and the scheduler, and how often.
     What it does not catch: moments that are wrong, a norm that is wrong on all ranks alike (TRN006).
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
@@ -193,18 +173,11 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
         for report in trace.of(TrainerStep, version=version):
             norm = norms.setdefault(report.name, report.grad_norm)
             counts = (
-                ("as the norm that it clipped by", report.grad_norm, norm),
-                ("optimizer steps", report.optimizer_steps, report.step),
-                ("scheduler steps", report.scheduler_steps, report.step + report.scheduler_ahead),
-                ("tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),
+                ("norm that it clipped by", report.grad_norm, norm),
+                ("number of optimizer steps", report.optimizer_steps, report.step),
+                ("number of scheduler steps", report.scheduler_steps, report.step + report.scheduler_ahead),
+                ("number of tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),
             )
             for what, actual, expected in counts:
-                if actual is None:
-                    continue
-                yield Comparison(
-                    what=f"{what} of {report.name} on rank {report.rank}", same=actual == expected, stage=Stage.TRAIN,
-                    version=report.version, badness=1.0, owner=owner_of(report),
-                    sentence=f"after {report.name} the rank counts {actual:,} {what}, it should be {expected:,}",
-                    expected=f"{expected:,}", actual=f"{actual:,}", allowed="exact (counts)",
-                    hint="look at who calls the optimizer and the scheduler, and how often",
-                )  # fmt: skip
+                if actual is not None:
+                    yield compare_value(report, f"{what} of {report.name} on rank {report.rank}", actual, expected)

@@ -6,20 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from unicodedata import normalize
 
 import numpy as np
 
 from verifier.checks.conditions import GRPO, TURNS, UPDATED
 from verifier.core import ragged
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_text, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
 from verifier.core.records_tokens import Rollouts
 from verifier.core.seal import seal_of_reply
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 
 MOST_CHARACTERS = 32
 """Longest expression that the calculator reads, and longest value that it gives."""
@@ -51,12 +47,12 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     and of the reply, in this order and no others; that a reply stands after a turn that was ended, is not the last one
     allowed and, for the calculator, asks for a value: then its text is the template's with the value that a second
     calculator finds. What the template puts around any reply, the ids of the whole reply, and the text of each turn as
-    the environment reads it, are by a second reader of the tokenizer's files, if there is one. Of any environment, that
-    it said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
-    speaks. Per rollout of the batch, that its tokens are those of the
-    episode, and that those marked as sampled are the turns that it trains, as is its loss mask unless the rollout was
-    dropped. Per episode of the batch, that each of its turns is there, and that the reward read its last turn. Of up to
-    8 problems of an evaluation, others in each, the turns of both answers and what the reward read of them.
+    the environment reads it, by a second reader of the tokenizer's files, if there is one. Of any environment, that it
+    said this reply, or none, when it had read the turns of this episode up to here, by seals that are taken as it
+    speaks. Per rollout of the batch, that its tokens are those of the episode, and that those marked as sampled are the
+    turns that it trains, as is its loss mask unless the rollout was dropped. Per episode of the batch, that each of its
+    turns is there, and that the reward read its last turn. Of up to 8 problems of an evaluation, others in each, the
+    turns of both answers and what the reward read of them.
     Why it matters: text that is encoded again has other tokens than those that were sampled, so their log-probabilities
     are of another context; a tool's answer in the loss teaches the model to make answers up. The reward may rise in
     both.
@@ -90,9 +86,17 @@ def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
     """Turns of each episode, in order."""
     found: dict[str, dict[int, _Turn]] = defaultdict(dict)
     rows = zip(
-        item.episodes, item.indices, item.prompts, item.sampled, item.replies, item.texts, item.said,
-        item.read_replies or (None,) * len(item.said), item.read_texts or (None,) * len(item.said), strict=True,
-    )  # fmt: skip
+        item.episodes,
+        item.indices,
+        item.prompts,
+        item.sampled,
+        item.replies,
+        item.texts,
+        item.said,
+        item.read_replies or (None,) * len(item.said),
+        item.read_texts or (None,) * len(item.said),
+        strict=True,
+    )
     for name, index, prompt, sampled, reply, text, said, read, decoded in rows:
         found[name][index] = _Turn(
             prompt=prompt, sampled=sampled, reply=reply, text=text, said=said, read=read, decoded=decoded
@@ -103,13 +107,9 @@ def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
 def _given(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
     for at, (before, turn) in enumerate(pairwise(turns), start=1):
         expected = (*before.prompt, *before.sampled, *before.reply)
-        yield Comparison(
-            what=f"{name}, turn {at}", same=turn.prompt == expected, stage=Stage.DATA, version=item.version,
-            badness=1.0,
-            sentence=f"turn {at} of `{name}` is given {len(turn.prompt)} tokens, {_differs(turn.prompt, expected)}",
-            expected=f"{len(expected)} tokens (all earlier ids, then the reply's)", actual=f"{len(turn.prompt)} tokens",
-            allowed="exact (ids)", hint="look at what encodes a turn again, cuts the context, or writes the template",
-        )  # fmt: skip
+        sentence = f"turn {at} of `{name}` is given {len(turn.prompt)} tokens, {_differs(turn.prompt, expected)}"
+        hint = "look at what encodes a turn again, cuts the context, or writes the template"
+        yield compare_value(item, f"{name}, turn {at}", turn.prompt, expected, sentence=sentence, hint=hint)
 
 
 def _differs(actual: Sequence[int], expected: Sequence[int]) -> str:
@@ -130,15 +130,13 @@ def _said(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Com
         elif expected and not item.seals and not (expected.startswith(item.before) and expected.endswith(item.after)):
             expected = f"{item.before}...{item.after}"
         goes_on = at + 1 < len(turns)
-        yield Comparison(
-            what=f"{name}, reply {at}", same=turn.said == expected and goes_on == bool(turn.reply) == bool(expected),
-            stage=Stage.DATA, version=item.version, badness=1.0,
-            sentence=f"the reply to turn {at} of `{name}` is `{turn.said[-60:]}`, it should be `{expected[-60:]}`"
-            if turn.said != expected
-            else f"`{name}` has {'another turn without a' if goes_on else 'no turn after the'} reply to turn {at}",
-            expected=f"`{expected[-60:]}` (a second reader of `{turn.text[-60:]}`)", actual=f"`{turn.said[-60:]}`",
-            allowed="exact (texts)", hint="look at which turn the environment reads, and at what frames its reply",
-        )  # fmt: skip
+        same = turn.said == expected and goes_on == bool(turn.reply) == bool(expected)
+        sentence = f"`{name}` has {'another turn without a' if goes_on else 'no turn after the'} reply to turn {at}"
+        sentence = "" if turn.said != expected else sentence
+        found, right = f"`{turn.said[-60:]}`", f"`{expected[-60:]}`"
+        what, subject = f"{name}, reply {at}", f"the reply to turn {at} of `{name}`"
+        hint = "look at which turn the environment reads, and at what frames its reply"
+        yield compare_value(item, what, found, right, same=same, subject=subject, sentence=sentence, hint=hint)
 
 
 def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
@@ -149,57 +147,45 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
             continue  # the environment is not asked
         read = [before.text for before in turns[: at + 1]]
         shown = f"`{turn.said[-60:]}`" if turn.said else "no reply"
-        yield Comparison(
-            what=f"{name}, seal of reply {at}", same=seal_of_reply(read, turn.said) in known, stage=Stage.DATA,
-            version=item.version, badness=1.0,
-            sentence=f"{shown} follows turn {at} of `{name}`, which is not what `{item.environment}` said to it",
-            expected=f"what `{item.environment}` said when it had read `{turn.text[-60:]}`", actual=shown,
-            allowed="exact (replies are copied; checksums)",
-            hint="look at what orders or cuts replies, at which turns the environment reads, and at what ends episodes",
-        )  # fmt: skip
+        at_reply = f"{name}, seal of reply {at}"
+        right = f"what `{item.environment}` said when it had read `{turn.text[-60:]}`"
+        sentence = f"{shown} follows turn {at} of `{name}`, which is not what `{item.environment}` said to it"
+        same = seal_of_reply(read, turn.said) in known
+        hint = "look at what orders or cuts replies, and at what ends episodes"
+        yield compare_value(item, at_reply, shown, right, same=same, sentence=sentence, hint=hint)
 
 
 def _scored(item: EpisodeTurns, given: GivenRewards) -> Iterator[Comparison]:
     """Compare the text that the reward read of each episode with that of its last turn."""
+    """Compare the text that the reward read of each episode with that of its last turn."""
     read = dict(zip(given.ids, given.texts, strict=True))
+    hint = "look at which turns of an episode the reward reads, and at what joins them"
     for name, turns in _episodes(item).items():
         text = read.get(name, read.get(f"{name}/{len(turns) - 1}"))
-        if text is None:
-            continue
-        last = turns[-1].text
-        yield Comparison(
-            what=f"{name}, scored text", same=normalize("NFC", text) == normalize("NFC", last), stage=Stage.DATA,
-            version=item.version, badness=1.0,
-            sentence=f"the reward read `{text[-60:]}` of `{name}`, its last turn says `{last[-60:]}`",
-            expected=f"`{last[-60:]}` (turn {len(turns) - 1}, the last)", actual=f"`{text[-60:]}` ({given.name})",
-            allowed="exact (texts)", hint="look at which turns of an episode the reward reads, and at what joins them",
-        )  # fmt: skip
+        if text is not None:
+            says, subject = (given.name, "its last turn"), f"the text of `{name}` that the reward read"
+            yield compare_text(
+                item, f"{name}, scored text", text, turns[-1].text, subject=subject, says=says, hint=hint
+            )
 
 
 def _encoded(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Comparison]:
     """Ids of each reply, and the text of each turn, by a second reader, of traces that have them."""
+    """Ids of each reply, and the text of each turn, by a second reader, of traces that have them."""
+    says = "", "by the tokenizer's files"
     for at, turn in enumerate(turns):
         if turn.decoded is not None:
-            yield Comparison(
-                what=f"{name}, text of turn {at}", same=normalize("NFC", turn.text) == normalize("NFC", turn.decoded),
-                stage=Stage.DATA, version=item.version, badness=1.0,
-                sentence=f"the environment reads `{turn.text[-60:]}` as turn {at} of `{name}`, its tokens say "
-                f"`{turn.decoded[-60:]}`",
-                expected=f"`{turn.decoded[-60:]}` (by the tokenizer's files)", actual=f"`{turn.text[-60:]}`",
-                allowed="exact (texts)", hint="look at the options that turns are decoded with, skip_special_tokens "
-                "above all, and at what strips or cuts their text",
-            )  # fmt: skip
-        if not turn.reply or not turn.read:
-            continue
-        yield Comparison(
-            what=f"{name}, ids of reply {at}", same=turn.reply == turn.read, stage=Stage.DATA, version=item.version,
-            badness=1.0,
-            sentence=f"the reply to turn {at} of `{name}` has {len(turn.reply)} tokens, "
-            + _differs(turn.reply, turn.read).replace("before", "expected"),
-            expected=f"{len(turn.read)} tokens (of its text, by the tokenizer's files)",
-            actual=f"{len(turn.reply)} tokens", allowed="exact (ids)",
-            hint="look at what encodes replies: the same text has other tokens by another class or by other options",
-        )  # fmt: skip
+            hint = (
+                "look at the options that turns are decoded with, skip_special_tokens above all, and at what cuts them"
+            )
+            what, subject = f"{name}, text of turn {at}", f"turn {at} of `{name}` as the environment reads it"
+            yield compare_text(item, what, turn.text, turn.decoded, subject=subject, says=says, hint=hint)
+        if turn.reply and turn.read:
+            differs = _differs(turn.reply, turn.read).replace("before", "expected")
+            sentence = f"the reply to turn {at} of `{name}` has {len(turn.reply)} tokens, {differs}"
+            hint = "look at what encodes replies: the same text has other tokens by another class or by other options"
+            what = f"{name}, ids of reply {at}"
+            yield compare_value(item, what, turn.reply, turn.read, sentence=sentence, says=says, hint=hint)
 
 
 def _rollouts(item: EpisodeTurns) -> Iterator[tuple[str, tuple[tuple[int, ...], np.ndarray]]]:
@@ -231,12 +217,11 @@ def _trained(
             wrong = f"marks {others.size} tokens wrongly, number {others[0]} as {_kind(sampled[others[0]])}"
         elif mask.any() and (others := np.flatnonzero(mask != drawn)).size:
             wrong = f"has {others.size} tokens wrongly in or out of the loss, the first is number {others[0]}"
-        yield Comparison(
-            what=f"{rollouts.name} {name}", same=not wrong, stage=Stage.DATA, version=rollouts.version, badness=1.0,
-            sentence=f"rollout `{name}` {wrong}", expected=f"{len(right)} tokens, {int(drawn.sum())} of them sampled",
-            actual=wrong or "the same", allowed="exact (ids)",
-            hint="look at what joins the turns of an episode, and at the loss mask of what the tool says",
-        )  # fmt: skip
+        right_one = f"{len(right)} tokens, {int(drawn.sum())} of them sampled"
+        at, sentence = At(Stage.DATA, rollouts.version), f"rollout `{name}` {wrong}"
+        hint = "look at what joins the turns of an episode, and at the loss mask of what the tool says"
+        what = f"{rollouts.name} {name}"
+        yield compare_value(at, what, wrong, right_one, same=not wrong, sentence=sentence, hint=hint)
 
 
 def _whole(item: EpisodeTurns, given: Advantages) -> Iterator[Comparison]:
@@ -246,12 +231,9 @@ def _whole(item: EpisodeTurns, given: Advantages) -> Iterator[Comparison]:
         if name not in found:
             continue
         right = turns if item.step_wise else 1
-        yield Comparison(
-            what=f"rollouts of {name}", same=found[name] == right, stage=Stage.DATA, version=item.version, badness=1.0,
-            sentence=f"the episode `{name}` has {found[name]} rollouts in the batch, its {turns} turns make {right}",
-            expected=f"{right} (one for {'each turn' if item.step_wise else 'all turns'})", actual=f"{found[name]}",
-            allowed="exact (counts)", hint="look at what makes rollouts of an episode's turns, and what filters them",
-        )  # fmt: skip
+        sentence = f"the episode `{name}` has {found[name]} rollouts in the batch, its {turns} turns make {right}"
+        hint = "look at what makes rollouts of an episode's turns, and what filters them"
+        yield compare_value(item, f"rollouts of {name}", found[name], right, sentence=sentence, hint=hint)
 
 
 def _kind(sampled: object) -> str:

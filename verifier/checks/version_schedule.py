@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from verifier.checks.conditions import LIVE, WEIGHTS_SENT
 from verifier.checks.named_weights import compare_answers
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.core.check import Comparison, Trace, check
 from verifier.core.condition import on, recorded, told
 from verifier.core.records_policy import PolicyColumns, RequestSeeds, SamplingAsked
 from verifier.core.records_trainer import PreviousStep
-from verifier.core.trace import Trace
 
 
 @check(
@@ -27,14 +25,14 @@ def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens claim the version of the weights that sampled them.
 
     What it checks: per answer, the version that each token claims against the one that the engine's own process says it
-    held when it sampled the token: the version that came with its last completed update. A step without an update sends
-    nothing, so its version is sampled by the weights that were sent last before it.
+    held when it sampled the token: the version that came with its last completed update.
     Why it matters: a rollout that is stamped one version too old is dropped too early, and is compared with nobody's
     weights between sampled steps. Answers that are sampled before a sync, and claim the version after it, are trained
     as if on-policy; in bf16 one update of the weights moves a log-probability by less than noise.
     Evidence: advantage/policy ("version"), train/previous (whether the step before took an update), data/seeds
     ("weights"), data/asked ("sent").
     Tolerance and its source: exact; versions are copied.
+    Where to look: what counts versions, and whether answers are sampled before or after a sync.
     What it does not catch: answers that are sampled further ahead than was asked for, beyond the bound of their age
     (ADV003); a transfer that brings other weights than its version says (WGT020, ENG001), or weights that change after
     it (ENG008, ENG009); of engines that get adapters, which adapter (LGP011); in the first step after a resume, older

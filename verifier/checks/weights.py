@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from verifier.checks.conditions import (
@@ -25,9 +25,8 @@ from verifier.checks.conditions import (
     UPDATED,
     WEIGHTS_SENT,
 )
-from verifier.checks.content import by_name, compare_contents, describe, facts_of, left_out, owner_of
-from verifier.core.check import check
-from verifier.core.comparison import Comparison
+from verifier.checks.content import by_name, compare_contents, compare_ranks, describe, facts_of, left_out
+from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded, several, told
 from verifier.core.records_config import ExportedConfig, SourceConfig
 from verifier.core.records_weights import (
@@ -47,10 +46,6 @@ from verifier.core.records_weights import (
     SourceTensor,
     UpdatedShard,
 )
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
-
-COPIES = "bitwise (this stage copies; it computes nothing)"
 
 NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 """Keys of config.json that say who wrote it, and where it was read."""
@@ -64,24 +59,20 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
 
-    What it checks: on each rank, the names of live parameters and persistent buffers against the independent layout
-    (`verifier/export/names.py`), both ways; dtype, shape and bits of each against the slice cut from the checkpoint
-    by that layout, which shares no code with Megatron-Bridge. In training that checkpoint is the folder that the config
-    names, if it names one.
-    Why it matters: a mapping that is wrong in the same way on import and export round-trips to identity; only a
-    statement made apart from it can see that.
+    What it checks: on each rank, names of live parameters and persistent buffers against the independent layout
+    (`verifier/export/names.py`), both ways; dtype, shape and bits of each against the slice that this layout cuts from
+    the checkpoint, in training from the folder that the config names, if any.
+    Why it matters: a mapping that is wrong in the same way on import and export round-trips to identity.
     Evidence: load/expected, load/shard, per rank.
     Tolerance and its source: bitwise; loading copies.
+    Where to look: the import mapping of this parameter, and what ran after the load.
     What it does not catch: a wrong forward on right weights (LGP001); for a model whose layout was derived from a
     numbered checkpoint, as the report's header says then, a load that errs alike on all ranks.
     References: Megatron-Bridge#3743, prime-rl#1145, prime-rl#3333, verl#2029.
     """
-    for rank in sorted({item.rank for item in trace.of(ExpectedShard, version=0)}):
-        yield from compare_contents(
-            trace.of(LoadedShard, version=0, rank=rank), trace.of(ExpectedShard, version=0, rank=rank),
-            stage=Stage.LOAD, version=0, actual_says="the live model", expected_says="the checkpoint, cut by layout",
-            allowed=COPIES, hint="look at the import mapping of this parameter and at what ran after the load",
-        )  # fmt: skip
+    says = "the live model", "the checkpoint, cut by layout"
+    ranks = sorted({item.rank for item in trace.of(ExpectedShard, version=0)})
+    yield from compare_ranks(trace, (LoadedShard, 0), (ExpectedShard, 0), says, ranks)
 
 
 @check(
@@ -97,10 +88,11 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
 
     What it checks: parameters that the mesh replicates (norms and routers over tp, everything over dp and cp, experts
-    over expert dp) and the two copies of a tied embedding are bitwise equal, after load and after every step.
+    over expert dp) and the two copies of a tied embedding, after load and after every step.
     Why it matters: an export reads the first owner of each tensor, so drift between copies never shows in it.
     Evidence: load/shard and train/shard with the replica key that the layout gives.
     Tolerance and its source: bitwise; replicas receive the same reduced gradient and do the same arithmetic.
+    Where to look: the gradient reduction of this parameter over the axes that replicate it.
     What it does not catch: copies that are all wrong alike (WGT001, LSS001).
     References: verl#5702, RL#3716, RL#666, Megatron-Bridge `broadcast_from_pp_rank`.
     """
@@ -108,16 +100,14 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
     for kind in (LoadedShard, UpdatedShard):
         for item in trace.of(kind):
             groups[item.stage, item.version, item.replica].append(item)
-    for (stage, version, _), (first, *others) in groups.items():
+    for first, *others in groups.values():
         for item in others:
-            yield Comparison(
-                what=item.name, same=item.digest == first.digest, stage=stage, version=version, badness=0.5,
-                sentence=f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}",
-                owner=owner_of(item),
-                expected=f"{describe(first)} ({owner_of(first)} holds the other copy as `{first.name}`)",
-                actual=describe(item), allowed="bitwise (replicas do the same arithmetic)",
-                hint="look at the gradient reduction of this parameter over the axes that replicate it",
-            )  # fmt: skip
+            same = item.digest == first.digest
+            sentence = f"two copies of `{item.name}` differ: {owner_of(item)} and {owner_of(first)}"
+            says = "", f"{owner_of(first)} holds the other copy as `{first.name}`"
+            yield compare_value(
+                item, item.name, describe(item), describe(first), same=same, sentence=sentence, says=says
+            )
 
 
 @check(
@@ -133,13 +123,14 @@ def replica_differs(trace: Trace) -> Iterator[Comparison]:
 def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
     """The export of untouched weights is the source checkpoint: names both ways, dtypes, shapes, bits.
 
-    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors, or against a recorded manifest,
-    in training what the engine gets before step 1, without adapters; in a round trip that trains an adapter, the export
-    of the frozen base at every version. A source tensor that repeats a shared one, as layers for multi-token prediction
-    repeat embedding and head, need not be exported, but has to be its copy.
+    What it checks: Megatron-Bridge's export at version 0 against the HF safetensors or a recorded manifest; in training
+    what the engine gets before step 1, without adapters; in a round trip that trains an adapter, the frozen base at
+    every version. A source tensor that repeats a shared one, as layers for multi-token prediction repeat embedding and
+    head, need not be exported, but has to be its copy.
     Why it matters: with an absolute tolerance of 0.1 a zeroed tensor and two swapped experts pass.
     Evidence: load/source, export/tensor of trainer rank 0.
     Tolerance and its source: bitwise; import and export copy.
+    Where to look: the export mapping of this tensor, and the axes that shard it.
     What it does not catch: an import and an export that are wrong alike (WGT001, LGP001).
     References: Megatron-Bridge `_ROUNDTRIP_ATOL`, SkyRL#1471, Megatron-Bridge#1716.
     """
@@ -147,21 +138,14 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
         exported = list(trace.of(ExportedTensor, version=version, rank=0))
         source = by_name(trace.of(SourceTensor))
         copies = left_out(source, exported)
-        yield from compare_contents(
-            exported, [item for item in source.values() if item.name not in copies],
-            stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the source checkpoint",
-            allowed=COPIES, hint="look at the export mapping of this tensor and at the axes that shard it",
-        )  # fmt: skip
+        rest = [item for item in source.values() if item.name not in copies]
+        yield from compare_contents(exported, rest, ("the export", "the source checkpoint"), Stage.EXPORT, version)
         for name, item in copies.items():
-            shared = source.get(item.copy_of)
-            yield Comparison(
-                what=name, same=shared is not None and facts_of(item) == facts_of(shared), stage=Stage.EXPORT,
-                version=version, badness=0.5, owner=owner_of(item),
-                sentence=f"`{name}` is left out of the export as a copy of `{item.copy_of}`, which it is not",
-                expected=f"{describe(shared)} (`{item.copy_of}` of the source checkpoint)",
-                actual=f"{describe(item)} (the source checkpoint)", allowed=COPIES,
-                hint="whatever reads both names gets two tensors where the trainer has one: decide which is right",
-            )  # fmt: skip
+            at, shared = At(Stage.EXPORT, version), source.get(item.copy_of)
+            same = shared is not None and facts_of(item) == facts_of(shared)
+            says = ("the source", f"its `{item.copy_of}`")
+            sentence = f"`{name}` is left out of the export as a copy of `{item.copy_of}`, which it is not"
+            yield compare_value(at, name, describe(item), describe(shared), same=same, sentence=sentence, says=says)
 
 
 @check(
@@ -175,22 +159,20 @@ def export_differs_from_source(trace: Trace) -> Iterator[Comparison]:
 def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
 
-    What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters
-    of all ranks, joined by `verifier/export/names.py` without Megatron-Bridge; in training on the steps that
-    transformers computes too, without adapters, and there of what the first step after a start begins with too.
-    Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the
-    first sync and wrong at the second.
+    What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters of
+    all ranks, joined by `verifier/export/names.py` without Megatron-Bridge. In training on the steps that transformers
+    computes too, without adapters, and there of what the first step after a start begins with.
+    Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the first
+    sync and wrong at the second.
     Evidence: train/live, export/tensor of trainer rank 0.
-    Tolerance and its source: bitwise; export copies.
+    Tolerance and its source: bitwise; an export copies.
+    Where to look: what was cached, or not yet gathered, when the export ran: compare with version 0.
     What it does not catch: a wrong step (LSS001, TRN001, WGT002).
     References: SkyRL#1345, SkyRL#1471, and stale export under `overlap_param_gather`.
     """
     for version in trace.versions(JoinedTensor):
-        yield from compare_contents(
-            trace.of(ExportedTensor, version=version, rank=0), trace.of(JoinedTensor, version=version),
-            stage=Stage.EXPORT, version=version, actual_says="the export", expected_says="the live shards",
-            allowed=COPIES, hint="compare with version 0: what was cached, or not yet gathered, when the export ran",
-        )  # fmt: skip
+        exported, live = trace.of(ExportedTensor, version=version, rank=0), trace.of(JoinedTensor, version=version)
+        yield from compare_contents(exported, live, ("the export", "the live shards"), Stage.EXPORT, version)
 
 
 @check("WGT020", needs=(UpdatedShard, ExportedShard), applies=on(step=CUT))
@@ -200,11 +182,12 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     What it checks: on each rank, dtype, shape and bits of every live shard after the step's last update, against what
     the independent layout (`verifier/export/names.py`) cuts for it from the rank's own export stream. Before the first
     step after a resume, the same of what the shards held when the checkpoint was loaded.
-    Why it matters: a cached tensor, a parameter of the step before, a buffer that was filled for another name: one sync
-    that is wrong between two sampled steps is healed by the next, and the answers in between are of no policy. A
-    reference that was loaded last and stands in the place of the resumed weights samples the first step.
+    Why it matters: a cached tensor, a parameter of the step before or a buffer that was filled for another name is
+    healed by the next sync, and the answers in between are of no policy. A reference that was loaded last and stands in
+    the place of the resumed weights samples the first step.
     Evidence: train/shard, export/shard, load/shard, per rank.
     Tolerance and its source: bitwise; an export copies.
+    Where to look: when the export read this tensor, and what it caches or gathers into.
     What it does not catch: names, dtypes and shapes that no shard is cut from (PLN002, WGT015); streams that differ
     between ranks (WGT006); a wrong step (LSS001, TRN001, WGT002); a wrong load (CKP001). On a GPU models above 256 MiB
     are not compared.
@@ -213,13 +196,8 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     stepped = set(trace.versions(UpdatedShard))
     for version in trace.versions(ExportedShard):
         kind, when = (UpdatedShard, "the last update") if version in stepped else (LoadedShard, "the load")
-        for rank in sorted({item.rank for item in trace.of(ExportedShard, version=version)}):
-            yield from compare_contents(
-                trace.of(ExportedShard, version=version, rank=rank), trace.of(kind, version=version, rank=rank),
-                stage=Stage.EXPORT, version=version, actual_says="the export, cut by layout",
-                expected_says=f"the live model after {when}", allowed=COPIES,
-                hint="look at when the export read this tensor, and at what it caches or gathers into",
-            )  # fmt: skip
+        says = "the export, cut by layout", f"the live model after {when}"
+        yield from compare_ranks(trace, (ExportedShard, version), (kind, version), says)
 
 
 @check(
@@ -239,49 +217,38 @@ def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     under the wrong names, or hangs the collective of the next tensor.
     Evidence: export/tensor of all ranks.
     Tolerance and its source: bitwise; every rank receives the same broadcast.
+    Where to look: what orders and gathers the conversion tasks on this rank.
     What it does not catch: all ranks wrong alike (WGT004, WGT005).
     References: SkyRL#1581, SkyRL#1816.
     """
     for version in trace.versions(ExportedTensor):
         for rank in range(trace.manifest.world_size):
-            yield _compare_streams(
-                trace, (version, rank), (version, 0), attrgetter("name", "dtype", "shape", "digest"), allowed=COPIES,
-                got_says=f"the export of trainer rank {rank}", want_says="rank 0's",
-                hint="look at what orders and gathers the conversion tasks on this rank",
-            )  # fmt: skip
+            says = f"the export of trainer rank {rank}", "rank 0's"
+            yield _compare_streams(trace, (version, rank), (version, 0), ("name", "dtype", "shape", "digest"), says)
 
 
 def _compare_streams(
-    trace: Trace,
-    actual: tuple[int, int],
-    expected: tuple[int, int],
-    facts: Callable[[ExportedTensor], object],
-    *,
-    got_says: str,
-    want_says: str,
-    allowed: str,
-    hint: str,
+    trace: Trace, actual: tuple[int, int], expected: tuple[int, int], fields: tuple[str, ...], says: tuple[str, str]
 ) -> Comparison:
-    """The export stream of one (version, rank) against another's: where they part in some facts, and how."""
+    """The export stream of one (version, rank) against another's: where they part in some fields, and how."""
+    facts = attrgetter(*fields)
     got, want = (list(trace.of(ExportedTensor, version=version, rank=rank)) for version, rank in (actual, expected))
-    stage, version = Stage.EXPORT, actual[0]
     for place, (ours, theirs) in enumerate(itertools.zip_longest(got, want)):
         if ours is None or theirs is None:
-            how = f"ends after {len(got)} tensors, {want_says} after {len(want)}"
+            how = f"ends after {len(got)} tensors, {says[1]} after {len(want)}"
         elif ours.name != theirs.name:
-            how = f"has `{ours.name}` in place {place}, {want_says} has `{theirs.name}`"
+            how = f"has `{ours.name}` in place {place}, {says[1]} has `{theirs.name}`"
         elif facts(ours) != facts(theirs):
-            how = f"has another `{ours.name}` than {want_says}"
+            how = f"has another `{ours.name}` than {says[1]}"
         else:
             continue
-        return Comparison(
-            what=(theirs or ours).name, same=False, stage=stage, version=version, badness=0.9,
-            absent=ours is None or theirs is None, sentence=f"{got_says} {how}", owner=owner_of(ours or theirs),
-            expected=f"`{theirs.name}` {describe(theirs)} ({want_says})" if theirs else f"the end ({want_says})",
-            actual=f"`{ours.name}` {describe(ours)} ({got_says})" if ours else f"the end ({got_says})",
-            allowed=allowed, hint=hint,
-        )  # fmt: skip
-    return Comparison(what=got_says, same=True, stage=stage, version=version)
+        left, right = (f"`{item.name}` {describe(item)}" if item else "the end" for item in (ours, theirs))
+        at = At(Stage.EXPORT, actual[0], owner_of(ours or theirs))
+        name = (theirs or ours).name
+        absent = "the end" in (left, right)
+        sentence = f"{says[0]} {how}"
+        return compare_value(at, name, left, right, same=False, sentence=sentence, says=says, absent=absent)
+    return compare_value(At(Stage.EXPORT, actual[0]), says[0], len(got), len(want))
 
 
 SEVERAL = condition(
@@ -302,17 +269,14 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
     arrival is refused, or puts tensors of one shape under each other's names.
     Evidence: export/tensor of trainer rank 0.
     Tolerance and its source: exact; training changes values only.
+    Where to look: what orders the conversion tasks, and what they skip.
     What it does not catch: contents (WGT004, WGT005); ranks that differ (WGT006).
     References: SkyRL#1581, Megatron-Bridge#4083.
     """
     first, *later = trace.versions(ExportedTensor)
     for version in later:
-        yield _compare_streams(
-            trace, (version, 0), (first, 0), attrgetter("name", "dtype", "shape"),
-            allowed="exact (training changes values only)",
-            got_says=f"the export of version {version}", want_says=f"that of version {first}",
-            hint="look at what orders the conversion tasks, and what they skip",
-        )  # fmt: skip
+        says = f"the export of version {version}", f"that of version {first}"
+        yield _compare_streams(trace, (version, 0), (first, 0), ("name", "dtype", "shape"), says)
 
 
 @check(
@@ -333,19 +297,16 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     gives a reader that fills buckets the last tensor under all their names.
     Evidence: export/stream of every trainer rank.
     Tolerance and its source: exact; the digest of the moment it was handed out.
+    Where to look: what the export gathers and converts into, and whether it is used again.
     What it does not catch: memory that is written when nothing more comes (TPT001).
     References: vllm#43464, vllm#39650, cosmos-rl#703.
     """
     for item in trace.of(ExportStream):
         overwritten = list(dict.fromkeys(each.name for each in item.reread if each.still_held != each.handed_over))
-        yield Comparison(
-            what=overwritten[0] if overwritten else item.name, same=not overwritten, stage=Stage.EXPORT,
-            version=item.version, badness=0.9, owner=owner_of(item),
-            sentence=f"{len(overwritten)} of {item.num_tensors} exported tensors were written over while they were "
-            f"held, `{', '.join(overwritten[:1])}` the first",
-            expected="none written over", actual=f"{len(overwritten)} written over", allowed="exact",
-            hint="look at what the export gathers and converts into, and at whether it is used again",
-        )  # fmt: skip
+        subject = "exported tensors that were written over while they were held"
+        yield compare_set(
+            item, next(iter(overwritten), item.name), overwritten, total=item.num_tensors, subject=subject
+        )
 
 
 @check(
@@ -358,26 +319,20 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: every key, both ways, of what megatron-bridge writes beside an export, against the source's, both as
     transformers reads them; the version of transformers apart.
-    Why it matters: the weights are right and the next run reads them with another number of experts, rope base,
-    epsilon or tie; a trainer that sets a runtime option on the model's own configuration exports it too.
+    Why it matters: the weights are right and the next run reads them with another number of experts, rope base, epsilon
+    or tie; a trainer that sets a runtime option on the model's own configuration exports it too.
     Evidence: load/config, export/config.
     Tolerance and its source: exact; training changes weights and no architecture.
+    Where to look: what sets options on the model's own configuration.
     What it does not catch: what the trainer itself takes from the source's config.json (LGP001).
     References: SkyRL#1727, Megatron-Bridge#5994.
     """
     for version in trace.versions(ExportedConfig):
-        got = next(trace.of(ExportedConfig, version=version)).values
-        want = next(trace.of(SourceConfig, version=version)).values
-        for key in want | got:
-            if key in NOT_OF_THE_MODEL:
-                continue
-            is_there, was_there = got.get(key, "absent"), want.get(key, "absent")
-            yield Comparison(
-                what=f"config.json {key}", same=is_there == was_there, stage=Stage.EXPORT, version=version, badness=1.0,
-                sentence=f"`{key}` is {is_there} in the exported config.json and {was_there} in the source's",
-                expected=f"{was_there} (the source's config.json)", actual=f"{is_there} (the exported one)",
-                allowed="exact", hint="look for what sets options on the model's own configuration",
-            )  # fmt: skip
+        exported = next(trace.of(ExportedConfig, version=version))
+        got, want = exported.values, next(trace.of(SourceConfig, version=version)).values
+        for key in [each for each in want | got if each not in NOT_OF_THE_MODEL]:
+            says = "the exported config.json", "the source's"
+            yield compare_value(exported, f"config.json {key}", got.get(key), want.get(key), says=says)
 
 
 @check(
@@ -400,6 +355,7 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     another order have the right shapes, and an adapter is small enough that rewards still move.
     Evidence: train/adapter, export/adapter, train/adapter-scaling, export/adapter-scaling.
     Tolerance and its source: bitwise, the factor to six digits; export copies.
+    Where to look: how fused adapters are split, the axes that shard them, and what writes the adapter's configuration.
     What it does not catch: an adapter whose effect in the trainer is another one (LGP001); a sync that exports none
     (TPT004).
     References: miles#1792, TensorRT-LLM#8063, vllm#55545, peft#1930.
@@ -411,29 +367,18 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
 
 def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
     """The file of an exported adapter and its configuration, against the live adapters of a version."""
-    yield from compare_contents(
-        trace.of(ExportedAdapterMatrix, version=version), trace.of(LiveAdapterMatrix, version=version),
-        stage=Stage.EXPORT, version=version, actual_says="the exported adapter",
-        expected_says="the live adapters", allowed="bitwise (export copies)",
-        hint="look at how fused adapters are split, and at the axes that shard them",
-    )  # fmt: skip
-    for live in trace.of(LiveAdapterScaling, version=version):
-        exported = next(trace.of(ExportedAdapterScaling, version=version), None)
-        want, got = f"{float(live.scaling):g}", f"{float(exported.scaling):g}" if exported else "absent"
-        yield Comparison(
-            what="alpha / rank", same=got == want, stage=Stage.EXPORT, version=version, badness=1.0,
-            sentence=f"the exported adapter is multiplied by {got}, the live ones by {want}",
-            expected=f"{want} (the live adapters)", actual=f"{got} (the exported adapter)", allowed="six digits",
-            hint="look at alpha and rank in the adapter's configuration", absent=exported is None,
-        )  # fmt: skip
-        further = exported.further if exported else {}
-        asked = ", ".join(f"{key} = {value}" for key, value in further.items()) or "nothing"
-        yield Comparison(
-            what="further settings", same=not further, stage=Stage.EXPORT, version=version, badness=1.0,
-            sentence=f"the exported adapter's configuration asks a reader for {asked} besides rank, alpha and linears",
-            expected="nothing (the live adapters have one rank and one alpha)", actual=f"{asked} (adapter_config.json)",
-            allowed="exact", hint="look at what writes the adapter's configuration",
-        )  # fmt: skip
+    exported, live = (trace.of(kind, version=version) for kind in (ExportedAdapterMatrix, LiveAdapterMatrix))
+    says = "the exported adapter", "the live adapters"
+    hint = "look at how fused adapters are split, at the axes that shard them, and at what writes the configuration"
+    yield from compare_contents(exported, live, says, Stage.EXPORT, version, hint=hint)
+    at = At(Stage.EXPORT, version)
+    for item in trace.of(LiveAdapterScaling, version=version):
+        given = next(trace.of(ExportedAdapterScaling, version=version), None)
+        want, got = f"{float(item.scaling):g}", f"{float(given.scaling):g}" if given else "absent"
+        yield compare_value(at, "alpha / rank", got, want, says=says, absent=given is None, hint=hint)
+        further = [f"{key} = {value}" for key, value in given.further.items()] if given else []
+        subject = "settings of the exported adapter besides rank, alpha and linears"
+        yield compare_set(at, "further settings", further, subject=subject, says=says, hint=hint)
 
 
 @check(
@@ -453,25 +398,25 @@ def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     against the export: names both ways, dtypes, shapes and bits. Absent is what lies in a shard and not in the index,
     and what the index places where it is not.
     Why it matters: files are written shard by shard, as the source had them; a shard of which one tensor never comes is
-    left out whole, and the index is made to fit. The next run, or whoever deploys the model, reads that.
+    left out whole, and the index is made to fit.
     Evidence: export/tensor of trainer rank 0, export/saved, export/saved-files.
     Tolerance and its source: bitwise; a file is a copy.
+    Where to look: which tensors share a shard, and what the index is made of.
     What it does not catch: an export that is wrong as well (WGT004, WGT005); tokenizers and generation settings;
     checkpoints of more than 1 GiB, which are not written.
     References: Megatron-Bridge#4188, Megatron-Bridge#4083, AReaL#1403, Relax#148.
     """
     for files in trace.of(SavedCheckpoint):
         exported = by_name(trace.of(ExportedTensor, version=files.version, rank=0))
-        yield from compare_contents(
-            trace.of(SavedTensor, version=files.version), exported.values(),
-            stage=Stage.EXPORT, version=files.version, actual_says="the saved checkpoint", expected_says="the export",
-            allowed="bitwise (a file is a copy)", hint="look at which tensors share a shard, and at the index",
-        )  # fmt: skip
-        for name in files.missing:
-            if name not in exported:
-                yield Comparison(
-                    what=name, same=False, stage=Stage.EXPORT, version=files.version, badness=1.0, absent=True,
-                    sentence=f"the index names `{name}`, which is in no shard and was not exported",
-                    expected="absent (the export)", actual="in the index alone (the saved checkpoint)",
-                    allowed="exact", hint="look at what the index is made of",
-                )  # fmt: skip
+        saved, says = trace.of(SavedTensor, version=files.version), ("the saved checkpoint", "the export")
+        yield from compare_contents(saved, exported.values(), says, Stage.EXPORT, files.version)
+        yield from compare_index(files, exported, says)
+
+
+def compare_index(files: SavedCheckpoint, right: Mapping[str, object], says: tuple[str, str]) -> Iterator[Comparison]:
+    """Names that the index of saved files has and no file, where they should not be there at all."""
+    for name in files.missing:
+        if name not in right:
+            at = At(Stage.EXPORT, files.version)
+            sentence = f"the index names `{name}`, which is in no file and not in {says[1]}"
+            yield compare_value(at, name, "in the index alone", "absent", absent=True, says=says, sentence=sentence)

@@ -123,7 +123,7 @@ def configured(
 
 
 @contextlib.contextmanager
-def _trace_claimed[C](config: C, named: bool) -> Iterator[C]:
+def _trace_claimed(config: Any, named: bool) -> Iterator[Any]:
     """The config; where no trace was named, with one that no other run takes. A folder that stays empty is gone."""
     trace = None if named else getattr(config, "trace", None)
     if trace is None:
@@ -132,7 +132,7 @@ def _trace_claimed[C](config: C, named: bool) -> Iterator[C]:
     above_is_new = not trace.parent.exists()
     trace = claim_trace(trace)
     try:
-        yield dataclasses.replace(config, trace=trace)  # type: ignore[type-var]  # a dataclass, as it has knobs
+        yield dataclasses.replace(config, trace=trace)
     finally:
         with contextlib.suppress(OSError):
             trace.rmdir()

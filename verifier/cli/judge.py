@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import verifier
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core.finding import Verdict
 from verifier.core.store import read
@@ -47,14 +48,13 @@ def complete_trace(trace: Path, *, oracle: bool, model: Path | None, timeout_s: 
 
 def failure_of_trace(trace: Path, *, oracle: bool = False) -> str:
     """Text of the report of a trace that does not hold; empty for one that does."""
-    import verifier.checks  # noqa: F401  (fills the registry)
-    from verifier.report import render_text, report_of
+    from verifier.report import render_text
 
     try:
         complete_trace(trace, oracle=oracle, model=None, timeout_s=ORACLE_S)
+        report = verifier.judge(trace)
     except VerifierError as problem:
         return f"`{trace}` was not judged: {problem}"
-    report = report_of(read(trace), str(trace))
     return "" if report.verdict is Verdict.HOLDS else render_text(report)
 
 

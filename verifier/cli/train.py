@@ -16,6 +16,7 @@ from verifier.config.commands import next_trace
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
+from verifier.core.plugins import installed_plugins
 from verifier.errors import UsageError, VerifierError, ViolationFound
 from verifier.report.live_view import LiveView
 from verifier.report.progress import Progress
@@ -54,7 +55,13 @@ class ProcessJudge:
 
 @contextlib.contextmanager
 def started_judge() -> Iterator[ProcessJudge]:
-    """Start the judge's process; at the end it finishes the trace that it is judging, and begins no other."""
+    """Start the judge's process; at the end it finishes the trace that it is judging, and begins no other.
+
+    Raises:
+        UsageError: a plugin cannot be loaded, which that process would find after the first step.
+    """
+    if installed_plugins():
+        import verifier.checks  # noqa: F401
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     try:
         yield ProcessJudge(pool)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from verifier.errors import UsageError
 from verifier.knob import check, group, knob, refuse
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import require_known
+
+C = TypeVar("C", bound="CommandConfig")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling in a config and on the command line -> spelling everywhere else."""
@@ -90,7 +92,7 @@ class CommandConfig:
         return {name: value for name, value in values.items() if name != "trace"}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+    def from_dict(cls: type[C], record: Mapping[str, Any]) -> C:
         """Make the config that `to_dict` gave; a trace may be added to it.
 
         Raises:

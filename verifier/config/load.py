@@ -13,11 +13,13 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verifier.config.field_terms import TERMS
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, build, entries
+
+Config = TypeVar("Config")
 
 _WORDS = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path",
@@ -36,7 +38,7 @@ class Given:
     """Owner of the value: "--tp", "mesh.tp=2", or the file."""
 
 
-def load[Config](
+def load(
     kind: type[Config],
     *,
     file: Path | None = None,

@@ -1,18 +1,37 @@
-"""The check registry, and the one place where comparisons become an outcome."""
+"""The check registry, and the one place where comparisons become an outcome; all that a check is written with."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import get_args
 
-from verifier.core.comparison import Comparison
+from verifier.core.compare import At, Given, compare_array, compare_set, compare_text, compare_value, owner_of, times
+from verifier.core.comparison import Comparison, Tolerance
 from verifier.core.condition import ALWAYS, Applies
 from verifier.core.finding import Finding, Outcome, Shares
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
+from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+
+__all__ = [
+    "At",
+    "Comparison",
+    "Given",
+    "Stage",
+    "Tolerance",
+    "Trace",
+    "check",
+    "compare_array",
+    "compare_set",
+    "compare_text",
+    "compare_value",
+    "owner_of",
+    "times",
+]
 
 CheckFn = Callable[[Trace], Iterator[Comparison]]
 LOOP = "probe"
@@ -32,11 +51,20 @@ class Check:
     """Says of a manifest why the check does not judge that run; None where it does."""
     wholly: Applies = ALWAYS
     """Says why it judges only a part of what it is about."""
+    page: str = ""
+    """The docstring of the function, as `verifier explain` prints it."""
 
-    @property
-    def page(self) -> str:
-        """The check's page, as `verifier explain` prints it."""
-        return self.fn.__doc__ or ""
+    def section(self, title: str) -> str:
+        """One section of the page, in one line; empty where it has none."""
+        _, _, rest = self.page.partition(f"    {title}: ")
+        text = re.split(r"\n    (?=[A-Z][a-z ]+: )", rest, maxsplit=1)[0]
+        return " ".join(text.split()).removesuffix(".")
+
+    def completed(self, found: Comparison) -> Comparison:
+        """A mismatch with what is allowed, and where to look, from the page where the comparison does not say it."""
+        allowed = found.allowed or self.section("Tolerance and its source").partition(". ")[0]
+        place = self.section("Where to look")
+        return replace(found, allowed=allowed, hint=found.hint or (f"look at {place}" if place else ""))
 
     def gap(self, run: Manifest) -> str:
         """Clause on what the check has no means to judge in a run; empty for nothing."""
@@ -58,7 +86,9 @@ def check(
         if not fn.__doc__:
             raise ValueError(f"check {code} has no page: write the docstring first")
         name = fn.__name__.replace("_", "-")
-        REGISTRY[code] = Check(code=code, name=name, needs=needs, applies=applies, wholly=wholly, fn=fn)
+        REGISTRY[code] = Check(
+            code=code, name=name, needs=needs, applies=applies, wholly=wholly, fn=fn, page=fn.__doc__
+        )
         return fn
 
     return register
@@ -119,7 +149,7 @@ def run_check(item: Check, trace: Trace) -> Outcome:
                 shares.append(comparison.share)
                 versions.add(comparison.version)
             if not comparison.same:
-                bad.append(comparison)
+                bad.append(item.completed(comparison))
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(

@@ -10,11 +10,12 @@ from msgspec import Meta
 from verifier.core.record import Count
 
 FORMAT: Literal[3] = 3
+"""Changes where an older version would misread a trace; optional fields and kinds are added without (docs/api.md)."""
 Ranks = Annotated[int, Meta(ge=0, le=1 << 16)]
 """More than any run has; each is looked for."""
 
 
-class MeshSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class MeshSizes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parallel sizes of the trainer, as `verifier.mesh.Mesh` takes them."""
 
     tp: Annotated[int, Meta(ge=1)] = 1
@@ -28,7 +29,7 @@ class MeshSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     last_stage_layers: int | None = None
 
 
-class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A known bug of the stack under test that this run may show."""
 
     id: str
@@ -44,7 +45,7 @@ class UpstreamBug(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The fix was switched on in this run."""
 
 
-class MovedContract(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MovedContract(msgspec.Struct, frozen=True, kw_only=True):
     """A thing that upstream does in the verified versions and not in the installed ones; checks or a fix rest on it."""
 
     name: str
@@ -56,7 +57,7 @@ class MovedContract(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Codes of the checks that rest on it: none of them holds in this run. None rests on a contract of a fix."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Facts of a run that its config does not tell; by them a check says whether it judges the run."""
 
     part: Literal["step", "export", "load", "answers", "failure"] = "step"
@@ -136,7 +137,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A failure of the stack under test ended the run."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a run."""
 
     format: Literal[3] = FORMAT
@@ -177,6 +178,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Weight versions whose exported base must be the source's."""
     versions: dict[str, str] = {}
     """Upstream packages and their versions."""
+    plugins: dict[str, str] = {}
+    """Distributions with checks of their own that were installed, and their versions."""
     verified_set: str = ""
     """Name of the verified set that ran; empty where a package runs at another version."""
     verified: dict[str, str] = {}

@@ -17,7 +17,7 @@ import xxhash
 from msgspec.structs import replace
 
 from verifier.core.manifest import FORMAT, Manifest
-from verifier.core.record import ArrayRecord, Record, kind_of
+from verifier.core.record import ArrayRecord, Record, UnknownRecord, kind_of
 from verifier.core.schema import decode
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
@@ -66,7 +66,8 @@ def read(path: Path) -> Trace:
     """Read a trace directory, all of it.
 
     Raises:
-        UsageError: no trace there, another format, or a trace that is not whole.
+        UsageError: no trace there, another format, or a trace that is not whole. What a later version added is none
+            of these: its fields are left out, and records of its kinds are `Trace.unknown`.
     """
     manifest = _read_manifest(path)
     names = _listed(path, forgiving=not manifest.complete)
@@ -84,16 +85,18 @@ def read(path: Path) -> Trace:
             room -= len(contents)
             if room >= 0:
                 kept[name] = contents
-    records: list[Record] = []
+    found: list[Record | UnknownRecord] = []
     for name in names:
         if name.startswith("evidence/"):
             contents = kept.pop(name, b"") or _contents(path, name)
-            records += _read_records(path, name, contents, forgiving=not manifest.complete)
+            found += _read_records(path, name, contents, forgiving=not manifest.complete)
+    records = [item for item in found if isinstance(item, Record)]
     keys = {Path(name).stem for name in names if name.startswith("arrays/")}
     for record in records:
         if isinstance(record, ArrayRecord) and record.array not in keys:
             raise UsageError(f"the trace `{path}` is not whole: {kind_of(type(record))} `{record.name}` has no array")
-    return Trace(manifest, records, functools.partial(_arrays, path, kept))
+    unknown = [item for item in found if isinstance(item, UnknownRecord)]
+    return Trace(manifest, records, functools.partial(_arrays, path, kept), unknown, str(path))
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -158,7 +161,7 @@ def _contents(path: Path, name: str) -> bytes:
         raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
 
 
-def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record]:
+def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:
     """Records of one file; the last line of a run that died may be cut."""
     lines = contents.split(b"\n")
     records = []

@@ -42,9 +42,7 @@ class _StageOf:
         return Stage[kind_of(kind).partition("/")[0].upper()]
 
 
-class Record(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"
-):
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     """One immutable fact. Never an opinion: only checks compare."""
 
     stage: ClassVar[_StageOf] = _StageOf()
@@ -75,7 +73,7 @@ class Record(
         return int(number) if word == "update" and number.isdigit() else None
 
 
-class TensorRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class TensorRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor as somebody held it. Digest, dtype and shape are never absent, so absence cannot compare as equal."""
 
     digest: Digest
@@ -83,13 +81,29 @@ class TensorRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     shape: Shape
 
 
-class ArrayRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ArrayRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     """A fact with one or several arrays beside it."""
 
     array: ArrayKey = ""
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class UnknownRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact of a kind that nothing here declares: of a plugin that is not installed, or of a later version.
+
+    No check reads it. It is counted, and named with the verdict.
+    """
+
+    kind: str
+    """``stage/kind`` as it was recorded."""
+    name: str
+    version: Count = 0
+    rank: Count = 0
+    role: str = "trainer"
+    fields: dict[str, Any] = {}
+    """The whole line."""
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The greatest gap between two tensors that are too large to keep, measured where both were at hand."""
 
     value: Real

@@ -10,7 +10,7 @@ from verifier.core.owed import Owed, every_rank, last_stage, per_update
 from verifier.core.record import ArrayRecord, Count, Real, Record
 
 
-class TensorProduct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorProduct(msgspec.Struct, frozen=True, kw_only=True):
     """Inner product of one tensor's weights and gradient, over the elements that a rank's optimizer is given."""
 
     name: str
@@ -38,7 +38,7 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Logits are bent to a bound, so that they are not linear in the last norm's output."""
 
 
-class SummedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SummedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of one tensor's gradient on a rank: what its backward passes gave, and what its optimizer was given."""
 
     name: str

@@ -243,7 +243,8 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
 class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy"):
     """Entropy by transformers in float32 at each token in the loss of one update.
 
-    Arrays [N] float64, nats: ``array``; of a float32 run ``scale``, most that float32's rounding of logits does to it.
+    Arrays [N] float64, nats: ``array``; ``scale``, most that differences of logits of the size of their
+    rounding to the run's dtype change it by.
     """
 
     owed = (Owed(anyone, per_update),)

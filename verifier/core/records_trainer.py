@@ -118,7 +118,7 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"
     """Parameters of one dimension decay as others do; None where nobody says."""
 
 
-class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group of parameters of one rank's optimizer, as it was in a step."""
 
     learning_rate: Real
@@ -156,7 +156,7 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Steps that the scheduler is to count beyond those of the optimizer."""
 
 
-class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of one tensor around an update, on the rank whose optimizer has them."""
 
     name: str
@@ -211,7 +211,7 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
     """Change of a bias in a step that the config asks for; 0 leaves it as it is."""
 
 
-class AdapterScale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdapterScale(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which one adapter multiplied the output of its second matrix, in one pass."""
 
     name: str

@@ -206,7 +206,7 @@ class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor
     owed = (Owed(every_rank, per_export),)
 
 
-class Reread(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Reread(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that its reader still held when a later one came in memory that both share."""
 
     name: str
@@ -414,7 +414,7 @@ class EngineRestart(Record, frozen=True, kw_only=True, tag="engine/restart"):
     """Times since the last evidence of what they hold."""
 
 
-class HeldTwice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeldTwice(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of an engine that is another than it was; empty digests of one that was not there."""
 
     name: str

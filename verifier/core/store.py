@@ -17,7 +17,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -170,7 +170,7 @@ def _keep(trace: Path, logs: Mapping[str, bytes]) -> None:
 
 
 def _now() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
 @contextlib.contextmanager

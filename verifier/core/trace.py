@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from verifier.core.manifest import Manifest
-from verifier.core.record import ONLY, ArrayRecord, Record, kind_of
+from verifier.core.record import ONLY, ArrayRecord, Record, UnknownRecord, kind_of
 
 if TYPE_CHECKING:
     import numpy as np
 
+R = TypeVar("R", bound=Record)
 Arrays = Callable[[str], "Mapping[str, np.ndarray]"]
 
 
@@ -21,11 +22,20 @@ class Trace:
         manifest: identity of the run and what it undertook to show.
         records: every recorded fact.
         arrays: reader of the arrays of a record by its key, which raises KeyError for an unknown one.
+        unknown: facts of kinds that nothing here declares.
+        path: directory that it was read from; empty for a live one.
     """
 
-    def __init__(self, manifest: Manifest, records: Sequence[Record], arrays: Arrays | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        records: Sequence[Record],
+        arrays: Arrays | None = None,
+        unknown: Sequence[UnknownRecord] = (),
+        path: str = "",
+    ) -> None:
         self.manifest = manifest
-        self.records = tuple(records)
+        self.records, self.unknown, self.path = tuple(records), tuple(unknown), path
         self.arrays_by_key = arrays
         self._index: dict[type[Record], dict[int, list[Record]]] = {}
         for item in self.records:
@@ -33,7 +43,7 @@ class Trace:
         self._missing: dict[type[Record], tuple[str, ...]] = {}
         self._last = max((item.version for item in self.records), default=0)
 
-    def of[R: Record](self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
+    def of(self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
         """Records of one class as they were recorded: of one weight version, and with these values of other fields."""
         versions = self._index.get(kind, {})
         for items in versions.values() if version is None else [versions.get(version, [])]:

@@ -25,12 +25,11 @@ VLLM_ENVIRONMENT = {
     # Whoever asks for GPUs while importing asks the driver's management library, which does not start CUDA.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCH_COMPILE_DISABLE": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""Set before torch and vLLM are imported: nothing is compiled, idle threads sleep, nothing is fetched."""
+"""Set before torch and vLLM are imported: nothing is compiled, nothing is fetched."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Keeps imports from starting threads, which a forked server would miss; it has its share of the cores afterwards."""
 DEATH = "death"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from verifier.errors import UsageError
 
@@ -15,7 +15,7 @@ ENVIRONMENTS = {
     "verifiers": "verifier.environments.verifiers_episodes:VerifiersEnvironment",
 }
 """Name -> class; any other environment is named "package.module:Class"."""
-type Messages = Sequence[Mapping[str, str]]
+Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Conversation: each message has a "role", such as "tool" or "user", and a "content"."""
 
 

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -111,7 +111,7 @@ class DerivedLayout:
         return {**msgspec.to_builtins(self), "mesh": self.mesh.to_dict()}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
+    def from_json(cls, record: Mapping[str, Any]) -> DerivedLayout:
         """Rebuild a layout that was sent as JSON."""
         rows = msgspec.convert(record["rows"], list[list[list[ParamPlacement]]])
         return cls(mesh=Mesh(**record["mesh"]), rows=rows, tied=record["tied"], gaps=tuple(record["gaps"]))
@@ -164,7 +164,7 @@ class _Piece:
     name: str
 
     @classmethod
-    def of(cls, mesh: Mesh, rank: int, held: Held) -> Self:
+    def of(cls, mesh: Mesh, rank: int, held: Held) -> _Piece:
         at = mesh.coordinate(rank)
         return cls(rank, at, held, _global_name(held, f" (stage {at.pp}, chunk {held.chunk})"))
 

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,7 @@ class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     duration_s: float | None
     """Seconds that the trial took, a clean run included where it was the first of its kind; None if not recorded."""
     date: str
-    """Day on which it ran (UTC), as in ISO 8601."""
+    """Day on which it ran (timezone.utc), as in ISO 8601."""
     commit: str
     tree: str
     model: str
@@ -170,7 +170,8 @@ def row_of(result: TrialResult, code: Code) -> TrialRow:
     return _row(
         result.fault, caught=result.caught, first_bad=result.first_bad.stage.label if result.first_bad else None,
         fired=result.fired, healed=result.healed is Verdict.HOLDS and not result.healed_differs,
-        failures=tuple(result.failures), duration_s=round(result.duration_s, 1), date=f"{datetime.now(UTC):%Y-%m-%d}",
+        failures=tuple(result.failures), duration_s=round(result.duration_s, 1),
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d}",
         **code._asdict(), versions=installed_versions(),
     )  # fmt: skip
 

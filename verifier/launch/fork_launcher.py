@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
@@ -299,7 +299,7 @@ class ForkLauncher(ForkServer):
             lent=lent,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ForkLauncher:
         self.start()
         return self
 

@@ -22,7 +22,7 @@ from functools import partial
 from multiprocessing import Pipe, connection, reduction
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, NoReturn
 
 from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
@@ -77,7 +77,7 @@ class ForkServer:
         self._loaded = False
         self._death: VerifierError | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Self
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -77,7 +77,7 @@ class StackFailed(VerifierError):
         super().__init__(failure.sentence + (f" ({failure.owner})" if failure.name else ""))
 
     @classmethod
-    def of(cls, **facts: Any) -> Self:
+    def of(cls, **facts: Any) -> Any:
         """Failure that no exception says, by the fields of a `StackFailure`."""
         return cls(StackFailure(**facts))
 

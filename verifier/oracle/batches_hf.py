@@ -17,8 +17,8 @@ from verifier.oracle.routes_hf import Route, Seen, choosing, chosen_experts
 
 MAX_TOKENS = 2048
 """Most tokens of a batch, unless it is one sequence."""
-MAX_LOGITS = 2**21
-"""Most logits of a batch, unless it is one sequence; 16 MiB in float64."""
+MAX_LOGITS = 2**22
+"""Most logits of a batch, unless it is one sequence; 32 MiB in float64."""
 
 SHARED = 8
 """Fewest tokens that sequences begin with alike and that are computed once."""

@@ -89,7 +89,7 @@ def sides(
     Returns:
         Of log-probabilities; and with ends, of the probability that a draw is an end token, and of entropies, nats:
         each by float32 weights; by the others; and, with the others in float64, the scale of what right sides in
-        float32 differ by, else rows without values. All as `score` has them. Ends have no scale.
+        float32 differ by, else rows without values. All as `score` has them. Ends have no scale, entropies always.
 
         Rounding moves the last hidden state, and so the logits of all tokens: thousands of them tell how far it moved
         at that very place. The scale of a log-probability is the root mean square, over the vocabulary, of the
@@ -112,8 +112,7 @@ def sides(
                 part.hand(rows, nats[..., list(ends)].exp().sum(dim=-1))
             for rows, nats in zip(found[2], (exact, other), strict=False):
                 part.hand(rows, -(nats.exp() * nats).sum(dim=-1))
-            if rounds:
-                part.hand(found[2][2], entropy_scale(exact, other))
+            part.hand(found[2][2], entropy_scale(exact, other))
     return found
 
 

@@ -352,7 +352,7 @@ def scales_of(scales: Scored) -> dict[str, Real]:
     return {"scale": real(float(np.sqrt((values**2).mean()))), "coarsest": real(float(values.max()))}
 
 
-def _noise_of[Noise: NoiseRecord](kind: type[Noise], name: str, version: int, gaps: Sequence[float]) -> Noise:
+def _noise_of(kind: type[Any], name: str, version: int, gaps: Sequence[float]) -> Any:
     mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
     return kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
 

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from verifier.errors import ContractError
 from verifier.plan.digest_definition import PREFIX, finish, finish_all, lane_sums_numpy
 
+if TYPE_CHECKING:
+    import torch
 
-def digest_tensor(tensor: torch.Tensor) -> str:
+
+def digest_tensor(tensor: torch.Tensor | np.ndarray) -> str:
     """Return the digest of one tensor's bytes in row-major order, "vd1:" and 32 hex digits; see `digest_tensors`."""
     return digest_tensors([tensor])[0]
 
 
-def digest_tensors(tensors: Iterable[torch.Tensor]) -> list[str]:
+def digest_tensors(tensors: Iterable[torch.Tensor | np.ndarray]) -> list[str]:
     """Return the digests of many tensors, in order; a GPU takes one kernel and one copy for all of them.
 
     Args:
-        tensors: strided, with storage; any dtype, any devices; a non-contiguous one is copied first.
+        tensors: strided, with storage; any dtype, any devices; a non-contiguous one is copied first. Or arrays.
 
     Raises:
         ContractError: a tensor has no bytes of its own (meta or sparse).
     """
     data = [raw_bytes(tensor) for tensor in tensors]
     found: dict[int, str] = {}
-    for device in {item.device for item in data}:
-        places = [place for place, item in enumerate(data) if item.device == device]
+    devices = [None if isinstance(item, np.ndarray) else item.device for item in data]
+    for device in {*devices}:
+        places = [place for place, own in enumerate(devices) if own == device]
         found |= zip(places, _digests_of([data[place] for place in places]), strict=True)
     return [found[place] for place in range(len(data))]
 
@@ -41,17 +45,21 @@ def described(tensor: torch.Tensor, digest: str = "") -> dict[str, Any]:
     return {"digest": digest or digest_tensor(tensor), "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | np.dtype[Any]) -> str:
     """Return the name of a dtype without prefix, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: Any) -> Any:
     """Return the tensor's bytes as a contiguous uint8 vector [num_bytes] on its device; a view wherever possible.
 
     Raises:
         ContractError: the tensor has no bytes of its own (meta or sparse).
     """
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    import torch
+
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         what = "meta device" if tensor.device.type == "meta" else str(tensor.layout)
         raise ContractError(f"a tensor of shape {list(tensor.shape)} ({what}) has no bytes to digest")
@@ -60,10 +68,11 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _digests_of(data: Sequence[torch.Tensor]) -> list[str]:
-    """Return the digests of uint8 vectors of one device."""
-    sizes = [item.numel() for item in data]
-    if data[0].is_cuda and _installed("triton"):
+def _digests_of(data: Sequence[Any]) -> list[str]:
+    """Return the digests of uint8 vectors of one device, or of arrays."""
+    sizes = [item.nbytes for item in data]
+    are_arrays = isinstance(data[0], np.ndarray)
+    if not are_arrays and data[0].is_cuda and _installed("triton"):
         from verifier.plan.digest_triton import LINE_BYTES, lane_sums_of_pieces, table_of
 
         aligned = [item if item.data_ptr() % LINE_BYTES == 0 else item.clone() for item in data]
@@ -75,10 +84,11 @@ def _digests_of(data: Sequence[torch.Tensor]) -> list[str]:
         from verifier.plan.digest_numba import lane_sums_numba
 
         lane_sums = lane_sums_numba
-    elif torch.cuda.is_initialized() and _installed("triton") and all(sizes):
+    elif not are_arrays and sys.modules["torch"].cuda.is_initialized() and _installed("triton") and all(sizes):
         # Without numba the GPU digests host memory some twenty times faster than the host does.
         return [digest for item in data for digest in _digests_of([item.cuda()])]
-    words = [finish(*lane_sums(item.cpu()), size) for item, size in zip(data, sizes, strict=True)]
+    held = data if are_arrays else [item.cpu() for item in data]
+    words = [finish(*lane_sums(item), size) for item, size in zip(held, sizes, strict=True)]
     return [f"{PREFIX}{first:016x}{second:016x}" for first, second in words]
 
 
@@ -98,13 +108,15 @@ class Digests:
     def __init__(self, found: list[str] | torch.Tensor, sizes: Sequence[int] | np.ndarray = ()) -> None:
         self._sizes = sizes
         self._found = found
-        if isinstance(found, torch.Tensor):
+        if not isinstance(found, list):
+            import torch
+
             self._found = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
             self._found.copy_(found, non_blocking=True)
 
     def result(self) -> list[str]:
         """Return one digest per piece; on a GPU, call it only after the stream that computes them has passed them."""
-        return finish_all(self._found, self._sizes) if isinstance(self._found, torch.Tensor) else self._found
+        return self._found if isinstance(self._found, list) else finish_all(self._found, self._sizes)
 
 
 class Pieces:

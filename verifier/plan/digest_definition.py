@@ -23,10 +23,12 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 COLUMNS = 128
 ROWS = 32
@@ -74,15 +76,15 @@ def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[st
     return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []
 
 
-def lane_sums_numpy(data: torch.Tensor) -> tuple[int, int]:
-    """Return both lanes' sums of a CPU uint8 vector [num_bytes]: the reference.
+def lane_sums_numpy(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
+    """Return both lanes' sums of a uint8 vector [num_bytes] on the host: the reference.
 
     It widens `_REFERENCE_BLOCKS` blocks at a time and so needs about 40 MiB of memory beside the data.
     """
     keys = KEYS.astype(np.uint64).reshape(2, ROWS // 2, 2, 1)
     sums = np.zeros(2, dtype=np.uint64)
-    for first in range(0, -(-data.numel() // BLOCK_BYTES), _REFERENCE_BLOCKS):
-        piece = data[first * BLOCK_BYTES : (first + _REFERENCE_BLOCKS) * BLOCK_BYTES].numpy()
+    for first in range(0, -(-data.nbytes // BLOCK_BYTES), _REFERENCE_BLOCKS):
+        piece = np.asarray(data[first * BLOCK_BYTES : (first + _REFERENCE_BLOCKS) * BLOCK_BYTES])
         words = np.pad(piece, (0, -piece.size % BLOCK_BYTES)).view(np.uint32).astype(np.uint64)
         keyed = words.reshape(-1, 1, ROWS // 2, 2, COLUMNS) ^ keys
         streams = (keyed[..., 0, :] * keyed[..., 1, :]).sum(axis=2)

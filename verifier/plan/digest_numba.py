@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
-import torch
 
 from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, GOLDEN, KEYS, MIX_1, MIX_2, ROWS
+
+if TYPE_CHECKING:
+    import torch
 
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _WORDS_PER_LINE = 16
@@ -17,9 +19,9 @@ _WORDS_AHEAD = 1024
 """Distance, in words, at which one word of each cache line is read ahead (7 to 11 GB/s)."""
 
 
-def lane_sums_numba(data: torch.Tensor) -> tuple[int, int]:
-    """Return both lanes' sums of a CPU uint8 vector [num_bytes]; the same bits as `lane_sums_numpy`."""
-    array = data.numpy()
+def lane_sums_numba(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
+    """Return both lanes' sums of a uint8 vector [num_bytes] on the host; the same bits as `lane_sums_numpy`."""
+    array = np.asarray(data)
     whole = array.size // BLOCK_BYTES
     low = high = 0
     if whole:

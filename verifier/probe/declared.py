@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from verifier.core.manifest import Facts
-from verifier.core.record import Record, kind_of
+from verifier.core.record import Record, UnknownRecord, kind_of
 from verifier.core.records_policy import (
     Advantages,
     Drops,
@@ -69,10 +69,12 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
     found: dict[str, dict[str, set[int]]] = {
         kind_of(kind): {} for name, kinds in UNDERTAKINGS.items() if name in undertaken for kind in kinds
     }
-    for item in trace.records:
+    everything: tuple[Record | UnknownRecord, ...] = (*trace.records, *trace.unknown)
+    for item in everything:
         # An engine rank has a plan of what it received; it is compared where the trainer's is there.
         if not isinstance(item, PlanDigest) or item.role == "trainer":
-            found.setdefault(kind_of(type(item)), {}).setdefault(f"{item.role} {item.rank}", set()).add(item.version)
+            kind = kind_of(type(item)) if isinstance(item, Record) else item.kind
+            found.setdefault(kind, {}).setdefault(f"{item.role} {item.rank}", set()).add(item.version)
     return Facts(
         recorded={kind: {by: tuple(sorted(own)) for by, own in who.items()} for kind, who in found.items()},
         exported=tuple(trace.versions(ExportedTensor)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ import msgspec
 import verifier
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
+from verifier.core.plugins import installed_plugins
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Role
 from verifier.errors import UsageError
@@ -61,6 +63,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         raise UsageError(f"rank {own} is none of {size} ranks")
     if model and not (Path(model) / "config.json").is_file():
         raise UsageError(f"`{model}` is no checkpoint directory: it has no config.json")
+    if model and importlib.util.find_spec("torch") is None:
+        raise UsageError(f"the checkpoint `{model}` is read with torch, which is not installed: leave `model` out")
     if own == 0:
         try:
             sizes = None if mesh is None else msgspec.convert(dict(mesh), MeshSizes)
@@ -73,7 +77,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
                 command="probe", command_line=shlex.join(map(str, sys.argv)), verifier=verifier.__version__,
                 commit=this_code().commit, began=now(), host=host(), gpus=gpu_names(_tier()), tier=_tier(),
                 model=str(model), dtype=dtype, mesh=sizes, world_size=size, engine=engine,
-                versions=installed_versions(), config={**known, "model": str(model), "undertakes": [*undertakes]},
+                versions=installed_versions(), plugins=installed_plugins(),
+                config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip
     return _joined(path, "trainer", own, str(model), keep_every)

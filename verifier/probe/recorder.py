@@ -220,7 +220,7 @@ class LoopRecorder(EngineRecorder):
 
             for name, tensor in recorded(self, pairs_of(named), version):
                 if kept is not None:
-                    kept[name] = tensor.detach().clone()
+                    kept[name] = _copied(tensor)
                 yield name, tensor
             if kept is not None and version:
                 self._keep(KeptWeights, "weights", version, kept)
@@ -231,7 +231,7 @@ class LoopRecorder(EngineRecorder):
                 self.emit(kind(name=name, version=version, **facts, **fields))
             for name, tensor in group:
                 if kept is not None:
-                    kept[name] = tensor.detach().clone() if not whole else tensor
+                    kept[name] = tensor if whole else _copied(tensor)
                 yield name, tensor
         if kept is not None and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)
@@ -239,9 +239,13 @@ class LoopRecorder(EngineRecorder):
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
         from verifier.plan.digest import dtype_name
 
-        tensors = {key: tensor.detach() for key, tensor in pairs_of(named)}
+        tensors = dict(pairs_of(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
         self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
+
+
+def _copied(tensor: Any) -> Any:
+    return tensor.detach().clone() if hasattr(tensor, "detach") else tensor.copy()
 
 
 def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -120,4 +120,4 @@ def _expect_views(path: Path, seen: Trace) -> bool:
 
 def now() -> str:
     """Time in UTC, as in ISO 8601."""
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"

@@ -43,7 +43,7 @@ from verifier.probe.answers import texts_of
 from verifier.probe.optimizer import OptimizerRecorder
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
-"""Names of a checkpoint and whole tensors: pairs, a generator of them, or a state dict."""
+"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
 Moment = Literal["load", "step", "scoring", "export", "idle step", "adapter step"]
 MOMENTS: dict[str, Any] = {
     "load": LoadedShard,

@@ -205,5 +205,5 @@ def _conclusion(report: Report) -> str:
         failure = _in_one_line(report.manifest.failure)
         said.append("the run did not finish" + (f" ({failure})" if failure else ""))
         said.append(why_it_ended(report.manifest))
-    said += [f"{sum(item.num_compared for item in report.outcomes):,} things compared", f"trace in `{report.trace}`"]
+    said += [f"{report.coverage:,} things compared", f"trace in `{report.trace}`"]
     return printable("; ".join(part for part in said if part))

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from verifier.core.check import REGISTRY, Check, run_check
-from verifier.core.finding import ExitCode, Outcome, Verdict, verdict_of
+from verifier.core.finding import ExitCode, Finding, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest, UpstreamBug
+from verifier.core.plugins import LOADED
 from verifier.core.records_run import StackFailure
+from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.report.resemblance import Resemblance, resemblance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that a renderer needs."""
+    """Results of the checks on a trace; `verifier.judge` makes one.
+
+    Example:
+        >>> report = verifier.judge("traces/my-loop")  # doctest: +SKIP
+        >>> report.verdict, report.coverage, report.first_bad_stage  # doctest: +SKIP
+        (<Verdict.VIOLATED: 2>, 1204, <Stage.EXPORT: 10>)
+        >>> [item.first.sentence for item in report.findings]  # doctest: +SKIP
+    """
 
     trace: str
     """Path of the trace as the user would type it."""
@@ -45,6 +55,21 @@ class Report:
         """The dominant verdict. A run that did not finish is never more than inconclusive when nothing is violated."""
         found = verdict_of(self.outcomes)
         return found if self.manifest.complete else max(found, Verdict.INCONCLUSIVE)
+
+    @property
+    def coverage(self) -> int:
+        """Number of things that were compared, over all checks; a check's own is `num_compared` of its outcome."""
+        return sum(item.num_compared for item in self.outcomes)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Finding of each violated check, in the order in which data met it."""
+        return [item.finding for item in self.violated if item.finding is not None]
+
+    @property
+    def first_bad_stage(self) -> Stage | None:
+        """Stage where data first went wrong; None where nothing is violated."""
+        return self.findings[0].first_bad_stage if self.findings else None
 
     @property
     def widened(self) -> tuple[str, ...]:
@@ -129,7 +154,10 @@ def report_of(
         outcomes=tuple(item for item in outcomes if item.code not in unreached),
         switched_off=tuple(item.code for item in scoped if item not in chosen),
         out_of_scope={code: why.why for code, why in refusals.items() if why and why.why and code not in chosen_codes},
-        gaps=tuple(_gaps([item for item in checks.values() if item in scoped or item not in chosen], run)),
+        gaps=(
+            *_gaps([item for item in checks.values() if item in scoped or item not in chosen], run),
+            *_not_loaded(trace),
+        ),
         ended_in=ended_in,
         unreached=tuple(unreached),
     )
@@ -143,6 +171,16 @@ def _gaps(checks: Sequence[Check], run: Manifest) -> Iterator[str]:
             codes.setdefault(clause, []).append(item.code)
     for clause, own in codes.items():
         yield f"not judged: {', '.join(own)} ({clause})"
+
+
+def _not_loaded(trace: Trace) -> Iterator[str]:
+    """Clauses on plugins of the run that are not installed here, and on records that nothing here declares."""
+    gone = [f"{name} {version}" for name, version in sorted(trace.manifest.plugins.items()) if name not in LOADED]
+    if gone:
+        yield f"not judged: the checks of {', '.join(gone)}, not installed here"
+    if kinds := Counter(item.kind for item in trace.unknown):
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items()))
+        yield f"not judged: records of kinds that are not known here: {counted}"
 
 
 def _restricted(item: Check, names: str) -> Check:

@@ -13,6 +13,7 @@ from verifier import __version__
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Facts, Manifest, MeshSizes
+from verifier.core.plugins import installed_plugins
 from verifier.platform.pins import installed_versions
 from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
@@ -50,6 +51,7 @@ def manifest_of(
         num_gpus=placement.trainer_gpus,
         tier=model.tier,
         versions=installed_versions(),
+        plugins=installed_plugins(),
         **declared(model.tier, cache_folder() / "contracts"),
         config=config.to_dict(),
         layout=model.layout_kind,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.outputs import require_writable
@@ -238,7 +239,7 @@ class Runner:
         self.resources.release(engine)
 
 
-def run_once[C, R](run: Callable[[Runner, C], R], config: C, progress: Progress) -> R:
+def run_once(run: Callable[[Runner, Any], Any], config: Any, progress: Progress) -> Any:
     """Run a method of `Runner`, such as `Runner.golden`, on cold resources, or on those that are `LENT`."""
     with (LENT.get() or Resources)() as resources:
         return run(Runner(resources, progress), config)

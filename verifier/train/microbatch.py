@@ -15,7 +15,7 @@ from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.train.token_layout import Alignment
 
-type MicroBatches = list[list[list[int]]]
+MicroBatches = list[list[list[int]]]
 """Per data-parallel rank and micro-batch, the indices of its rollouts."""
 
 

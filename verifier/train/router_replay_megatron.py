@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class RouterWatch:
         self._run: dict[tuple[int, int], deque[PackedBatch]] = {}
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RouterWatch:
         for chunk, (model, routers) in enumerate(zip(self._routing.trainer.chunks, self._routing.routers, strict=True)):
             hook = model.register_forward_pre_hook(lambda *_, chunk=chunk: self._begin(chunk))
             self._undo.callback(hook.remove)

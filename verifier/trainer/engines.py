@@ -194,7 +194,7 @@ class Revival:
     def __init__(self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None]) -> None:
         self.engines, self._connect, self._sync = engines, connect, sync
 
-    def repeated[T](self, function: Callable[[], T], version: int) -> T:
+    def repeated(self, function: Callable[[], Any], version: int) -> Any:
         """Call a function that asks the engine, again for each death, from the weights of a version."""
         problem: EngineGone | None = None
         while True:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ class TransferObserver:
     def __init__(self, version: int) -> None:
         self.version = version
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TransferObserver:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -110,7 +110,7 @@ class ControlChannel:
             other.send_bytes(rows)
         return rows
 
-    def _within[T](self, message: str, act: Callable[[], T]) -> T:
+    def _within(self, message: str, act: Callable[[], Any]) -> Any:
         what = f"all ranks to say `{message}`"
         if not self._others:
             raise TransferFailed(f"rank {self._rank} of the transfer group left it and cannot wait for {what}")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo
@@ -61,7 +62,7 @@ class GlooGroup(BroadcastGroup):
         self._control.close()
         self._group = self.store = None
 
-    def _bounded[T](self, what: str, call: Callable[[], T]) -> T:
+    def _bounded(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:

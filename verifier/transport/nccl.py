@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL
@@ -63,7 +64,7 @@ class NcclGroup(BroadcastGroup):
             self._group = None
         self._control.close()
 
-    def _checked[T](self, what: str, call: Callable[[], T]) -> T:
+    def _checked(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except RuntimeError as error:

@@ -34,11 +34,16 @@ def test_an_update_by_the_formula_holds():
         ({"gap": 1.1e-3}, "update 2 leaves masters of `decoder.weight` that are 0.0011 learning rates off what Adam"),
         (
             {"moments": 1.5},
-            "update 2 leaves moments of `decoder.weight` that are 1.5 times what float32 may round them by off what",
+            "the gap of moments of `decoder.weight` after update 2 to Adam's, in roundings of float32, is 1.5, "
+            "it should be "
+            "at most 1",
         ),
-        ({"moments": "nan"}, "update 2 leaves moments of `decoder.weight` that are nan times"),
+        (
+            {"moments": "nan"},
+            "the gap of moments of `decoder.weight` after update 2 to Adam's, in roundings of float32, is nan",
+        ),
         ({"copied": False}, "after update 2 weights of `decoder.weight` are not its masters"),
-        ({"left": 0.5}, "update 2 begins with a gradient of `decoder.weight` of up to 0.5"),
+        ({"left": 0.5}, "the greatest element of the gradient of `decoder.weight` that update 2 begins with is 0.5"),
     ],
 )
 def test_each_fact_of_a_tensor_is_judged(values, said):
@@ -51,7 +56,8 @@ def test_state_that_moves_between_updates_is_seen():
     verdict, sentence = audited(moved=("decoder.weight",))
     assert verdict is Verdict.VIOLATED
     assert sentence == (
-        "masters, moments or weights of 1 of 1 tensors moved before update 2, `decoder.weight` the first"
+        "tensors whose masters, moments or weights moved before update 2: 1 of 1 (`decoder.weight`), there "
+        "should be none"
     )
 
 
@@ -59,20 +65,22 @@ def test_masters_of_other_weights_are_seen():
     verdict, sentence = audited(strays=("decoder.weight", "norm.weight"))
     assert (verdict, sentence) == (
         Verdict.VIOLATED,
-        "before update 2 the weights of 2 tensors are not the optimizer's masters, `decoder.weight` the first",
+        "tensors whose weights are not the optimizer's masters before update 2: 2 (`decoder.weight` and 1 more), there "
+        "should be none",
     )
 
 
 @pytest.mark.parametrize("moment", [1e-9, "nan"])
 def test_a_new_run_begins_without_moments(moment):
     assert audited(name="update 1", begun_with=0.0) == (Verdict.HOLDS, None)
-    said = f"update 1, the first of the run, begins with moments of up to {moment if moment == 'nan' else '1e-09'}"
+    said = f"the greatest moment that update 1, the first of the run, begins with is {moment}, it should be 0"
     assert audited(name="update 1", begun_with=moment) == (Verdict.VIOLATED, said)
 
 
 def test_a_parameter_that_is_not_trained_is_seen():
     assert audited(frozen=("norm.weight",)) == (
-        Verdict.VIOLATED, "1 parameters are not trained, `norm.weight` the first"
+        Verdict.VIOLATED,
+        "parameters that are not trained, and are of no adapter's base: 1 (`norm.weight`), there should be none",
     )  # fmt: skip
 
 
@@ -83,14 +91,20 @@ def test_a_record_of_an_older_version_has_no_groups():
 def test_norms_that_decay_are_seen():
     verdict, sentence = grouped(GROUPS[0], replace(GROUPS[1], weight_decay=0.1))
     assert (verdict, sentence) == (
-        Verdict.VIOLATED, "update 1 has a weight decay of group 1 of 0.1, it should be 0"
+        Verdict.VIOLATED,
+        "the weight decay of group 1 of update 1 on rank 0 is 0.1 (the optimizer's), it should be 0 (the cosine "
+        "schedule "
+        "at step 1)",
     )  # fmt: skip
 
 
 def test_a_group_of_norms_and_matrices_is_seen():
     verdict, sentence = grouped(replace(GROUPS[0], vectors=3))
     assert verdict is Verdict.VIOLATED
-    assert sentence == "update 1 has 3 norms and biases in group 0, which decays, it should have none"
+    assert sentence == (
+        "the number of norms and biases beside 6 others, which decay, in group 0 of update 1 on rank 0 is 3, it "
+        "should be 0"
+    )
 
 
 def test_matrices_that_do_not_decay_are_seen():

@@ -25,7 +25,7 @@ def verdict(how, *records):
     ("how", "contents", "found"),
     [
         ("step", "01", (Verdict.HOLDS, None)),
-        ("step", "00", (Verdict.VIOLATED, "the update changed none of the model's 2 tensors")),
+        ("step", "00", (Verdict.VIOLATED, "the update changed 0 of the model's 2 tensors, at least 1 had to change")),
         ("noise", "11", (Verdict.HOLDS, None)),
         ("noise", "01", (Verdict.VIOLATED, "the update changed 1 of the model's 2 tensors, at least 2 had to change")),
     ],

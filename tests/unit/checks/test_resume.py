@@ -43,16 +43,22 @@ def test_elements_of_another_mesh_hold() -> None:
 def test_an_element_of_other_bits_is_seen() -> None:
     verdict, said = on_another_mesh(np.array([*BITS[:2], 0]))
     assert verdict is Verdict.VIOLATED
-    assert said == ["exp_avg of `a` is 0 at element 2 after the load, 0.5 was saved"]
+    assert said == [
+        "element 2 of exp_avg of `a` is 0 (after the load; 1 of 3 elements differ), it should be 0.5 (when it "
+        "was saved)"
+    ]
 
 
 def test_an_element_that_nobody_saved_is_seen() -> None:
     verdict, said = on_another_mesh(BITS, saved=np.array([-1, *BITS[1:]]), num_saved=4)
     assert verdict is Verdict.VIOLATED
-    assert said == ["exp_avg of `a` is 1 at element 0 after the load, nothing was saved"]
+    assert said == [
+        "element 0 of exp_avg of `a` is 1 (after the load; 1 of 3 elements differ), it should be nothing (when "
+        "it was saved)"
+    ]
 
 
 def test_elements_that_no_rank_holds_are_missed() -> None:
     verdict, said = on_another_mesh(BITS, num_saved=6)
     assert verdict is Verdict.VIOLATED
-    assert said == ["ranks hold 5 of the 6 elements of exp_avg that were saved"] * 2
+    assert said == ["the number of elements of exp_avg that ranks hold is 5, it should be 6 (what was saved)"] * 2

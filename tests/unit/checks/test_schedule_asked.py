@@ -24,8 +24,11 @@ def judged(knobs, **wrong):
     config, _ = load(TrainConfig, overrides=[*KNOBS, *knobs])
     asked = OptimizerSettings(name="Adam", version=1, **{**optimizer_settings(config), **wrong})
     rate = asked.learning_rate
-    reports = [replace(item, learning_rate=rate, weight_decay=0.0, groups=())
-               for item in training() if isinstance(item, TrainerStep)]  # fmt: skip
+    reports = [
+        replace(item, learning_rate=rate, weight_decay=0.0, groups=())
+        for item in training()
+        if isinstance(item, TrainerStep)
+    ]
     trace = make_trace([asked, *reports])
     told = Trace(replace(trace.manifest, config=config.to_dict()), trace.records)
     outcome = run_check(REGISTRY["TRN002"], told)
@@ -40,8 +43,9 @@ def test_what_the_config_asks_for_holds(knobs):
 
 def test_an_end_in_batches_is_seen():
     assert judged(UPDATES, decay_steps=3) == (
-        Verdict.VIOLATED, "the schedule has decay_steps 3, the config asks for 12"
-    )  # fmt: skip
+        Verdict.VIOLATED,
+        "decay_steps of the schedule is 3 (the optimizer's settings), it should be 12 (the manifest's config)",
+    )
 
 
 def test_an_end_in_updates_of_fine_tuning_is_seen():
@@ -50,5 +54,7 @@ def test_an_end_in_updates_of_fine_tuning_is_seen():
 
 def test_another_schedule_is_seen():
     assert judged((), least_learning_rate=1e-4) == (
-        Verdict.VIOLATED, "the schedule has least_learning_rate 0.0001, the config asks for 0.0"
-    )  # fmt: skip
+        Verdict.VIOLATED,
+        "least_learning_rate of the schedule is 0.0001 (the optimizer's settings), it should be 0 (the "
+        "manifest's config)",
+    )

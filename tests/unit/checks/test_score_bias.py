@@ -26,5 +26,7 @@ def test_a_bias_that_moved_between_two_updates_is_seen():
     outcome = judged("balance of a bias that moved")
     assert outcome.verdict is Verdict.VIOLATED
     assert outcome.finding.first.sentence == (
-        "before update 1 the score bias of expert 0 of layer 2 is 0.5, the update before left 0.500244141"
+        "the score bias of layer 2 before update 1 at expert 0 is 0.5 (the live router), it should be "
+        "0.500244141 (what the "
+        "update before left)"
     )

@@ -21,7 +21,9 @@ def test_a_norm_of_other_gradients_is_seen(norm: float, verdict: Verdict) -> Non
     assert outcome.verdict is verdict
     if verdict is Verdict.VIOLATED:
         assert outcome.finding.count == 1
-        assert outcome.finding.first.sentence == "the optimizer clipped by a gradient norm of 2.00003, which is 2"
+        assert outcome.finding.first.sentence == (
+            "the gradient norm on rank 0 is 2.00003 (the optimizer's), it should be 2 (of all gradients)"
+        )
 
 
 def test_a_norm_that_is_not_finite_is_seen() -> None:

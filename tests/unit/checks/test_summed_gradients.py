@@ -26,7 +26,9 @@ def test_a_gradient_of_one_rank_is_seen():
     verdict, _, sentence = judged(lambda item: replace(item, array="sums of one rank") if item.rank == 0 else item)
     assert verdict is Verdict.VIOLATED
     assert sentence == (
-        "update 1 gives the optimizer 0.333333 as the gradient of element 4 of `decoder.weight`, its passes gave 1"
+        "the gradient of element 4 of `decoder.weight` that update 1 gives the optimizer is 0.333333, it should "
+        "be 1 (what "
+        "micro-batches of 2 ranks gave, over 3 tokens)"
     )
 
 
@@ -45,7 +47,7 @@ def test_an_element_that_no_optimizer_is_given_is_seen():
 
     verdict, _, sentence = judged(without)
     assert verdict is Verdict.VIOLATED
-    assert sentence.startswith("update 1 gives optimizers not all elements of the gradient of `decoder.weight`:")
+    assert sentence.startswith("update 1 gives optimizers not all elements of the gradient of `decoder.weight`")
 
 
 def test_sums_in_the_weights_type_are_seen_where_the_config_asks_for_float32():
@@ -63,22 +65,26 @@ def test_sums_in_the_weights_type_are_seen_where_the_config_asks_for_float32():
 
     assert added(asked=False).verdict is Verdict.HOLDS
     assert added(asked=True).finding.first.sentence == (
-        "update 1 adds up the gradients of 1 tensors in the weights' type, `decoder.weight` the first"
+        "tensors whose gradients update 1 adds up in less than float32: 1 of 1 (`decoder.weight`), there should be none"
     )
 
 
 def test_a_norm_that_leaves_squares_out_is_seen():
     verdict, _, sentence = judged(lambda item: replace(item, squares=3.0))
     assert (verdict, sentence) == (
-        Verdict.VIOLATED, "update 1 clips by a gradient norm of 2, its gradients have 2.44949"
+        Verdict.VIOLATED,
+        "the gradient norm of update 1 on rank 0 is 2 (the optimizer clips by it), it should be 2.44949 (all ranks' "
+        "gradients, each counted once, float64)",
     )  # fmt: skip
 
 
 def test_a_divided_tensor_that_is_marked_whole_is_seen_however_small_its_gradient_is():
     verdict, _, sentence = judged(lambda item: replace(item, miscounted=("sinks",)) if item.rank else item)
     assert verdict is Verdict.VIOLATED
-    assert (
-        sentence == "the norm of update 1 counts `sinks` never or twice: rank 1 is marked otherwise than it holds them"
+    assert sentence == (
+        "tensors that the norm of update 1 counts never or twice, as rank 1 is marked otherwise: 1 (`sinks`), "
+        "there should "
+        "be none"
     )
 
 
@@ -115,4 +121,7 @@ def test_passes_use_what_the_rank_that_steps_it_left():
     assert used("sums 1") == (Verdict.HOLDS, [])
     verdict, said = used("sums of stale weights")
     assert verdict is Verdict.VIOLATED
-    assert said == ["the passes of update 1 use 1 as element 4 of `decoder.weight`, the rank that steps it left 2"]
+    assert said == [
+        "`decoder.weight` in the passes of update 1 at element 4 is 1, it should be 2 (the rank whose optimizer "
+        "holds it)"
+    ]

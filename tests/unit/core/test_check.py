@@ -61,10 +61,7 @@ def test_what_a_broken_run_did_not_reach_is_no_mismatch(complete, last, verdict)
     source, exported = SourceTensor(name="a", **TENSOR), ExportedTensor(name="a", **TENSOR)
 
     def judge(trace: Trace):
-        yield from compare_contents(
-            [], [source], stage=Stage.EXPORT, version=0, actual_says="the export", expected_says="the source",
-            allowed="bitwise", hint="",
-        )  # fmt: skip
+        yield from compare_contents([], [source], ("the export", "the source"), Stage.EXPORT)
 
     item = Check(code="ABC001", name="a-b", needs=(ExportedTensor,), fn=judge)
     later = Update(name="step", version=last, how="step")

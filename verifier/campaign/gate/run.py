@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from functools import partial
 
 import verifier.checks  # noqa: F401  (fills the registry)
@@ -18,6 +18,7 @@ from verifier.campaign.gate.workers import Pool, WorkerPool, places_of
 from verifier.config import GateConfig
 from verifier.config.load import resolved
 from verifier.core.outputs import write_whole
+from verifier.core.plugins import installed_plugins
 from verifier.core.work_folder import sweep as sweep_work_folders
 from verifier.errors import UsageError
 from verifier.platform import Tier, select
@@ -54,7 +55,8 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     gpus = gpu_names(tier)
     matrix = planned(config, tier, len(gpus))
     began = _now()
-    machine = {"code": code_digest(), "versions": installed_versions(), "tier": tier, "gpus": gpus}
+    versions = installed_versions() | installed_plugins()
+    machine = {"code": code_digest(), "versions": versions, "tier": tier, "gpus": gpus}
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
@@ -63,7 +65,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
         results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
-        cells, uses = waived(results, config.waivers, datetime.now(UTC).date())
+        cells, uses = waived(results, config.waivers, datetime.now(timezone.utc).date())
         decision, reasons, stage = decided(cells, uses)
         result = GateResult(
             decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=_now(), host=host(),
@@ -137,4 +139,4 @@ def _config_text(config: GateConfig) -> str:
 
 
 def _now() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"

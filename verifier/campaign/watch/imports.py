@@ -26,6 +26,9 @@ def _imported(file: Path) -> Iterator[Path]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError):
         return
+    for block in ast.walk(tree):
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test):
+            block.body = []  # never imported
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:

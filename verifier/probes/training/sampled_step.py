@@ -270,8 +270,8 @@ class SampledStep:
             record = OracleEntropy(
                 name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
             )
-            scale = {"scale": np.array(row["scale"])} if dtype == "float64" else {}
-            recorder.emit(record, {ONLY: np.array(row["entropy"], np.float64), **scale})
+            arrays = {ONLY: np.array(row["entropy"], np.float64), "scale": np.array(row["scale"])}
+            recorder.emit(record, arrays)
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         """Write the inputs of an update's loss, as they were recorded."""
@@ -409,7 +409,7 @@ def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) 
     masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
     return {
         "entropy": np.concatenate([row[mask] for row, mask in zip(exact, masks, strict=True)]).tolist(),
-        "scale": [value for row, mask in zip(scale, masks, strict=True) if len(row) for value in row[mask].tolist()],
+        "scale": [value for row, mask in zip(scale, masks, strict=True) for value in row[mask].tolist()],
         "noise": max(float(np.abs(a - b).max()) for a, b in zip(exact, other, strict=True)),
     }
 

@@ -14,6 +14,7 @@ import verifier
 from verifier.config.training import TrainConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Facts, Manifest, MeshSizes
+from verifier.core.plugins import installed_plugins
 from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias
 from verifier.platform import Tier
@@ -114,4 +115,5 @@ def _with_model(config: TrainConfig, model: ModelUnderTest, happened: Facts) -> 
 @cache
 def _installed(tier: Tier) -> dict[str, Any]:
     """Fields of a manifest on the versions that run, which stay while the run does."""
-    return {"versions": installed_versions(), **declared(tier, cache_folder() / "contracts")}
+    found = {"versions": installed_versions(), "plugins": installed_plugins()}
+    return {**found, **declared(tier, cache_folder() / "contracts")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -69,7 +69,7 @@ class AdapterTransfer(TransferObserver):
         self._before = EvidenceBefore(trace if rank.parts.rank == 0 else None, transfer.num_ranks)
         self._adapter: Mapping[str, torch.Tensor] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> AdapterTransfer:
         if self._probe is not None and self._transfer.client is not None:
             with contextlib.ExitStack() as stack:
                 recorders = [Recorder(self._probe.path, "engine", at) for at in range(self._transfer.num_ranks)]
@@ -131,7 +131,7 @@ class WeightTransfer(AdapterTransfer):
         self._live = live
         self._watch = TransferProbe((), self.version, keeps=False)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> WeightTransfer:
         super().__enter__()
         self._watch = TransferProbe(self._engines, self.version, keeps=self._probe is not None)
         return self
