@@ -120,7 +120,7 @@ def _summed(
     place, bound = tensor.begin + tensor.owned_begin + worst, float(bounds[worst])
     what = f"gradient of {tensor.name} of {item.name} on rank {item.rank}"
     subject = f"the gradient of element {place:,} of `{tensor.name}` that {item.name} gives the optimizer"
-    says = "", f"what micro-batches of {len(parts)} ranks gave, over {divisor:,}"
+    says = "", f"what micro-batches of {len(parts)} ranks gave, divided by {divisor:,}"
     words, same = f"{bound:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})", bool((gap <= bounds).all())
     found, right = float(actual[worst]), float(expected[worst])
     return compare_value(item, what, found, right, same=same, subject=subject, says=says, allowed=words, bound=bound)
@@ -142,7 +142,7 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divis
         f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of `{tensor.name}`"
     )
     sentence += f"{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}"
-    says = f"{times_owned} of each element", f"{tensor.size:,} elements of {len(found)} ranks, over {divisor:,}"
+    says = f"{times_owned} of each element", f"{tensor.size:,} elements of {len(found)} ranks, divided by {divisor:,}"
     words = f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)"
     return compare_value(
         item, what, actual, expected, same=same, sentence=sentence, says=says, allowed=words, bound=allowed

@@ -238,8 +238,6 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
             badness, place = actual if math.isfinite(actual) else math.inf, f"of {item.name} on rank {item.rank}"
             why = f"no log-ratio is beyond {LIMIT:g} nats" if what == "clamps" else "the weights have not moved"
             subject, says = f"the {words} {place}", ("", why)
-            same, texts = (
-                actual <= (math.expm1(nats) if what == "ratio" else 0.0),
-                Given(subject=subject, says=says, badness=badness),
-            )
+            texts = Given(subject=subject, says=says, badness=badness)
+            same = actual <= (math.expm1(nats) if what == "ratio" else 0.0)
             yield compare_value(at, f"{what} {place}", actual, 0.0, same=same, **texts)

@@ -6,7 +6,9 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from verifier.core.record import Probe, TensorRecord
 from verifier.core.records_weights import (
@@ -23,6 +25,11 @@ from verifier.plan.digest import described, digest_tensor
 
 if TYPE_CHECKING:
     import torch
+
+    Tensor: TypeAlias = torch.Tensor | np.ndarray
+
+ARRAYS = -1
+"""Place of all arrays among the beginnings of tensors' memory: an array does not say where its memory begins."""
 
 
 def record_tensors(
@@ -46,17 +53,17 @@ def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
         yield SourceTensor(name=name, copy_of=copies.get(name, ""), **described(source.read(name)))
 
 
-def recorded(
-    probe: Probe, stream: Iterable[tuple[str, torch.Tensor]], version: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The export stream, digested as it passes; and again what is still held where a later one shares its memory."""
-    held: dict[int, list[tuple[str, str, weakref.ref[torch.Tensor]]]] = {}  # by where their memory begins
+def recorded(probe: Probe, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    """The export stream, of tensors or arrays, digested as it passes; and again what is still held where a later one shares its memory."""
+    held: dict[int, list[tuple[str, str, weakref.ref[Tensor]]]] = {}  # by where their memory begins
     reread: dict[str, Reread] = {}
     count = 0
     for name, tensor in stream:
         digest = digest_tensor(tensor)
         probe.emit(ExportedTensor(name=name, version=version, **described(tensor, digest)))
-        neighbours = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        neighbours = held.setdefault(
+            ARRAYS if isinstance(tensor, np.ndarray) else tensor.untyped_storage().data_ptr(), []
+        )
         neighbours[:] = [item for item in neighbours if item[2]() is not None]
         for earlier, was, reference in neighbours:
             other = reference()
@@ -70,8 +77,10 @@ def recorded(
     probe.emit(ExportStream(name="the export", version=version, num_tensors=count, reread=tuple(reread.values())))
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_memory(one: Tensor, other: Tensor) -> bool:
     """True if some byte between the first and the last of one tensor is one of the other's range too."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.may_share_memory(one, other)
     ends = []
     for item in (one, other):
         last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
