@@ -382,8 +382,6 @@ class OptimizerRecorder(LossRecorder):
 
     def _write(self, step: int, *, last: bool = False) -> None:
         """Record an update, once the step and its report are there."""
-        from verifier.probes.training.adam_elements import Rule, audited, clip_factor
-
         update = self._updates.get(step)
         report = self._reports.get(step)
         if update is None or "optimizer_steps" not in update.fields or (report is None and not last):
@@ -404,6 +402,8 @@ class OptimizerRecorder(LossRecorder):
         for record, arrays in update.records:
             self.emit(record, arrays)
         if update.after and update.gradient is not None and (report is not None or not update.clipped):
+            from verifier.probes.training.adam_elements import Rule, audited, clip_factor
+
             group = self._optimizer.param_groups[0]
             factor = clip_factor(self._clip_grad, report[2]) if report is not None and update.clipped else 1.0
             rule = Rule(

@@ -54,16 +54,15 @@ def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
 
 
 def recorded(probe: Probe, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-    """The export stream, of tensors or arrays, digested as it passes; and again what is still held where a later one shares its memory."""
+    """The export stream, digested as it passes; and again what is still held where a later one shares its memory."""
     held: dict[int, list[tuple[str, str, weakref.ref[Tensor]]]] = {}  # by where their memory begins
     reread: dict[str, Reread] = {}
     count = 0
     for name, tensor in stream:
         digest = digest_tensor(tensor)
         probe.emit(ExportedTensor(name=name, version=version, **described(tensor, digest)))
-        neighbours = held.setdefault(
-            ARRAYS if isinstance(tensor, np.ndarray) else tensor.untyped_storage().data_ptr(), []
-        )
+        begin = ARRAYS if isinstance(tensor, np.ndarray) else tensor.untyped_storage().data_ptr()
+        neighbours = held.setdefault(begin, [])
         neighbours[:] = [item for item in neighbours if item[2]() is not None]
         for earlier, was, reference in neighbours:
             other = reference()
