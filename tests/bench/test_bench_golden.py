@@ -25,7 +25,7 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES
 from verifier.plan.digest import digest_tensor
-from verifier.probes.weights_megatron import record_source, recorded
+from verifier.probes.tensors import record_source, recorded
 from verifier.report.report import report_of
 from verifier.runs.spec import RunSpec
 

@@ -253,7 +253,8 @@ def training() -> list[Record]:
         ),
         SpotScore(name="spot", version=1, id="x", seed=3, step=1, mini_batches=1, array="alone"),
         EvaluatedAnswers(
-            name="held-out problems", version=1, claimed=1, temperature=1.0, ids=("x", "x again"), lengths=(2, 2),
+            name="held-out problems", version=1, claimed=1, temperature=1.0,
+            ids=("held_out_reward 1/0/0/c", "accuracy 1/0/0/c"), lengths=(2, 2),
             greedy=(False, True), array="evaluated", max_answer_tokens=4, end=2,
         ),
         *(
@@ -316,6 +317,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     ),
     "DAT009": (RolloutTexts, having(prompts=("<bos>1+1=", "<bos>+1="))),
     "DAT011": (HeldOutRead, having(array="trained on too")),
+    "DAT016": (EvaluatedAnswers, having(ids=("held_out_reward 1/0/0/other", "accuracy 1/0/0/c"))),
     "DAT013": (TokensRead, having(array="prompt of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),

@@ -22,12 +22,12 @@ from verifier.core.check import (
     compare_value,
     owner_of,
 )
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import AdamAudit
 
 
-@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP))
+@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamAudit)))
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
@@ -57,7 +57,7 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         at = At(Stage.TRAIN, audit.version, owner_of(audit))
         place, named = f"of {audit.name} on rank {audit.rank}", audit.name
         for item in audit.tensors:
-            name, gap, left = item.name, float(item.gap), float(item.left)
+            name, gap, left = item.name, float(item.gap), None if item.left is None else float(item.left)
             found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
             sentence = f"{named} leaves masters of `{name}` that are {found} what Adam makes of its gradient"
             sides = f"{found} it (of {item.elements:,} elements from {item.begin:,} on)", "Adam's masters (float64)"
@@ -73,7 +73,8 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(at, f"{name} (weight) {place}", item.copied, True, sentence=sentence, hint=hint)
             subject = f"the greatest element of the gradient of `{name}` that {named} begins with"
             hint = "look at what zeroes gradients between steps"
-            yield compare_value(at, f"{name} (gradient) {place}", left, 0.0, subject=subject, hint=hint)
+            if left is not None:
+                yield compare_value(at, f"{name} (gradient) {place}", left, 0.0, subject=subject, hint=hint)
         subject, total = f"tensors whose masters, moments or weights moved before {named}", audit.remembered
         hint = "look at what touches the optimizer or the weights between two steps"
         yield compare_set(at, f"state between updates {place}", audit.moved, total=total, subject=subject, hint=hint)

@@ -9,7 +9,7 @@ from verifier.checks.conditions import ADAPTER, ADAPTERS_SENT, SENT, SYNCED, WEI
 from verifier.checks.content import by_name, compare_contents, left_out
 from verifier.checks.delivery import compare_delivered
 from verifier.core.check import Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_weights import (
     CheckpointView,
     ExportedAdapterMatrix,
@@ -24,7 +24,13 @@ SUMMANDS = 3
 """Roundings in float32 besides those of the sum over an adapter's rank: of the factor, its product, and the base."""
 
 
-@check("TPT004", needs=(), applies=on(step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT))
+@check(
+    "TPT004",
+    needs=(),
+    applies=on(
+        step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT, loop=recorded(ExportedAdapterMatrix, CheckpointView)
+    ),
+)
 def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
     """The adapter of every version was exported, and read back from every engine rank.
 
@@ -45,7 +51,13 @@ def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
         yield compare_delivered(version, rank, "adapter matrices", got, want)
 
 
-@check("WGT018", needs=(MergedMatrix,), applies=on(step=SYNCED & WEIGHTS_SENT & ADAPTER, export=ADAPTER))
+@check(
+    "WGT018",
+    needs=(MergedMatrix,),
+    applies=on(
+        step=SYNCED & WEIGHTS_SENT & ADAPTER, export=ADAPTER, loop=recorded(MergedMatrix, ExportedTensor, SourceTensor)
+    ),
+)
 def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
     """A matrix that is exported with its adapter added is base + alpha / rank * B A, rounded once; all others are base.
 

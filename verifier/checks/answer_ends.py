@@ -10,7 +10,7 @@ import numpy as np
 from verifier.checks.conditions import SYNCED
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import on, recorded
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_policy import Advantages, Drops, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import Rollouts
 
@@ -25,7 +25,8 @@ class _Turn:
 
 @check(
     "DAT008", needs=(SamplingAsked, PolicyColumns, Drops, Rollouts),
-    applies=on(step=SYNCED, loop=recorded(PolicyColumns, Advantages, Drops, SamplingAsked)),
+    applies=on(step=SYNCED, loop=recorded(PolicyColumns, Advantages, Drops, SamplingAsked)
+        & told("ends", "no end token is known")),
 )  # fmt: skip
 def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A live answer is in the loss from its first token to its end token, and was cut off only at the greatest length.
@@ -48,6 +49,8 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     References: trl#4970, RL#4089, SkyRL#1319, verl#213.
     """
     for asked in trace.of(SamplingAsked):
+        if not asked.max_answer_tokens:  # a step of a recorded loop that does not say
+            continue
         for policy in trace.of(PolicyColumns, version=asked.version):
             for drops in trace.of(Drops, version=asked.version):
                 yield from _masks(trace, policy, dict(zip(drops.ids, drops.reasons, strict=True)))

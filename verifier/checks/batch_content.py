@@ -29,7 +29,7 @@ WHOLE = condition(
 )  # fmt: skip
 
 
-@check("DAT003", needs=(TrainedText,), applies=on(step=SFT & TEXT), wholly=WHOLE)
+@check("DAT003", needs=(TrainedText,), applies=on(step=SFT & TEXT, loop=recorded(TrainedText)), wholly=WHOLE)
 def other_text_trained(trace: Trace) -> Iterator[Comparison]:
     """The tokens in the loss of an example are what an assistant says and the end of its turns, and no others.
 

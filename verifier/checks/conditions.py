@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from verifier.core.condition import condition, knob, recorded
-from verifier.core.records_tokens import GradientRecord, OracleLogprobs
+from verifier.core.condition import condition, knob, recorded, told
+from verifier.core.records_policy import OracleEntropy
+from verifier.core.records_tokens import GradientRecord, OracleEnds, OracleLogprobs, OracleOfPlaces
 from verifier.core.records_weights import ExpectedView
 
 # Of a training step.
@@ -65,6 +66,15 @@ EXPORTS = condition("nothing is exported", lambda run: run.synced_versions or ru
 
 # Of a recorded loop.
 OF_SOURCE = condition("version 0 was not exported beside its checkpoint", lambda run: run.untouched_versions)
-SCORED = recorded(OracleLogprobs, gap="transformers has not scored the tokens (`verifier judge --oracle` does)")
+UNSCORED = "transformers has not scored the tokens (`verifier judge --oracle` does)"
+SCORED = recorded(OracleLogprobs, gap=UNSCORED)
+PLACED = recorded(OracleOfPlaces, gap=UNSCORED)
+ALL_ANSWERS = told("all answers", "answers may have been chosen for what they say")
+ENDS = ALL_ANSWERS & recorded(OracleEnds, gap=UNSCORED)
+ENTROPIES = told("entropies", "the loss is given no entropies") & recorded(OracleEntropy, gap=UNSCORED)
+ON_A_HOST = condition(
+    "what a batch changes in fp32 on a GPU is not measured",
+    lambda run: run.tier != "cuda" or run.dtype != "float32", gap=True,
+)  # fmt: skip
 COMPARED = recorded(GradientRecord, gap="transformers has not computed the step (`verifier judge --oracle` does)")
 EXPECTED = recorded(ExpectedView, gap="an engine rank holds parts of tensors, or another dtype")

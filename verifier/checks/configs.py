@@ -13,7 +13,7 @@ import verifier.checks.stated as stated
 from verifier.checks.conditions import AWAKE, EXPORTS, SYNCED, UPDATED
 from verifier.checks.stated import Config
 from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, on
+from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
 from verifier.core.records_weights import SyncedSettings, SyncedTensor
 
@@ -164,7 +164,11 @@ FREQUENCY = 1e-5
 """Share of a rotary frequency that it may be off by."""
 
 
-@check("LGP007", needs=(StatedConfig, ProviderFields), applies=on(roundtrip=ALWAYS, step=UPDATED))
+@check(
+    "LGP007",
+    needs=(StatedConfig, ProviderFields),
+    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(StatedConfig, ProviderFields)),
+)
 def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The trainer computes with the sizes, ropes, windows, scales and routers of the checkpoint's config.json.
 
@@ -249,7 +253,11 @@ def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterat
         yield compare_value(_at(item), what, *sides, same=same, allowed=words, bound=most, gap=gap, **texts)
 
 
-@check("ENG007", needs=(StatedConfig, SyncedSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE))
+@check(
+    "ENG007",
+    needs=(StatedConfig, SyncedSettings),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=recorded(StatedConfig, SyncedSettings)),
+)
 def engine_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     """The engine computes with the sizes, ropes, epsilons and scales of the checkpoint's config.json.
 

@@ -190,7 +190,7 @@ def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "ENG002", needs=(SyncedTensor, ColdTensor),
-    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, answers=SENT & AWAKE),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, answers=SENT & AWAKE, loop=recorded(SyncedTensor, ColdTensor)),
 )  # fmt: skip
 def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine equals, bit for bit, an engine that loads the same weights cold.
@@ -223,7 +223,7 @@ def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
     return {name for item in reports for name in item.names}
 
 
-@check("ENG003", needs=(Poison,), applies=on(**DELIVERED))
+@check("ENG003", needs=(Poison,), applies=on(**DELIVERED, loop=recorded(Poison)))
 def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
     """Before each sync the receiver was really poisoned, so that what it holds afterwards came from the sync.
 
@@ -242,7 +242,7 @@ def poison_left_tensor_intact(trace: Trace) -> Iterator[Comparison]:
         yield compare_set(item, next(iter(intact), f"engine rank {item.rank}"), intact, total=total, subject=subject)
 
 
-@check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED))
+@check("ENG004", needs=(LoadedNames, SyncedTensor), applies=on(**DELIVERED, loop=recorded(LoadedNames, SyncedTensor)))
 def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     """At every sync the engine's own loader reported every parameter of the engine as loaded.
 
@@ -264,7 +264,11 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(held, held.name, there, "loaded", sentence=sentence)
 
 
-@check("ENG005", needs=(SyncedSettings, ColdSettings), applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE))
+@check(
+    "ENG005",
+    needs=(SyncedSettings, ColdSettings),
+    applies=on(roundtrip=EXPORTS, step=SYNCED & AWAKE, loop=recorded(SyncedSettings, ColdSettings)),
+)
 def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
     """The synced engine computes with the epsilons, scales, windows and flags that a cold one computes with.
 
@@ -296,7 +300,7 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "ENG006", needs=(CheckpointView, ExpectedView),
-    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT, loop=recorded(CheckpointView) & EXPECTED),
+    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT),
 )  # fmt: skip
 def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
     """Together the engine's ranks hold all of every tensor.

@@ -14,9 +14,9 @@ from verifier.checks.packing import POSITION_BITS
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
-from verifier.core.records_tokens import Rollouts, SampledNoise
+from verifier.core.records_tokens import Rollouts, SampledNoise, SampledTokens
 from verifier.core.records_trainer import LossColumns
 from verifier.knob import flat
 
@@ -37,7 +37,11 @@ GREATEST_NATS = 500.0
 """Greatest log(p/q) that is counted: exp of more overflows float64."""
 
 
-@check("LGP011", needs=(SamplingAsked, RequestSeeds), applies=on(step=LIVE))
+@check(
+    "LGP011",
+    needs=(SamplingAsked, RequestSeeds),
+    applies=on(step=LIVE, loop=recorded(SamplingAsked, RequestSeeds, Rollouts, PolicyColumns, SampledTokens)),
+)
 def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Every answer of a step is a draw of its own from the policy at the run's temperature.
 
@@ -99,11 +103,13 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
     for item in trace.of(RequestSeeds, version=asked.version):
         place = ((asked.version - 1) * asked.max_rounds + item.round) * asked.max_turns * asked.batch_size
         for turn, seeds in enumerate(item.turns):
-            begin = (asked.seed * SEEDS + place + turn * asked.batch_size) * asked.group_size
+            begin = ((asked.seed or 0) * SEEDS + place + turn * asked.batch_size) * asked.group_size
             where = f"seeds of {item.name}" + (f", turn {turn}" if turn else "")
             right = [*range(begin, begin + len(seeds))] if not turn else None
             wrong = next((at for at, seed in enumerate(seeds) if right and seed != right[at]), None)
-            if right is None:  # those that go on, in order
+            if asked.seed is None:  # a recorded loop's, of which nobody knows more than that each is another
+                begin, wrong = min(seeds, default=0), None
+            elif right is None:  # those that go on, in order
                 end = begin + asked.batch_size * asked.group_size
                 falls = [at for at, seed in enumerate(seeds) if at and seed <= seeds[at - 1]]
                 wrong = next((at for at, seed in enumerate(seeds) if not begin <= seed < end), next(iter(falls), None))

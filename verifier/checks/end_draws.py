@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verifier.checks.conditions import FRESH, SAMPLED
+from verifier.checks.conditions import ENDS, FRESH, SAMPLED
 from verifier.checks.draws import ERRORS
 from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import condition, knob, on
+from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_policy import SamplingAsked
 from verifier.core.records_tokens import OracleEnds, SampledTokens
 
@@ -21,7 +21,11 @@ WHOLE_DRAWS = condition(
 )  # fmt: skip
 
 
-@check("LGP014", needs=(SamplingAsked, SampledTokens, OracleEnds), applies=on(step=FRESH & WHOLE_DRAWS & SAMPLED))
+@check(
+    "LGP014",
+    needs=(SamplingAsked, SampledTokens, OracleEnds),
+    applies=on(step=FRESH & WHOLE_DRAWS & SAMPLED, loop=recorded(SamplingAsked, SampledTokens) & ENDS),
+)
 def answers_end_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Answers end as often as draws from the policy do: they are all that were drawn, whatever their length.
 

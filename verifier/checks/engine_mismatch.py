@@ -79,7 +79,7 @@ class _Statistic:
     hint: str
 
 
-FLOOR = condition(
+MEASURED = condition(
     lambda run: f"no noise of {run.dtype} was measured",
     lambda run: run.dtype in ("", "float32") or kind_of(SampledNoise) in run.facts.recorded or run.facts.lost_logprobs,
     gap=True,
@@ -88,7 +88,7 @@ FLOOR = condition(
 
 @check(
     "LGP009", needs=(PolicyColumns, SampledNoise),
-    applies=on(step=FRESH & NOISE, answers=ALWAYS, loop=recorded(PolicyColumns, SampledTokens) & FLOOR),
+    applies=on(step=FRESH & NOISE, answers=ALWAYS, loop=recorded(PolicyColumns, SampledTokens) & MEASURED),
 )  # fmt: skip
 def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     """The engine's log-probability of every token that it sampled is the trainer's for the same weights.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from verifier.checks.conditions import SAMPLED
+from verifier.checks.conditions import ENTROPIES, SAMPLED
 from verifier.checks.content import times
 from verifier.checks.logprob_bounds import (
     FEW_TOKENS,
@@ -21,12 +21,16 @@ from verifier.checks.logprob_bounds import (
 )  # fmt: skip
 from verifier.checks.loss_rows import UpdateRows, updates_of, worst_rows
 from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import LossRows, OracleEntropy
 from verifier.core.records_trainer import LossColumns
 
 
-@check("LGP012", needs=(LossRows, LossColumns, OracleEntropy), applies=on(step=SAMPLED))
+@check(
+    "LGP012",
+    needs=(LossRows, LossColumns, OracleEntropy),
+    applies=on(step=SAMPLED, loop=recorded(LossRows, LossColumns) & ENTROPIES),
+)
 def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The entropy at each token in the loss is that of the distribution that the run samples from and trains.
 

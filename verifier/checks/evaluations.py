@@ -12,12 +12,12 @@ import numpy as np
 from verifier.checks.answer_ends import spans, wrong_end
 from verifier.checks.conditions import EXAMINED, NOISE
 from verifier.checks.draws import SEEDS
-from verifier.checks.engine_mismatch import bound_in_fp32, compare_beyond
+from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, compare_beyond
 from verifier.checks.named_weights import adapters_named, compare_evaluated
 from verifier.checks.request_knobs import compare_knobs
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import PreviousStep
@@ -29,7 +29,11 @@ SIDES = 2
 
 @check(
     "LGP015", needs=(EvaluatedAnswers, SampledNoise, PreviousStep),
-    applies=on(step=EXAMINED, export=EXAMINED), wholly=EXAMINED & NOISE,
+    applies=on(
+        step=EXAMINED,
+        export=EXAMINED,
+        loop=recorded(EvaluatedAnswers),
+    ), wholly=on(step=EXAMINED & NOISE, export=EXAMINED & NOISE, loop=MEASURED),
 )  # fmt: skip
 def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     """An evaluation measures the policy of the version that it names, greedily where it says so.

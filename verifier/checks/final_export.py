@@ -10,7 +10,7 @@ from verifier.checks.conditions import LAYOUT
 from verifier.checks.content import by_name, compare_contents, compare_ranks, left_out
 from verifier.checks.weights import compare_adapters, compare_index
 from verifier.core.check import Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, on
+from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.records_config import SavedFiles, SourceFiles
 from verifier.core.records_weights import (
     ExportedAdapterMatrix,
@@ -35,7 +35,10 @@ FILES = "the files of hf_model"
         SavedCheckpoint, SavedTensor, SourceTensor, WrittenShard, LiveAdapterMatrix, LiveAdapterScaling,
         ExportedAdapterMatrix, ExportedAdapterScaling,
     ),
-    applies=on(export=ALWAYS), wholly=LAYOUT,
+    applies=on(
+        export=ALWAYS,
+        loop=recorded(SavedCheckpoint, SavedTensor, SourceTensor, WrittenShard, UpdatedShard),
+    ), wholly=on(export=LAYOUT, loop=ALWAYS),
 )  # fmt: skip
 def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that a run leaves holds the weights that its last update left.
@@ -64,7 +67,7 @@ def final_export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
             yield from compare_adapters(trace, version)
 
 
-@check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS))
+@check("WGT021", needs=(SourceFiles, SavedFiles), applies=on(export=ALWAYS, loop=recorded(SourceFiles, SavedFiles)))
 def final_files_differ(trace: Trace) -> Iterator[Comparison]:
     """Tokenizer, chat template, generation settings and code of the checkpoint that a run leaves are the source's.
 

@@ -343,12 +343,12 @@ def _before(pair: _Pair, sums: Mapping[str, _Sum]) -> _Sum:
 def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float, pair: _Pair) -> Tolerance:
     """Difference of two sides by rounding of these parts, with `more` that only they have."""
     root, unit = math.sqrt(sum(part.squares for part in parts)), "times the factor's change"
-    each = HALF_UNIT * math.sqrt(depth / 2)
+    dtype, each = "fp32", HALF_UNIT * math.sqrt(depth / 2)
     if trace.manifest.dtype == "bfloat16":
         writers = {name.split(".linear_")[0].split(".experts")[0] for name in pair.left if _WRITES.search(name)}
         further = OF_A_WRITE * len(writers) if pair.kind == STREAM else 0
-        each = IN_BF16 * math.sqrt(ROUNDINGS_IN_BF16 + further)
-    source = f"{trace.manifest.dtype}: {DEVIATIONS} standard deviations of a sum of roundings"
+        dtype, each = "bf16", IN_BF16 * math.sqrt(ROUNDINGS_IN_BF16 + further)
+    source = f"{dtype}: {DEVIATIONS} standard deviations of a sum of roundings"
     return Tolerance(absolute=DEVIATIONS * each * root + more, unit=unit, source=source)
 
 

@@ -12,7 +12,7 @@ from verifier.checks.conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.checks.step import NORM
 from verifier.core import ragged
 from verifier.core.check import Comparison, Trace, check, compare_set, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import TrainerStep
 
@@ -27,7 +27,11 @@ Place = tuple[str, str, int]
 """Update, label of the ranks that hold the same bits, index of the first element."""
 
 
-@check("TRN006", needs=(GradientSums, TrainerStep), applies=on(step=UPDATED & NO_FSDP & LAYOUT))
+@check(
+    "TRN006",
+    needs=(GradientSums, TrainerStep),
+    applies=on(step=UPDATED & NO_FSDP & LAYOUT, loop=recorded(GradientSums, TrainerStep)),
+)
 def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     """Every optimizer is given the sum of its gradient over micro-batches and ranks, and clips by the norm of all.
 
@@ -88,11 +92,16 @@ def _all_summed(
         for tensor, own in zip(item.tensors, _cut(trace, item, "reduced"), strict=True):
             parts = added[item.name, tensor.group, tensor.begin]
             if len(parts) == tensor.copies and tensor.owned:
-                yield _summed(item, tensor, own, np.stack(parts), steps[item.name, item.rank].num_tokens)
+                yield _summed(item, tensor, own, np.stack(parts), _divisor(item, steps[item.name, item.rank]))
     for found in whole.values():
         item, tensor, _ = found[0]
         if tensor.size and len(found) == tensor.copies:
-            yield _whole(found, steps[item.name, item.rank].num_tokens)
+            yield _whole(found, _divisor(item, steps[item.name, item.rank]))
+
+
+def _divisor(item: GradientSums, step: TrainerStep) -> float:
+    """Divisor of the sum of what backward passes gave."""
+    return max(step.num_tokens, 1) if item.divisor is None else float(item.divisor)
 
 
 def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
@@ -101,9 +110,9 @@ def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
 
 
 def _summed(
-    item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, num_tokens: int
+    item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, divisor: float
 ) -> Comparison:
-    parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / max(num_tokens, 1)
+    parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / divisor
     expected, magnitude = parts.sum(0), np.abs(parts).sum(0)
     bounds = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
     gap = np.abs(actual - expected)
@@ -111,18 +120,18 @@ def _summed(
     place, bound = tensor.begin + tensor.owned_begin + worst, float(bounds[worst])
     what = f"gradient of {tensor.name} of {item.name} on rank {item.rank}"
     subject = f"the gradient of element {place:,} of `{tensor.name}` that {item.name} gives the optimizer"
-    says = "", f"what micro-batches of {len(parts)} ranks gave, over {num_tokens:,} tokens"
+    says = "", f"what micro-batches of {len(parts)} ranks gave, divided by {divisor:,}"
     words, same = f"{bound:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})", bool((gap <= bounds).all())
     found, right = float(actual[worst]), float(expected[worst])
     return compare_value(item, what, found, right, same=same, subject=subject, says=says, allowed=words, bound=bound)
 
 
-def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_tokens: int) -> Comparison:
+def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divisor: float) -> Comparison:
     """Compare sums over all elements of one tensor, of all ranks that hold the same weights."""
     item, tensor, _ = found[0]
     given, magnitude, passes, reduced = np.stack([row for _, _, row in found]).T
     times_owned, rest = divmod(sum(own.owned_size for _, own, _ in found), tensor.size)
-    scale = max(times_owned, 1) / max(num_tokens, 1)
+    scale = max(times_owned, 1) / divisor
     expected, actual = float(given.sum()) * scale, float(reduced.sum())
     count = int(passes.max()) + len(found) + SCALINGS
     allowed = count * (ROUNDING[tensor.dtype] * float(magnitude.sum()) * scale + LEAST * tensor.size)
@@ -133,7 +142,7 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], num_t
         f"{item.name} gives optimizers {'not all' if lost else 'other'} elements of the gradient of `{tensor.name}`"
     )
     sentence += f"{'' if lost else ' than its passes gave'}: they add up to {actual:.9g}, not to {expected:.9g}"
-    says = f"{times_owned} of each element", f"{tensor.size:,} elements of {len(found)} ranks, {num_tokens:,} tokens"
+    says = f"{times_owned} of each element", f"{tensor.size:,} elements of {len(found)} ranks, divided by {divisor:,}"
     words = f"{allowed:.3g} ({count} roundings of {tensor.dtype}, of all magnitudes)"
     return compare_value(
         item, what, actual, expected, same=same, sentence=sentence, says=says, allowed=words, bound=allowed

@@ -7,11 +7,18 @@ from collections.abc import Iterator
 
 from verifier.checks.conditions import LIVE
 from verifier.core.check import Comparison, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_policy import Advantages, SamplingAsked
 
 
-@check("DAT007", needs=(SamplingAsked, Advantages), applies=on(step=LIVE))
+@check(
+    "DAT007",
+    needs=(SamplingAsked, Advantages),
+    applies=on(
+        step=LIVE,
+        loop=recorded(SamplingAsked, Advantages) & told("sizes", "the loop does not say how many answers it asks for"),
+    ),
+)
 def step_of_another_size(trace: Trace) -> Iterator[Comparison]:
     """A live batch has the prompts, and of each prompt the answers, that were asked of the engine.
 

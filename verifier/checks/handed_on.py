@@ -12,13 +12,13 @@ from verifier.checks.answer_ends import spans
 from verifier.checks.conditions import LIVE
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import (
     EpisodeTurns,
     PolicyColumns,
     RequestSeeds,
 )
-from verifier.core.records_tokens import GivenRoutes, Rollouts
+from verifier.core.records_tokens import GivenRoutes, Rollouts, SampledTokens
 from verifier.core.seal import NO_SEAL, seal_of_array
 
 TOKENS, NATS, ROUTES = "token ids", "log-probabilities", "routes"
@@ -48,7 +48,11 @@ class _Turn:
     seal: int
 
 
-@check("DAT014", needs=(RequestSeeds, PolicyColumns), applies=on(step=LIVE))
+@check(
+    "DAT014",
+    needs=(RequestSeeds, PolicyColumns),
+    applies=on(step=LIVE, loop=recorded(RequestSeeds, PolicyColumns, SampledTokens)),
+)
 def answer_differs_from_engines(trace: Trace) -> Iterator[Comparison]:
     """Every live answer is trained with the token ids, log-probabilities and routes that the engine gave for it.
 

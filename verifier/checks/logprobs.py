@@ -189,7 +189,11 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(item, what, *sides, sentence=sentence, allowed="exact (they are copied)")
 
 
-@check("LGP002", needs=(EngineLogprobs, OracleLogprobs), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP002",
+    needs=(EngineLogprobs, OracleLogprobs),
+    applies=on(roundtrip=EXPORTS, loop=recorded(EngineLogprobs) & SCORED),
+)
 def engine_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The engine scores tokens as transformers in fp32 does with the trainer's weights, before and after each sync.
 

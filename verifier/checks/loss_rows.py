@@ -10,8 +10,8 @@ import numpy as np
 from verifier.checks.conditions import GRPO, REFERENCE, UPDATED
 from verifier.checks.packing import POSITION_BITS
 from verifier.core import ragged
-from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value
-from verifier.core.condition import condition, knob, on
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value
+from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_gradients import LogitSpreads
 from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
 from verifier.core.records_trainer import LossColumns, TrainerStep
@@ -74,7 +74,9 @@ def updates_of(trace: Trace) -> Iterator[UpdateRows]:
     for columns in trace.of(LossColumns):
         version, name = columns.version, columns.name
         spreads = {item.rank: trace.arrays(item) for item in trace.of(LogitSpreads, version=version, name=name)}
-        found = trace.of(LossRows, version=version, name=name)
+        found = [*trace.of(LossRows, version=version, name=name)]
+        if trace.manifest.command == LOOP:  # each process has a batch of its own
+            found = [item for item in found if item.rank == columns.rank]
         parts = [{**trace.arrays(item), **spreads.get(item.rank, {})} for item in found]
         if not parts:
             continue
@@ -88,6 +90,8 @@ def updates_of(trace: Trace) -> Iterator[UpdateRows]:
         mask = trace.array(columns, "mask").astype(bool)
         given = {"weight": trace.array(columns, "weight").astype(np.float64) * int(mask.sum())}
         for policy in trace.of(PolicyColumns, version=columns.version):
+            if not {*columns.ids} <= {*policy.ids}:
+                continue
             given |= _of_update(trace, policy, columns)
         given = {name: values[place] for name, values in given.items()}
         yield UpdateRows(columns=columns, place=place, rollout=rollout, rows=rows, given=given, in_loss=mask)
@@ -104,7 +108,7 @@ def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dic
     return found
 
 
-@check("PCK004", needs=(LossRows, LossColumns), applies=on(step=UPDATED))
+@check("PCK004", needs=(LossRows, LossColumns), applies=on(step=UPDATED, loop=recorded(LossRows, LossColumns)))
 def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
     """Every token in the loss is read once, with the weight, divisor, advantage and reference that it was given.
 
@@ -155,7 +159,11 @@ FORMULA = condition(
 )  # fmt: skip
 
 
-@check("LSS004", needs=(LossRows, LossTerms, LossColumns), applies=on(step=UPDATED & FORMULA))
+@check(
+    "LSS004",
+    needs=(LossRows, LossTerms, LossColumns),
+    applies=on(step=UPDATED & FORMULA, loop=recorded(LossRows, LossTerms, LossColumns)),
+)
 def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """Every token's loss and its gradient are the textbook's, and the step reports their weighted sum.
 
@@ -183,8 +191,12 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
     columns, weight = update.columns, update.given["weight"]
     value, slope, edge = _textbook(update, terms)
     of_value, of_slope = _roundings(update, terms)
+    unclamped = edge & False
+    if trace.manifest.command == LOOP:  # which need not clamp log-ratios
+        unclamped |= np.abs(update.log_ratios(terms.loss)) > LIMIT - 1
+    edge |= unclamped
     pairs = (
-        ("loss", update.rows["loss"].astype(np.float64), value, np.zeros(len(edge), bool), of_value),
+        ("loss", update.rows["loss"].astype(np.float64), value, unclamped, of_value),
         ("gradient", update.rows["gradient"].astype(np.float64), weight * slope, edge, np.abs(weight) * of_slope),
         (
             "gradient by the entropy", update.rows["entropy_gradient"].astype(np.float64),
@@ -257,7 +269,9 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
             edge |= _at_limit(distance)
         value = value + terms.kl_weight * kl_estimates(terms.kl_kind, distance)
         slope = slope + terms.kl_weight * slopes[terms.kl_kind]
-    return value - terms.entropy_weight * update.rows["entropy"].astype(np.float64), slope, edge
+    if terms.entropy_weight:  # a recorded loop without one may have no entropies
+        value = value - terms.entropy_weight * update.rows["entropy"].astype(np.float64)
+    return value, slope, edge
 
 
 def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndarray]:
@@ -280,7 +294,7 @@ def _at_limit(difference: np.ndarray) -> np.ndarray:
     return near
 
 
-@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE))
+@check("LGP010", needs=(ReferenceShard,), applies=on(step=GRPO & UPDATED & REFERENCE, loop=recorded(ReferenceShard)))
 def reference_moved(trace: Trace) -> Iterator[Comparison]:
     """The reference is scored with the weights that the run began with, in every step.
 

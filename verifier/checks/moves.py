@@ -32,7 +32,11 @@ def _shards(version: int) -> Moment:
     return UpdatedShard if version else LoadedShard, version
 
 
-@check("WGT007", needs=(ShardAfterIdleStep,), applies=on(roundtrip=STEPPED & NO_ADAPTER))
+@check(
+    "WGT007",
+    needs=(ShardAfterIdleStep,),
+    applies=on(roundtrip=STEPPED & NO_ADAPTER, loop=recorded(ShardAfterIdleStep, LoadedShard)),
+)
 def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """A step with learning rate 0 leaves every live parameter bit alone.
 
@@ -90,7 +94,11 @@ def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]
     return by_name(trace.of(JoinedTensor if version else SourceTensor, version=version))
 
 
-@check("WGT009", needs=(ShardAfterScoring, LoadedShard), applies=on(roundtrip=ALWAYS))
+@check(
+    "WGT009",
+    needs=(ShardAfterScoring, LoadedShard),
+    applies=on(roundtrip=ALWAYS, loop=recorded(ShardAfterScoring, LoadedShard)),
+)
 def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """Scoring tokens leaves every live parameter and buffer bit alone.
 
@@ -109,7 +117,13 @@ def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT010", needs=(LoadedShard, ShardAfterExport),
-    applies=on(golden=ALWAYS, roundtrip=EXPORTS, step=SYNCED & ADAPTER, answers=SENT & ADAPTER),
+    applies=on(
+        golden=ALWAYS,
+        roundtrip=EXPORTS,
+        step=SYNCED & ADAPTER,
+        answers=SENT & ADAPTER,
+        loop=recorded(ShardAfterExport, LoadedShard),
+    ),
 )  # fmt: skip
 def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
     """An export leaves every live parameter and buffer bit alone.
@@ -129,7 +143,7 @@ def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT012", needs=(LoadedShard, FrozenShard),
-    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=UPDATED & ADAPTER),
+    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=UPDATED & ADAPTER, loop=recorded(FrozenShard, LoadedShard)),
 )  # fmt: skip
 def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
     """No step moves the base of an adapter that is trained.

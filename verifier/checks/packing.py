@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,8 +12,8 @@ import numpy as np
 
 from verifier.checks.conditions import UPDATED
 from verifier.core import ragged
-from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value, owner_of
-from verifier.core.condition import ALWAYS, on
+from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_value, owner_of
+from verifier.core.condition import ALWAYS, on, recorded, several, told
 from verifier.core.manifest import MeshSizes
 from verifier.core.records_tokens import (
     PackedBatchDigest,
@@ -90,6 +90,8 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
         real = block["sentinel"] != 0
         found += _strays(block, real & ~known, "row", "sentinel", 0)
         for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
+            if field not in block:  # a recorded loop has those that its batches have
+                continue
             found += _strays(block, ~real & (block[field] != value), field, field, value)
         flat = starts[which] + position
         arrived.append((flat[known], block["rank"][known]))
@@ -108,7 +110,8 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
             **{name: values[which] for name, values in by_rollout.items()},
         }
         for field, want in expected.items():
-            got = block[field]
+            if (got := block.get(field)) is None:
+                continue
             if np.array_equal(got, want):
                 continue
             differs = np.flatnonzero((got != want) & known)
@@ -154,12 +157,16 @@ def _not_once(rollouts: Rollouts, starts: np.ndarray, flat: np.ndarray, ranks: n
 
 
 def _mesh_of(trace: Trace) -> MeshSizes:
-    if trace.manifest.mesh is None:
+    if trace.manifest.mesh is None and trace.manifest.command != LOOP:
         raise LookupError("the manifest has no mesh")
-    return trace.manifest.mesh
+    return trace.manifest.mesh or MeshSizes(dp=max(trace.manifest.world_size, 1))
 
 
-@check("PCK001", needs=(Rollouts, TokenLedger), applies=on(roundtrip=ALWAYS, step=UPDATED))
+@check(
+    "PCK001",
+    needs=(Rollouts, TokenLedger),
+    applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(Rollouts, TokenLedger)),
+)
 def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     """Every token of every rollout is predicted by one row, once, over all ranks, and carries its own fields there.
 
@@ -175,12 +182,17 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: rows that are right but lie on the wrong context-parallel rank (PCK002).
     References: verl#4250, verl#3287, ms-swift#8427, SkyRL#1367, Automodel#2314, prime-rl#1525, AReaL#1569.
     """
+    loop, several_batches = trace.manifest.command == LOOP, Counter(item.version for item in trace.of(Rollouts))
     for item in trace.of(Rollouts):
         ledgers = list(trace.of(TokenLedger, name=item.name, version=item.version))
+        if loop and several_batches[item.version] > 1:
+            ledgers = [ledger for ledger in ledgers if ledger.rank == item.rank]
         if ledgers:
             yield from _audited(trace, item, ledgers)
             yield from _sampled(trace, item)
     passes = {("scored", item.version) for item in trace.of(TrainerLogprobs, name="scored")}
+    if loop:  # what it has recorded of each version is counted by the frame
+        return
     passes |= {(item.name if item.update else "trained", item.version) for item in trace.of(StepReport)}
     followed = {(item.name, item.version) for item in trace.of(TokenLedger)}
     for name, version in sorted(passes - followed):
@@ -193,6 +205,8 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     """One comparison per rollout of a pass, and one of its padding."""
     mesh = _mesh_of(trace)
     owners, seen = mesh.dp * mesh.cp, {ledger.rank for ledger in ledgers}
+    if trace.manifest.command == LOOP:
+        owners = len(seen)
     if len(seen) < owners:
         sentence = f"{len(seen)} of {owners} ranks have a ledger of the tokens {item.name} at version {item.version}"
         sides = f"ledgers of trainer ranks {sorted(seen)}", "a ledger of every data and context rank"
@@ -259,7 +273,7 @@ def _zigzag(padded: Sequence[int], cp: int, cp_rank: int) -> np.ndarray:
     return np.concatenate([rows[[cp_rank, -1 - cp_rank]] for rows in chunks], axis=None)
 
 
-@check("PCK002", needs=(PackLayout,), applies=on(roundtrip=ALWAYS, step=UPDATED))
+@check("PCK002", needs=(PackLayout,), applies=on(roundtrip=ALWAYS, step=UPDATED, loop=recorded(PackLayout)))
 def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
@@ -275,7 +289,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
     """
     mesh = _mesh_of(trace)
-    tp, cp = mesh.tp, mesh.cp
+    tp, cp = (1, 1) if trace.manifest.command == LOOP else (mesh.tp, mesh.cp)
     multiple = tp * 2 * cp if cp > 1 else tp
     for item in trace.of(PackLayout):
         real, padded = item.cu_seqlens, item.cu_seqlens_padded
@@ -298,7 +312,15 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
         yield compare_value(item, item.name, wrong, right, same=not wrong, sentence=sentence)
 
 
-@check("PCK003", needs=(PackedBatchDigest,), applies=on(roundtrip=ALWAYS, step=UPDATED))
+@check(
+    "PCK003",
+    needs=(PackedBatchDigest,),
+    applies=on(
+        roundtrip=ALWAYS,
+        step=UPDATED,
+        loop=several(PackedBatchDigest) & told("peers", "no two ranks work on one batch"),
+    ),
+)
 def ranks_see_different_batch(trace: Trace) -> Iterator[Comparison]:
     """Ranks that differ only in tensor or pipeline coordinate work on the same micro-batches.
 

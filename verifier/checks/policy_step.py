@@ -9,11 +9,14 @@ import numpy as np
 
 from verifier.checks.answers import gold_stated, stated_value
 from verifier.checks.conditions import EXAMINED, GRPO, REWARDED, UPDATED
+from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, greatest_nats
+from verifier.checks.logprob_bounds import GREATEST_NOISES
 from verifier.checks.loss_rows import updates_of
 from verifier.core import ragged
-from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value, owner_of
-from verifier.core.condition import condition, knob, on, recorded
-from verifier.core.records_policy import Advantages, Drops, GivenRewards, PolicyColumns, UpdateRatios
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
+from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.core.records_policy import Advantages, Drops, GivenRewards, LossTerms, PolicyColumns, UpdateRatios
+from verifier.core.records_tokens import SampledNoise
 
 FACTOR = Tolerance(
     absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
@@ -36,7 +39,11 @@ SECOND_READER = condition(
 
 @check(
     "RWD001", needs=(GivenRewards,),
-    applies=on(step=GRPO & REWARDED & SECOND_READER, export=EXAMINED & SECOND_READER),
+    applies=on(
+        step=GRPO & REWARDED & SECOND_READER,
+        export=EXAMINED & SECOND_READER,
+        loop=recorded(GivenRewards) & told("gold answers", "no gold answer is known"),
+    ),
 )  # fmt: skip
 def reward_differs_from_second_reader(trace: Trace) -> Iterator[Comparison]:
     """Every reward of a right number is what a second reader of the answer gives, which shares no code with the first.
@@ -150,6 +157,17 @@ def _ratios(difference: Sequence[float], level: str) -> list[float]:
     return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
 
 
+def _loops_bound(trace: Trace, version: int) -> float:
+    """Most nats that two passes of a recorded loop over the same weights may be apart; 0 of runs of this trainer."""
+    if trace.manifest.command != LOOP:
+        return 0.0
+    if trace.manifest.dtype in ("", "float32"):
+        temperature = next((terms.temperature for terms in trace.of(LossTerms, version=version)), 1.0)
+        return bound_in_fp32(trace, version, temperature).absolute
+    noise = next(trace.of(SampledNoise, version=version))
+    return GREATEST_NOISES * float(greatest_nats(noise, np.array([-math.inf]))[0])
+
+
 def _current_is_old(trace: Trace) -> Iterator[Comparison]:
     """Log-probabilities of the first update of a batch against `old`, where the ratio divides by the engine's."""
     firsts = {(item.version, item.name) for item in trace.of(UpdateRatios) if item.first and item.ratio_over != "old"}
@@ -161,6 +179,7 @@ def _current_is_old(trace: Trace) -> Iterator[Comparison]:
             rows = dict(zip(policy.ids, ragged.split(trace.array(policy, "old"), policy.lengths), strict=True))
             old = np.concatenate([rows[name] for name in columns.ids])[update.place]
             gaps = np.abs(update.rows["current"].astype(np.float64) - old)
+            gaps = np.where(gaps <= _loops_bound(trace, columns.version), 0.0, gaps)
             yield _scored_alike(gaps, f"log-probabilities of {columns.name}", columns.version, "the loss")
 
 
@@ -184,7 +203,7 @@ def _scored_alike(gaps: np.ndarray, what: str, version: int, read_by: str) -> Co
     return compare_value(at, what, worst, 0.0, subject=subject, badness=badness, mismatched=part)
 
 
-@check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED))
+@check("LSS003", needs=(UpdateRatios,), applies=on(step=GRPO & UPDATED, loop=recorded(UpdateRatios) & MEASURED))
 def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     """Before the weights have moved the ratio to `old` is exactly 1, and at the reference the KL is exactly 0.
 
@@ -196,7 +215,8 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     Why it matters: log-probabilities of another temperature, of a dropout that is on, of other weights or of shifted
     tokens all show here, at no cost, in every step.
     Evidence: loss/ratios, and beside them loss/rows, advantage/columns and advantage/policy.
-    Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels.
+    Tolerance and its source: exact; the same weights score the same micro-batches by the same kernels. A recorded loop
+    may score batches of other shapes: as LGP009, for one token.
     Where to look: temperature, dropout, weights and alignment of both passes.
     What it does not catch: later updates of a batch, whose ratio is not 1, and KL estimates of weights far from the
     reference: these may be clamped; a reference that is scored wrongly from a later step on (LGP001, LGP013); an `old`
@@ -206,7 +226,7 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
     yield from _current_is_old(trace)
     yield from _reference_is_old(trace)
     for item in trace.of(UpdateRatios):
-        facts = []
+        facts, nats = [], _loops_bound(trace, item.version)
         if item.first and item.ratio_over == "old":
             facts.append(("ratio", "greatest distance of a ratio from 1", float(item.ratio_gap)))
         if item.at_reference:
@@ -218,4 +238,6 @@ def first_ratio_is_not_one(trace: Trace) -> Iterator[Comparison]:
             badness, place = actual if math.isfinite(actual) else math.inf, f"of {item.name} on rank {item.rank}"
             why = f"no log-ratio is beyond {LIMIT:g} nats" if what == "clamps" else "the weights have not moved"
             subject, says = f"the {words} {place}", ("", why)
-            yield compare_value(at, f"{what} {place}", actual, 0.0, subject=subject, says=says, badness=badness)
+            texts = Given(subject=subject, says=says, badness=badness)
+            same = actual <= (math.expm1(nats) if what == "ratio" else 0.0)
+            yield compare_value(at, f"{what} {place}", actual, 0.0, same=same, **texts)

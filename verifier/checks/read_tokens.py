@@ -10,14 +10,18 @@ from verifier.checks.conditions import EVALUATED, LIVE, READ_AGAIN, SFT
 from verifier.checks.rollout_texts import later_turns
 from verifier.core import ragged
 from verifier.core.check import Comparison, Trace, check, compare_text, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_data import TokensRead
 from verifier.core.records_policy import GivenRewards
 
 FILES = "by the tokenizer's files"
 
 
-@check("DAT013", needs=(TokensRead,), applies=on(step=(SFT | LIVE) & READ_AGAIN, export=EVALUATED & READ_AGAIN))
+@check(
+    "DAT013",
+    needs=(TokensRead,),
+    applies=on(step=(SFT | LIVE) & READ_AGAIN, export=EVALUATED & READ_AGAIN, loop=recorded(TokensRead)),
+)
 def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
 

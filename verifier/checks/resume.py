@@ -11,7 +11,7 @@ from verifier.checks.conditions import RESUMED, STORED, UPDATED
 from verifier.checks.content import compare_contents
 from verifier.core import ragged
 from verifier.core.check import Comparison, Stage, Trace, check, compare_value
-from verifier.core.condition import ALWAYS, condition, knob, on
+from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.records_trainer import (
     LoadedElements,
     LoadedState,
@@ -24,7 +24,7 @@ ASLEEP = condition("the engine does not sleep", lambda run: knob(run, "engine.sl
 
 @check(
     "CKP001", needs=(SavedState | LoadedElements, LoadedState | LoadedElements),
-    applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS),
+    applies=on(step=RESUMED | (UPDATED & ASLEEP), load=ALWAYS, loop=recorded(SavedState, LoadedState)),
 )  # fmt: skip
 def loaded_state_differs_from_saved(trace: Trace) -> Iterator[Comparison]:
     """After a resume every rank holds what it held when the checkpoint was saved.
@@ -82,7 +82,7 @@ def _shown(part: str, bits: int) -> str:
     return f"{bits:,}" if part == "count" else f"{np.uint32(bits).view(np.float32):.6g}"
 
 
-@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED))
+@check("CKP004", needs=(WrittenTensors,), applies=on(step=STORED, export=STORED, loop=recorded(WrittenTensors)))
 def written_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """The files of a checkpoint hold what the ranks gave to be written, and what the last update left.
 

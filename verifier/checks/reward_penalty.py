@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from verifier.checks.conditions import GRPO, REFERENCE
+from verifier.checks.estimators import ROUNDOFFS
 from verifier.checks.policy_step import FLOOR, LIMIT
 from verifier.core import ragged
 from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
-from verifier.core.condition import condition, knob, on
+from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.core.records_policy import Advantages, PolicyColumns
 
 PENALTY = Tolerance(
@@ -17,10 +18,19 @@ PENALTY = Tolerance(
 )
 
 
+TERMS = 8
+"""Roundings of an estimate, and of the weight that its sum is multiplied by, in a recorded loop's own dtype."""
 IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo.kl_in") == "reward")
 
 
-@check("ADV004", needs=(Advantages, PolicyColumns), applies=on(step=GRPO & REFERENCE & IN_REWARD))
+@check(
+    "ADV004",
+    needs=(Advantages, PolicyColumns),
+    applies=on(
+        step=GRPO & REFERENCE & IN_REWARD,
+        loop=recorded(Advantages, PolicyColumns) & told("penalties", "no KL penalty in the reward"),
+    ),
+)
 def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
 
@@ -29,7 +39,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a penalty of the wrong sign rewards distance from the reference; a mean over tokens, or a sum over
     the prompt too, weighs rollouts by their lengths. Advantages are right for these rewards all the same.
     Evidence: advantage/advantages, advantage/policy ("old", "penalty_reference", "own").
-    Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64.
+    Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64. Of a recorded loop in less, as many
+    roundings of its dtype as tokens, and 8.
     Where to look: the sign, the weight, the estimate and the mask of the KL in the reward.
     What it does not catch: log-probabilities that are wrong themselves (LGP001); a reference that moved (LGP010).
     References: verl#179, trlx#441, slime#1247, slime#1372.
@@ -46,7 +57,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
                 old, reference = (side.tolist() for side in rows[name])
                 estimates, size = _estimates(old, reference, item.kl_kind)
                 right = item.kl_weight * math.fsum(estimates)
-                most = PENALTY.absolute * item.kl_weight * size + 1e-300
+                rounding = 0.0 if item.dtype == "float64" else (len(old) + TERMS) * ROUNDOFFS[item.dtype]
+                most = max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
                 says = "", f"{item.kl_weight:g} times the sum of {item.kl_kind} over {len(old)} tokens"
                 subject = f"the KL penalty in the reward of `{name}`"
                 yield compare_value(item, name, actual, right, subject=subject, says=says, allowed=PENALTY, bound=most)

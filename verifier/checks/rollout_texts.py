@@ -9,7 +9,7 @@ from unicodedata import normalize
 
 from verifier.checks.conditions import LIVE
 from verifier.core.check import Comparison, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.records_trainer import DataOrder, RolloutTexts
 
@@ -23,7 +23,11 @@ class _Asked:
     answer: str | None
 
 
-@check("DAT009", needs=(RolloutTexts, DataOrder, GivenRewards), applies=on(step=LIVE))
+@check(
+    "DAT009",
+    needs=(RolloutTexts, DataOrder, GivenRewards),
+    applies=on(step=LIVE, loop=recorded(RolloutTexts, DataOrder, GivenRewards)),
+)
 def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
     """Every rollout's tokens are its own example's prompt and the text that was scored, against its own gold answer.
 

@@ -13,7 +13,7 @@ from verifier.checks.logprobs import ORACLE, compare_with_oracle
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_value
 from verifier.core.comparison import describe_difference
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_tokens import (
     ForcedRouteLogprobs,
     GivenRoutes,
@@ -31,7 +31,7 @@ Place = tuple[int, int, int]
 
 @check(
     "RPL001", needs=(GivenRoutes, UsedRoutes),
-    applies=on(roundtrip=EXPERTS & NO_ADAPTER, step=GRPO & UPDATED & REPLAYED),
+    applies=on(roundtrip=EXPERTS & NO_ADAPTER, step=GRPO & UPDATED & REPLAYED, loop=recorded(GivenRoutes, UsedRoutes)),
 )  # fmt: skip
 def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
     """Each router uses for each token the experts that the token's own rollout says for that layer.

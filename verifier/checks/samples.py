@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from verifier.checks.conditions import EXPORTS
+from verifier.checks.conditions import ALL_ANSWERS, EXPORTS, PLACED
 from verifier.checks.logprobs import following
-from verifier.core.check import Comparison, Given, Tolerance, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.check import LOOP, Comparison, Given, Tolerance, Trace, check, compare_value
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SHARES, DrawnTokens, OracleOfNext, OracleOfPlaces, SampledTokens, ShapedTokens
 
 RARE = 1e-6
 """Probability of a false alarm over one set of samples."""
+RARE_IN_A_LOOP = 1e-10
+"""The same in a recorded loop, which has a set in each step, of seeds that nobody has tried."""
 TILTS = 32
 """Tilts of Chernoff's bound among which the best is found: where shares depend on earlier tokens each is a case."""
 
@@ -25,14 +27,26 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
 
 
 def compare_with_chance(
-    item: DrawnTokens | SampledTokens, nats: float, cases: int, actual: str, expected: str, sentence: str
+    item: DrawnTokens | SampledTokens,
+    nats: float,
+    cases: int,
+    actual: str,
+    expected: str,
+    sentence: str,
+    rare: float = RARE,
 ) -> Comparison:
     """The unlikeliest of so many counts against what one run in a million exceeds."""
-    source = f"Chernoff's bound on a binomial, exceeded by chance once in a million over {cases:,} counts"
-    allowed, said = Tolerance(absolute=math.log(cases / RARE), unit="nats", source=source), f"{nats:.3g} nats"
+    chance = "once in a million" if rare == RARE else f"once in {1 / rare:,.0f}"
+    source = f"Chernoff's bound on a binomial, exceeded by chance {chance} over {cases:,} counts"
+    allowed, said = Tolerance(absolute=math.log(cases / rare), unit="nats", source=source), f"{nats:.3g} nats"
     says = "the engine", ""
     sides, texts = (actual, expected), Given(says=says, mismatched=said)
     return compare_value(item, item.name, *sides, sentence=sentence, allowed=allowed, gap=nats, **texts)
+
+
+def rare_in(trace: Trace) -> float:
+    """Probability of a false alarm over one set of samples of a trace."""
+    return RARE_IN_A_LOOP if trace.manifest.command == LOOP else RARE
 
 
 def nats_of(count: float, trials: float, share: float) -> float:
@@ -47,7 +61,11 @@ def nats_of(count: float, trials: float, share: float) -> float:
     return trials * (gained + lost)
 
 
-@check("LGP004", needs=(DrawnTokens, OracleOfNext), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP004",
+    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
+    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & ALL_ANSWERS & PLACED),
+)
 def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     """Tokens are drawn from the distribution that their log-probabilities are reported of.
 
@@ -92,7 +110,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         sentence = f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
         sentence += f"among the least likely tokens, {expected:.0f} are expected"
         found, right = _shown(beyond.sum(axis=0)), f"{_shown(arrays['rest'].sum(axis=0))} beyond each share"
-        yield compare_with_chance(sampled, nats, 2 * TILTS * len(SHARES), found, right, sentence)
+        yield compare_with_chance(sampled, nats, 2 * TILTS * len(SHARES), found, right, sentence, rare_in(trace))
 
 
 def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
@@ -124,6 +142,8 @@ def _described(trace: Trace) -> Iterator[tuple[SampledTokens, Mapping[str, np.nd
     """Samples of several tokens, with the arrays of `OracleOfPlaces`."""
     for item in trace.of(SampledTokens):
         places = next(trace.of(OracleOfPlaces, name=item.name, version=item.version), None)
+        if places is None and trace.manifest.command == LOOP:  # whose weights of that version were not kept
+            continue
         if places is None:
             raise LookupError(f"nobody gave the distributions of `{item.name}` of version {item.version}")
         yield item, trace.arrays(places)
@@ -141,7 +161,11 @@ def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, i
             yield rest, int(counts[end:].sum())
 
 
-@check("LGP005", needs=(DrawnTokens, OracleOfNext), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP005",
+    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
+    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & ALL_ANSWERS & PLACED),
+)
 def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
     """Samples of one distribution agree with each other as often as chance has it.
 
@@ -175,8 +199,8 @@ def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
         rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
         nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
         sentence = f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to"
-        cases = TILTS * arrays["repeats"].shape[1]
-        yield compare_with_chance(sampled, nats, cases, f"{repeated:,}", f"{expected:.1f}", sentence)
+        cases, sides = TILTS * arrays["repeats"].shape[1], (f"{repeated:,}", f"{expected:.1f}")
+        yield compare_with_chance(sampled, nats, cases, *sides, sentence, rare_in(trace))
 
 
 def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
@@ -192,7 +216,14 @@ def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[
             yield nats_of(count, len(half), by_chance), places, count, len(half)
 
 
-@check("LGP006", needs=(SampledTokens,), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP006",
+    needs=(SampledTokens,),
+    applies=on(
+        roundtrip=EXPORTS,
+        loop=recorded(SampledTokens) & told("finish reasons", "no reason is known for which an answer ended"),
+    ),
+)
 def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A sample ends with the first token at which it was to stop, or else where its request's limit is.
 

@@ -8,15 +8,19 @@ import numpy as np
 
 from verifier.checks.conditions import GRPO, UPDATED
 from verifier.checks.packing import POSITION_BITS
-from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value
-from verifier.core.condition import on
+from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_set, compare_value
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import PolicyColumns, ScoredRows
 
 COLUMNS = {"old": "current", "reference": "reference", "penalty_reference": "reference"}
 """Column of a batch -> weights of the pass that made it."""
 
 
-@check("LGP017", needs=(PolicyColumns, ScoredRows), applies=on(step=GRPO & UPDATED))
+@check(
+    "LGP017",
+    needs=(PolicyColumns, ScoredRows),
+    applies=on(step=GRPO & UPDATED, loop=recorded(PolicyColumns, ScoredRows)),
+)
 def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
     """Every log-probability that the policy loss reads is the one that a scoring pass of this step made for its token.
 
@@ -42,7 +46,10 @@ def score_of_another_row(trace: Trace) -> Iterator[Comparison]:
         made = _made(trace, policy)
         for column, which in COLUMNS.items():
             if column in arrays:
-                yield from _compare(policy, column, arrays[column].astype(np.float32), made.get(which))
+                read, scored = arrays[column].astype(np.float32), made.get(which)
+                if trace.manifest.command == LOOP and scored is not None:  # which may score its answers alone
+                    read, scored = (np.where(np.isnan(read) & np.isnan(scored), 0, side) for side in (read, scored))
+                yield from _compare(policy, column, read, scored)
 
 
 def _made(trace: Trace, policy: PolicyColumns) -> Mapping[str, np.ndarray]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from verifier.checks.conditions import EXPORTS
 from verifier.checks.logprob_bounds import bounds_of
-from verifier.checks.samples import TILTS, compare_with_chance, nats_of
+from verifier.checks.samples import TILTS, compare_with_chance, nats_of, rare_in
 from verifier.core.check import Comparison, Trace, check
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded, told
 from verifier.core.records_tokens import SampledTokens
 
 SIDES = 2
@@ -27,7 +27,14 @@ class _Answer:
     """Nats that its log-probabilities may be off by: each of them in fp32, on average in less."""
 
 
-@check("LGP018", needs=(SampledTokens,), applies=on(roundtrip=EXPORTS))
+@check(
+    "LGP018",
+    needs=(SampledTokens,),
+    applies=on(
+        roundtrip=EXPORTS,
+        loop=recorded(SampledTokens) & told("repeated seeds", "no request was asked again with its seed"),
+    ),
+)
 def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     """A request that is asked again with its seed is answered alike, whatever else is in the engine's batch.
 
@@ -69,7 +76,7 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
         right = f"the same tokens, but for {share * places:.2g} draws that rounding turns"
         found = f"{len(parted):,} of {len(pairs):,} samples part within {places:,} tokens"
         item = next(item for item in items if item.name == named)
-        yield compare_with_chance(item, nats, TILTS, found, right, sentence)
+        yield compare_with_chance(item, nats, TILTS, found, right, sentence, rare_in(trace))
 
 
 def _pairs(trace: Trace, items: list[SampledTokens]) -> Iterator[tuple[_Answer, _Answer]]:

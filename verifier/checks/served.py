@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from verifier.checks.conditions import AWAKE, SYNCED, WEIGHTS_SENT
+from verifier.checks.conditions import AWAKE, EXPECTED, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, same_values
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value
-from verifier.core.condition import condition, knob, on
+from verifier.core.condition import condition, knob, on, recorded
 from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView, KeptKeys
 
 RESTARTED = condition("no engine was started again", lambda run: run.facts.restarted)
 
 
-@check("ENG008", needs=(EngineRestart,), applies=on(step=RESTARTED))
+@check(
+    "ENG008",
+    needs=(EngineRestart,),
+    applies=on(step=RESTARTED, loop=recorded(EngineRestart, CheckpointView) & EXPECTED),
+)
 def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
     """An engine that was started again holds the weights of the version by which its answers are labelled.
 
@@ -42,7 +46,7 @@ def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
         yield compare_value(at, f"version {item.version}", len(equal), right, sentence=sentence, absent=not total)
 
 
-@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE))
+@check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=recorded(EngineServed)))
 def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
     """An engine holds the same as a sync begins as it held after the sync before.
 
@@ -68,7 +72,7 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
 KEYS_DROPPED = condition("requests keep their keys at a sync", lambda run: not knob(run, "grpo.keep_kv_cache"))
 
 
-@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED))
+@check("ENG010", needs=(KeptKeys,), applies=on(step=SYNCED & WEIGHTS_SENT & KEYS_DROPPED, loop=recorded(KeptKeys)))
 def keys_outlive_their_weights(trace: Trace) -> Iterator[Comparison]:
     """No engine goes on from keys and values of older weights after a sync.
 

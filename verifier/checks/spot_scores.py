@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verifier.checks.engine_mismatch import bound_in_fp32, compare_beyond
+from verifier.checks.conditions import ON_A_HOST
+from verifier.checks.engine_mismatch import MEASURED, bound_in_fp32, compare_beyond
 from verifier.checks.logprob_bounds import at_temperature
 from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
-from verifier.core.condition import condition, on
+from verifier.core.condition import condition, on, recorded
 from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
 from verifier.core.records_tokens import SampledNoise
 from verifier.core.records_trainer import LossColumns
@@ -45,7 +46,7 @@ SPOT = condition(
 ) & condition("no rollout of this step is scored by itself", lambda run: run.facts.spot)  # fmt: skip
 
 
-@check("LGP013", needs=(SpotScore,), applies=on(step=SPOT))
+@check("LGP013", needs=(SpotScore,), applies=on(step=SPOT, loop=recorded(SpotScore) & MEASURED & ON_A_HOST))
 def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     """A rollout has the same log-probabilities alone in its pack as among all others of its step, and without its end.
 
@@ -69,7 +70,8 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     """
     for spot in trace.of(SpotScore):
         arrays = trace.arrays(spot)
-        yield _chosen(trace, spot)
+        if spot.mini_batches:
+            yield _chosen(trace, spot)
         fp32 = trace.manifest.dtype == "float32"
         noise = None if fp32 else next(trace.of(SampledNoise, version=spot.version), None)
         for side in (*_sides(trace, spot, exact=noise is None), *_beginning(arrays)):
@@ -106,13 +108,13 @@ def _sides(trace: Trace, spot: SpotScore, *, exact: bool) -> Iterator[_Side]:
         begin = sum(policy.lengths[:place])
         own = slice(begin, begin + policy.lengths[place])
         at = np.arange(1, policy.lengths[place])
-        if not exact:
+        if not exact or not spot.mini_batches:  # a recorded loop has values of its answers alone
             at = np.flatnonzero(arrays["own"][own])
         if not len(at):
             continue
         pairs = [("old", "current")] + [(name, "reference") for name in REFERENCES if exact]
         for name, alone in pairs:
-            if name in arrays:
+            if name in arrays and alone in trace.arrays(spot):
                 says = "reference" if alone == "reference" else name
                 yield _Side(says=f"`{says}`", alone=alone, at=at, nats=arrays[name][own].astype(np.float64)[at])
     first = next(trace.of(LossColumns, version=spot.version), None)

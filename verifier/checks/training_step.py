@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from verifier.checks.conditions import UPDATED
+from verifier.checks.estimators import ROUNDOFFS
 from verifier.core import ragged
 from verifier.core.check import Comparison, Tolerance, Trace, check, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.record import Real
 from verifier.core.records_trainer import (
     LossColumns,
@@ -23,12 +24,14 @@ from verifier.core.records_trainer import (
 WEIGHT = Tolerance(
     absolute=1e-12, unit="of the weight", source="float64: a weight is two divisions of whole numbers, 2 ulp apart"
 )
+WEIGHT_ROUNDINGS = 16
+"""Roundings of a weight in the dtype of a loss whose backward pass says it: mask, means, sums, and a scale."""
 RATE = Tolerance(
     absolute=1e-12, unit="of the learning rate", source="float64: a closed form of a few operations, some ulp apart"
 )
 
 
-@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED))
+@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=recorded(LossColumns)))
 def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     """The weight of every token is what the aggregation makes of the masks of the whole batch.
 
@@ -37,7 +40,8 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a mean of the means of micro-batches, or a denominator taken after the split, changes the step with
     every change of mesh or micro-batch. It is the commonest silent bug of RL trainers.
     Evidence: advantage/columns ("weight", "mask").
-    Tolerance and its source: 1e-12 of the weight; float64, two divisions.
+    Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
+    derivatives of its loss by each token's, 16 roundings in the loss's dtype.
     Where to look: the denominators, and whether they are those of the whole batch.
     What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
@@ -53,7 +57,7 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
             actual, asked = (float(side[at]) if len(side) else 0.0 for side in (weight, wanted))
             subject = f"the weight of token {at} of `{name}`"
             says = ("", f"{item.aggregation} of the whole batch, float64")
-            bound = WEIGHT.absolute * right
+            bound = max(WEIGHT.absolute, WEIGHT_ROUNDINGS * ROUNDOFFS[item.dtype]) * right
             yield compare_value(item, name, actual, asked, subject=subject, says=says, allowed=WEIGHT, bound=bound)
 
 
@@ -75,7 +79,11 @@ def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
     ]  # fmt: skip
 
 
-@check("TRN002", needs=(TrainerStep, OptimizerSettings), applies=on(step=UPDATED))
+@check(
+    "TRN002",
+    needs=(TrainerStep, OptimizerSettings),
+    applies=on(step=UPDATED, loop=recorded(TrainerStep, OptimizerSettings)),
+)
 def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
     """Each step has the learning rate and the weight decay that its number calls for.
 
@@ -105,10 +113,11 @@ def rate_off_schedule(trace: Trace) -> Iterator[Comparison]:
             ]
             for at, group in enumerate(report.groups):
                 pairs.append((f"learning rate of group {at}", float(group.learning_rate), wanted))
-                decay = settings.weight_decay if group.others or not group.vectors else 0.0
-                if not (group.vectors and group.others):
+                spared = settings.vectors_decay is not True and group.vectors > 0  # or nobody says
+                if not spared or (settings.vectors_decay is False and not group.others):
+                    decay = 0.0 if spared else settings.weight_decay
                     pairs.append((f"weight decay of group {at}", float(group.weight_decay), decay))
-                mixed = bool(settings.weight_decay and group.vectors and group.others)
+                mixed = bool(settings.weight_decay and spared and group.others and settings.vectors_decay is False)
                 place = f"group {at} of {report.name} on rank {report.rank}"
                 subject = f"the number of norms and biases beside {group.others} others, which decay, in {place}"
                 yield compare_value(report, place, group.vectors, 0, same=not mixed, subject=subject)
@@ -133,7 +142,8 @@ def _schedule_asked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rate(settings: OptimizerSettings, step: int) -> float:
     high, low, warmup = settings.learning_rate, settings.least_learning_rate, settings.warmup_steps
-    if step <= warmup:
+    step -= settings.behind
+    if step <= warmup and warmup:
         return high * step / warmup
     if settings.schedule == "constant":
         return high
@@ -142,7 +152,7 @@ def _rate(settings: OptimizerSettings, step: int) -> float:
     return low + left * (high - low)
 
 
-@check("TRN003", needs=(TrainerStep, LossColumns), applies=on(step=UPDATED))
+@check("TRN003", needs=(TrainerStep, LossColumns), applies=on(step=UPDATED, loop=recorded(TrainerStep, LossColumns)))
 def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 
@@ -165,8 +175,9 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
             counts = (
                 ("norm that it clipped by", report.grad_norm, norm),
                 ("number of optimizer steps", report.optimizer_steps, report.step),
-                ("number of scheduler steps", report.scheduler_steps, report.step + 1),
+                ("number of scheduler steps", report.scheduler_steps, report.step + report.scheduler_ahead),
                 ("number of tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),
             )
             for what, actual, expected in counts:
-                yield compare_value(report, f"{what} of {report.name} on rank {report.rank}", actual, expected)
+                if actual is not None:
+                    yield compare_value(report, f"{what} of {report.name} on rank {report.rank}", actual, expected)

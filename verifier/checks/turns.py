@@ -12,7 +12,7 @@ import numpy as np
 from verifier.checks.conditions import GRPO, TURNS, UPDATED
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_text, compare_value
-from verifier.core.condition import on
+from verifier.core.condition import on, recorded
 from verifier.core.records_policy import Advantages, EpisodeTurns, GivenRewards
 from verifier.core.records_tokens import Rollouts
 from verifier.core.seal import seal_of_reply
@@ -35,7 +35,11 @@ class _Turn:
     """Text of the turn by the same reader."""
 
 
-@check("DAT006", needs=(EpisodeTurns, Rollouts), applies=on(step=GRPO & UPDATED & TURNS))
+@check(
+    "DAT006",
+    needs=(EpisodeTurns, Rollouts),
+    applies=on(step=GRPO & UPDATED & TURNS, loop=recorded(EpisodeTurns, Rollouts)),
+)
 def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
     """Every later turn is given all earlier token ids and what the tool says; sampled tokens alone are trained on.
 

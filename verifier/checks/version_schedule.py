@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from verifier.checks.conditions import LIVE, WEIGHTS_SENT
 from verifier.checks.named_weights import compare_answers
 from verifier.core.check import Comparison, Trace, check
-from verifier.core.condition import on
-from verifier.core.records_policy import PolicyColumns, SamplingAsked
+from verifier.core.condition import on, recorded, told
+from verifier.core.records_policy import PolicyColumns, RequestSeeds, SamplingAsked
 from verifier.core.records_trainer import PreviousStep
 
 
-@check("DAT015", needs=(SamplingAsked, PolicyColumns, PreviousStep), applies=on(step=LIVE & WEIGHTS_SENT))
+@check(
+    "DAT015",
+    needs=(SamplingAsked, PolicyColumns, PreviousStep),
+    applies=on(
+        step=LIVE & WEIGHTS_SENT,
+        loop=recorded(SamplingAsked, PolicyColumns, RequestSeeds)
+        & told("engine versions", "the engine names no version of its weights"),
+    ),
+)
 def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     """Sampled tokens claim the version of the weights that sampled them.
 

@@ -27,7 +27,7 @@ from verifier.checks.conditions import (
 )
 from verifier.checks.content import by_name, compare_contents, compare_ranks, describe, facts_of, left_out
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
-from verifier.core.condition import ALWAYS, condition, knob, on, recorded
+from verifier.core.condition import ALWAYS, condition, knob, on, recorded, several, told
 from verifier.core.records_config import ExportedConfig, SourceConfig
 from verifier.core.records_weights import (
     ExpectedShard,
@@ -51,7 +51,11 @@ NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
 """Keys of config.json that say who wrote it, and where it was read."""
 
 
-@check("WGT001", needs=(ExpectedShard, LoadedShard), applies=on(golden=LAYOUT, roundtrip=LAYOUT, step=LOADED & LAYOUT))
+@check(
+    "WGT001",
+    needs=(ExpectedShard, LoadedShard),
+    applies=on(golden=LAYOUT, roundtrip=LAYOUT, step=LOADED & LAYOUT, loop=recorded(ExpectedShard, LoadedShard)),
+)
 def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
     """Every live parameter and buffer of every trainer rank holds the checkpoint's bits after load.
 
@@ -73,7 +77,12 @@ def loaded_shard_differs(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT002", needs=(LoadedShard, UpdatedShard),
-    applies=on(golden=REPLICAS, roundtrip=REPLICAS, step=UPDATED & REPLICAS),
+    applies=on(
+        golden=REPLICAS,
+        roundtrip=REPLICAS,
+        step=UPDATED & REPLICAS,
+        loop=recorded(LoadedShard) & several(UpdatedShard),
+    ),
 )  # fmt: skip
 def replica_differs(trace: Trace) -> Iterator[Comparison]:
     """Copies of one shard hold the same bits on every rank that has one, tied embeddings included.
@@ -191,7 +200,15 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
         yield from compare_ranks(trace, (ExportedShard, version), (kind, version), says)
 
 
-@check("WGT006", needs=(ExportedTensor,), applies=on(golden=ALWAYS, roundtrip=EXPORTS))
+@check(
+    "WGT006",
+    needs=(ExportedTensor,),
+    applies=on(
+        golden=ALWAYS,
+        roundtrip=EXPORTS,
+        loop=several(ExportedTensor) & told("whole exports", "ranks export other tensors"),
+    ),
+)
 def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
     """Every trainer rank's export yields the same tensors in the same order.
 
@@ -264,7 +281,13 @@ def export_order_changes(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT016", needs=(ExportStream,),
-    applies=on(golden=ALWAYS, roundtrip=EXPORTS & NO_ADAPTER, step=SYNCED & WEIGHTS_SENT, answers=SENT & WEIGHTS_SENT),
+    applies=on(
+        golden=ALWAYS,
+        roundtrip=EXPORTS & NO_ADAPTER,
+        step=SYNCED & WEIGHTS_SENT,
+        answers=SENT & WEIGHTS_SENT,
+        loop=recorded(ExportStream),
+    ),
 )  # fmt: skip
 def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
     """A tensor that an export has handed out stays as it was while its reader holds it.
@@ -286,7 +309,11 @@ def exported_tensor_overwritten(trace: Trace) -> Iterator[Comparison]:
         )
 
 
-@check("WGT011", needs=(SourceConfig, ExportedConfig), applies=on(golden=ALWAYS, roundtrip=EXPORTS, export=ALWAYS))
+@check(
+    "WGT011",
+    needs=(SourceConfig, ExportedConfig),
+    applies=on(golden=ALWAYS, roundtrip=EXPORTS, export=ALWAYS, loop=recorded(SourceConfig, ExportedConfig)),
+)
 def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
     """The config.json that goes with an export says what the source's says.
 
@@ -310,7 +337,12 @@ def exported_config_differs(trace: Trace) -> Iterator[Comparison]:
 
 @check(
     "WGT013", needs=(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
-    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT),
+    applies=on(
+        roundtrip=EXPORTS & ADAPTER & LAYOUT,
+        step=SYNCED & ADAPTERS_SENT,
+        answers=SENT & ADAPTERS_SENT,
+        loop=recorded(LiveAdapterMatrix, ExportedAdapterMatrix, LiveAdapterScaling, ExportedAdapterScaling),
+    ),
 )  # fmt: skip
 def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """The adapter that an engine is given is the one that the trainer's ranks hold.
@@ -349,7 +381,16 @@ def compare_adapters(trace: Trace, version: int) -> Iterator[Comparison]:
         yield compare_set(at, "further settings", further, subject=subject, says=says, hint=hint)
 
 
-@check("WGT014", needs=(ExportedTensor, SavedCheckpoint), applies=on(golden=SAVED, roundtrip=EXPORTS & SAVED))
+@check(
+    "WGT014",
+    needs=(ExportedTensor, SavedCheckpoint),
+    applies=on(
+        golden=SAVED,
+        roundtrip=EXPORTS & SAVED,
+        loop=recorded(ExportedTensor, SavedCheckpoint)
+        & told("saved export", "the files are not of a version that was exported"),
+    ),
+)
 def saved_checkpoint_differs_from_export(trace: Trace) -> Iterator[Comparison]:
     """The checkpoint that megatron-bridge writes to files holds what it exports: every tensor, where the index says.
 

@@ -105,9 +105,11 @@ def _kinds(need: type[Record] | UnionType) -> tuple[type[Record], ...]:
 
 def is_owed(need: type[Record] | UnionType, run: Manifest) -> bool:
     """Tell whether a run is to have records of what a check needs at all."""
+    owes = any(owed.times(run) for kind in _kinds(need) for owed in kind.owed)
     if run.command == LOOP:  # what only bounds or places what is compared, where it was recorded
-        return any(kind.is_side or kind_of(kind) in run.facts.recorded for kind in _kinds(need))
-    return any(owed.times(run) for kind in _kinds(need) for owed in kind.owed)
+        sides = owes and any(kind.is_side for kind in _kinds(need))
+        return sides or any(kind_of(kind) in run.facts.recorded for kind in _kinds(need))
+    return owes
 
 
 def _missing(need: type[Record] | UnionType, trace: Trace) -> tuple[str, ...]:

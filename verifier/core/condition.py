@@ -97,10 +97,26 @@ def on(**parts: Condition) -> Parts:
 def recorded(*kinds: type[Record], gap: str = "") -> Condition:
     """Holds for a loop that recorded all these classes, or undertook to; `gap` is the clause where that is a gap."""
     names = [kind_of(kind) for kind in kinds]
-    return condition(
-        lambda run: gap or f"the loop recorded no {next(name for name in names if name not in run.facts.recorded)}",
-        lambda run: all(name in run.facts.recorded for name in names), gap=bool(gap),
-    )  # fmt: skip
+
+    def judge(run: Manifest) -> Refusal | None:
+        if lacks := [name for name in names if name not in run.facts.recorded]:
+            return Refusal(why=gap or f"the loop recorded no {lacks[0]}", gap=bool(gap))
+        return next(
+            (Refusal(why=run.facts.unbounded[name], gap=True) for name in names if name in run.facts.unbounded), None
+        )
+
+    return Condition(judge)
+
+
+def told(part: str, why: str) -> Condition:
+    """Holds for a loop that filled in a part of its records; see `Facts.told`."""
+    return condition(why, lambda run: part in run.facts.told)
+
+
+def several(kind: type[Record]) -> Condition:
+    """Holds for a loop of which several processes recorded a class."""
+    name = kind_of(kind)
+    return condition(f"one process recorded {name}", lambda run: len(run.facts.recorded.get(name, ())) > 1)
 
 
 def knob(run: Manifest, key: str) -> Any:

@@ -125,6 +125,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Kind of records that a recorded loop has, or undertook to have -> role and rank -> versions of those records."""
     exported: tuple[Count, ...] = ()
     """Versions that a recorded loop exported."""
+    told: tuple[str, ...] = ()
+    """Parts of records that a recorded loop need not fill in, and did."""
+    unbounded: dict[str, str] = {}
+    """Kind of records that a recorded loop has and that nothing bounds -> why."""
     estimators: tuple[str, ...] = ()
     """Estimators of advantages."""
     lost_logprobs: bool = False

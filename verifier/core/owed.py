@@ -153,12 +153,17 @@ def if_cut(run: Manifest) -> Sequence[When]:
 
 def if_adapted(run: Manifest) -> Sequence[When]:
     """Each export of adapters."""
-    return [] if run.facts.part == "export" and not run.facts.frozen_base else per_export(run)
+    return [] if _without_adapters(run) else per_export(run)
 
 
 def if_stepped(run: Manifest) -> Sequence[When]:
     """Each export of adapters but that of a training run's first ones, which no step of its trace has made."""
-    return [] if run.facts.part == "export" and not run.facts.frozen_base else per_later_export(run)
+    return [] if _without_adapters(run) else per_later_export(run)
+
+
+def _without_adapters(run: Manifest) -> bool:
+    """Tell of an export, and of a recorded loop, whether no adapters are trained."""
+    return (run.facts.part == "export" or run.command == "probe") and not run.facts.frozen_base
 
 
 def if_measured(run: Manifest) -> Sequence[When]:
@@ -207,6 +212,11 @@ def per_later_export(run: Manifest) -> Sequence[When]:
 def per_sent(run: Manifest) -> Sequence[When]:
     """Each version that a training run sends; elsewhere some time."""
     return per_sync(run) if run.facts.step else once(run)
+
+
+def if_drawn(run: Manifest) -> Sequence[When]:
+    """Each version of a round trip's weights; a recorded loop need not draw one token again and again."""
+    return [] if run.command == "probe" else per_version(run)
 
 
 def per_sync(run: Manifest) -> Sequence[When]:

@@ -79,6 +79,8 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
     """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
     miscounted: tuple[str, ...] = ()
     """Tensors that the norm's marks leave out where the rank stands for them, or count where another one does."""
+    divisor: Real | None = None
+    """Divisor of the sum in what the optimizer was given; None: the number of tokens in the loss."""
 
 
 class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):

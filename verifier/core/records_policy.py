@@ -117,10 +117,10 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
 
     owed = (Owed(anyone, per_step),)
 
-    seed: int
-    """Seed of the run."""
+    seed: int | None
+    """Seed of the run, of which those of its requests follow; None where they follow of none."""
     batch_size: Count
-    """Prompts of a round, at most."""
+    """Prompts of a round, at most; 0 where nobody says."""
     group_size: Count
     max_rounds: Count
     """Rounds of sampling of a step, at most."""
@@ -286,6 +286,7 @@ class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
     """Seed of the run."""
     step: Count
     mini_batches: Count
+    """0 where a recorded loop chose the rollout."""
     temperature: float = 1.0
     """Divisor of the logits."""
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from verifier.core.record import Count, Record
 
 
+class Unbounded(Record, frozen=True, kw_only=True, tag="load/unbounded"):
+    """Evidence of a recorded loop that is there and that nothing bounds; the name is the kind of its records."""
+
+    why: str
+    """Clause such as "the optimizer's weights are in bfloat16"."""
+
+
 class StackFailure(Record, frozen=True, kw_only=True, tag="load/stack-failure"):
     """A failure inside the stack under test that ended a run, in any stage: `at` names it, not the kind.
 

@@ -15,6 +15,7 @@ from verifier.core.owed import (
     expert_rank,
     first_stage,
     if_asked,
+    if_drawn,
     if_measured,
     if_scored,
     once,
@@ -257,7 +258,7 @@ class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shape
 class OracleOfNext(ArrayRecord, frozen=True, kw_only=True, tag="logprob/next"):
     """Distribution of the next token by the oracle; the array [vocabulary] float64 is in nats."""
 
-    owed = (Owed(anyone, per_version),)
+    owed = (Owed(anyone, if_drawn),)
 
 
 class OracleOfPlaces(ArrayRecord, frozen=True, kw_only=True, tag="logprob/places"):
@@ -402,7 +403,7 @@ class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"
 class DrawnTokens(ArrayRecord, frozen=True, kw_only=True, tag="rollout/drawn"):
     """Many samples of the one token after a prompt; the array [samples] float32 is what was reported, nats."""
 
-    owed = (Owed(anyone, per_version),)
+    owed = (Owed(anyone, if_drawn),)
 
     prompt: Tokens
     tokens: Tokens

@@ -85,6 +85,8 @@ class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns
     """Mean that the weights make: "token_mean", "sequence_mean", "prompt_mean" or "constant"."""
     constant: float = 1.0
     """Tokens of a sequence that the aggregation "constant" divides by."""
+    dtype: str = "float64"
+    """Dtype in which the weights were computed."""
     ids: tuple[str, ...]
     groups: tuple[str, ...]
     lengths: Lengths
@@ -110,6 +112,10 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"
     beta_1: float
     beta_2: float
     epsilon: float
+    behind: Count = 0
+    """Steps that the schedule is behind: 1 where the first one has the rate of step 0, as in transformers."""
+    vectors_decay: bool | None = False
+    """Parameters of one dimension decay as others do; None where nobody says."""
 
 
 class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,8 +150,10 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Groups with parameters on this rank."""
     optimizer_steps: Count
     """Steps that the optimizer counts after this one."""
-    scheduler_steps: Count
-    """Steps that the scheduler counts after this one."""
+    scheduler_steps: Count | None
+    """Steps that the scheduler counts after this one; None where it is not known."""
+    scheduler_ahead: int = 1
+    """Steps that the scheduler is to count beyond those of the optimizer."""
 
 
 class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,8 +167,8 @@ class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Greatest distance of a master after the update from Adam's formula beyond float32 rounding, learning rates."""
     copied: bool
     """The weight after the update is the master, rounded to the weight's dtype."""
-    left: Real
-    """Greatest magnitude of the gradient before the first pass of the step."""
+    left: Real | None
+    """Greatest magnitude of the gradient before the first pass of the step; None where nobody looked."""
     moments: Real
     """Greatest distance of a moment after the update from Adam's formula, in what float32 may round it by."""
 

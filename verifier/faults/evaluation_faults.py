@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
 
 ROW: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
@@ -62,3 +62,14 @@ def evaluated_without_the_first_token(call: Call) -> Any:
 
     found = call.original()
     return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
+
+
+@fault(
+    "tensorflow/ranking#350", "verifier.trainer.generation:EngineRollouts._evaluated(self, step)",
+    **{**ROW, "stage": Stage.DATA, "caught_by": ("DAT016",)},
+)  # fmt: skip
+def evaluated_on_other_problems(call: Call) -> Any:
+    """An evaluation asks problems of the training set in the place of those that are held out."""
+    count = len(call.self._held_out)
+    with held(call.self, _held_out=call.self._examples[:count], _held_out_prompts=call.self._prompts[:count]):
+        return call.faulty()

@@ -40,7 +40,7 @@ def digest_tensors(tensors: Iterable[torch.Tensor | np.ndarray]) -> list[str]:
     return [found[place] for place in range(len(data))]
 
 
-def described(tensor: torch.Tensor, digest: str = "") -> dict[str, Any]:
+def described(tensor: torch.Tensor | np.ndarray, digest: str = "") -> dict[str, Any]:
     """Digest of a tensor, if it is not known yet, with its dtype's name and its shape."""
     return {"digest": digest or digest_tensor(tensor), "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}
 

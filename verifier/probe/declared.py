@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from verifier.core.manifest import Facts
 from verifier.core.record import Record, UnknownRecord, kind_of
-from verifier.core.records_policy import Advantages, Drops, PolicyColumns
+from verifier.core.records_policy import (
+    Advantages,
+    Drops,
+    GivenRewards,
+    LossRows,
+    PolicyColumns,
+    ReferenceShard,
+    RequestSeeds,
+    SamplingAsked,
+)
+from verifier.core.records_run import Unbounded
 from verifier.core.records_tokens import (
     GradientRecord,
     OracleLogprobs,
     OracleOfSampled,
+    PackedBatchDigest,
     SampledNoise,
     SampledTokens,
     TrainerLogprobs,
@@ -24,8 +36,10 @@ from verifier.core.records_weights import (
     ExportedTensor,
     Handover,
     JoinedTensor,
+    LiveAdapterMatrix,
     PlanDigest,
     ReceivedTensor,
+    SavedCheckpoint,
 )
 from verifier.core.trace import Trace
 
@@ -65,5 +79,53 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
         recorded={kind: {by: tuple(sorted(own)) for by, own in who.items()} for kind, who in found.items()},
         exported=tuple(trace.versions(ExportedTensor)),
         estimators=tuple(dict.fromkeys(item.estimator for item in trace.of(Advantages))),
+        told=tuple(_told(trace)), unbounded={item.name: item.why for item in trace.of(Unbounded)},
+        frozen_base=trace.has(LiveAdapterMatrix), has_reference=trace.has(ReferenceShard),
         lost_logprobs=any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens)),
     )  # fmt: skip
+
+
+def _told(trace: Trace) -> Iterator[str]:
+    """Parts of records that a loop need not fill in, and did."""
+    asked = list(trace.of(SamplingAsked))
+    if asked and not any(item.filtered for item in asked):
+        yield "all answers"
+    if any(item.batch_size and item.group_size for item in asked):
+        yield "sizes"
+    if any(item.max_answer_tokens for item in asked):
+        yield "ends"
+    if any(any(map(len, item.stops)) for item in trace.of(SampledTokens)):
+        yield "finish reasons"
+    if any(item.kl_weight for item in trace.of(Advantages)):
+        yield "penalties"
+    if any(any(map(len, item.weights)) for item in trace.of(RequestSeeds)):
+        yield "engine versions"
+    if any(_is_read_again(item) for item in trace.of(GivenRewards)):
+        yield "gold answers"
+    if any(np.isfinite(trace.array(item, "entropy")).all() for item in trace.of(LossRows)):
+        yield "entropies"
+    names = Counter((item.version, item.name) for item in trace.of(PackedBatchDigest))
+    if any(count > 1 for count in names.values()):
+        yield "peers"
+    if {item.version for item in trace.of(SavedCheckpoint)} & {*trace.versions(ExportedTensor)}:
+        yield "saved export"
+    by_rank: dict[int, dict[int, set[str]]] = {}
+    for item in trace.of(ExportedTensor):
+        by_rank.setdefault(item.version, {}).setdefault(item.rank, set()).add(item.name)
+    if all(len({frozenset(names) for names in ranks.values()}) == 1 for ranks in by_rank.values()):
+        yield "whole exports"
+    seeds = Counter(
+        (item.version, prompt, seed, temperature)
+        for item in trace.of(SampledTokens)
+        for prompt, seed, temperature in zip(item.prompts, item.seeds, item.temperatures, strict=False)
+        if seed is not None and temperature
+    )
+    if any(count > 1 for count in seeds.values()):
+        yield "repeated seeds"
+
+
+def _is_read_again(item: GivenRewards) -> bool:
+    """Tell whether a second reader knows the reward of an answer: by its name, or 0 and 1 for a number."""
+    known = [gold for text, gold in zip(item.texts, item.answers, strict=True) if text is not None and gold is not None]
+    numbers = any(gold.strip().lstrip("-").isdigit() for gold in known)
+    return bool(known) if item.reward == "answer" else not item.reward and {*item.rewards} <= {0.0, 1.0} and numbers

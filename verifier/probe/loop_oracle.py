@@ -7,6 +7,7 @@ Weights of version 0 are the checkpoint that the loop began with; later ones, an
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,13 @@ from msgspec.structs import replace
 from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
-from verifier.core.record import Record
-from verifier.core.records_policy import LossTerms, PolicyColumns
+from verifier.core.record import ONLY, Record, real
+from verifier.core.records_policy import LossTerms, OracleEntropy, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import (
+    SHARES,
+    OracleEnds,
     OracleLogprobs,
+    OracleOfPlaces,
     OracleOfSampled,
     OracleRecord,
     Rollouts,
@@ -31,13 +35,14 @@ from verifier.core.records_tokens import (
     SampledTokens,
     TrainerLogprobs,
 )
+from verifier.core.records_trainer import LossColumns
 from verifier.core.records_weights import KeptGradients, KeptTensors, KeptWeights
 from verifier.core.trace import Trace
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.oracle.oracle import Oracle, Scored, Sides
-from verifier.oracle.recording import gradient_record, noise_of_logprobs, oracle_record, scales_of
+from verifier.oracle.recording import EARLIER, gradient_record, noise_of_logprobs, oracle_record, scales_of
 from verifier.probe.sealed import mark_of, seal
 
 RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
@@ -134,6 +139,10 @@ class _Recording:
                     sides = self._sides(weights, tokens, scored.temperature)
                     tails = Sides(*(_tails(side, scored.lengths) for side in sides))
                     yield from self._sided(OracleLogprobs, scored.name, step - 1, tails, rollouts.lengths)
+            for columns in seen.of(LossColumns, version=step):
+                if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
+                    temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
+                    yield self._entropies(weights, columns, tokens, temperature)
             for sampled in (item for item in seen.of(SampledTokens) if item.name == f"step {step}"):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
@@ -142,10 +151,56 @@ class _Recording:
                 tails = Sides(*(_tails(side, sampled.lengths) for side in sides))
                 whole = tuple(map(len, rows))
                 yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
+                yield self._places(weights, sampled)
                 if sampled.version == step - 1:
+                    yield from self._ends(weights, sampled, rows, step)
                     last = self._noise(step, sampled, tails)
             if last is not None:
                 yield replace(last, version=step), None
+
+    def _places(self, weights: Path, sampled: SampledTokens) -> tuple[Record, Any]:
+        """The distribution that each token was drawn from."""
+        rows = [list(row) for row in zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)]
+        found = self.oracle.ask("logprob_hf:places", [weights], rows, SHARES, EARLIER, "cpu")
+        columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*found, strict=True), strict=True))
+        size = int(json.loads((weights / "config.json").read_text()).get("vocab_size", 0))
+        record = OracleOfPlaces(name=sampled.name, version=sampled.version, vocabulary=size or 1 << 30)
+        return record, {name: np.array(column) for name, column in columns.items()}
+
+    def _ends(
+        self, weights: Path, sampled: SampledTokens, rows: Sequence[Sequence[int]], step: int
+    ) -> Iterator[tuple[Record, Any]]:
+        """Probabilities of an end token at each sampled token, where one ends an answer."""
+        asked = next((item for item in self.seen.of(SamplingAsked, version=step) if item.max_answer_tokens), None)
+        if asked is None:
+            return
+        ends, temperature = (asked.end, *asked.other_ends), sampled.temperatures[0]
+        _, shares, _ = self.oracle.describe(weights, rows, self.seen.manifest.dtype, "cpu", temperature, [], ends)
+        exact, other = (np.concatenate([*map(np.array, _tails(side, sampled.lengths))]) for side in shares[:2])
+        noise = real(float(np.abs(exact - other).sum()))
+        record = OracleEnds(
+            name=sampled.name, version=sampled.version, ends=ends, temperature=temperature, noise=noise
+        )  # fmt: skip
+        yield record, exact
+
+    def _entropies(
+        self, weights: Path, columns: LossColumns, tokens: Sequence[Sequence[int]], temperature: float
+    ) -> Any:
+        """Entropy at each token in the loss of an update."""
+        dtype, seen = self.seen.manifest.dtype, self.seen
+        _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [0])
+        masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
+        exact, _, scale = (
+            [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
+            for side in sides
+        )
+        whole = zip(sides.exact, sides.other, strict=True)
+        noise = max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in whole)
+        record = OracleEntropy(
+            name=columns.name, version=columns.version, temperature=temperature, noise=real(noise)
+        )  # fmt: skip
+        scales = {"scale": np.concatenate(scale)} if dtype == "float32" else {}
+        return record, {ONLY: np.concatenate(exact).astype(np.float64), **scales}
 
     def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> Sides:
         return self.oracle.score_twice(weights, rows, self.seen.manifest.dtype, temperature=temperature)

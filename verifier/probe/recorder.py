@@ -13,7 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from verifier.core import store
+from verifier.core.manifest import MeshSizes
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
 from verifier.core.records_weights import (
@@ -24,19 +27,22 @@ from verifier.core.records_weights import (
     KeptTensors,
     KeptWeights,
     ReceivedTensor,
-    SourceTensor,
     Update,
 )
 from verifier.errors import UsageError
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sealed import mark_of, seal
-from verifier.probe.steps import StepRecorder
-
-Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
-"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
+from verifier.probe.state import EngineRecorder, Named, pairs_of
 
 
-class LoopRecorder(StepRecorder):
+class _Known(msgspec.Struct):
+    """Fields of a manifest that a recorder reads."""
+
+    mesh: MeshSizes | None = None
+    world_size: int = 1
+
+
+class LoopRecorder(EngineRecorder):
     """Hand-overs of one process; a context manager that closes.
 
     Args:
@@ -52,15 +58,18 @@ class LoopRecorder(StepRecorder):
 
     def __init__(self, path: Path, role: Role, rank: int, *, model: str = "", keep_every: int = 0) -> None:
         super().__init__()
-        self.path, self._role, self._rank, self._model, self._keep_every = path, role, rank, model, keep_every
-        if b'"complete": true' in (path / MANIFEST).read_bytes():
+        self.path, self._role, self.rank, self.model, self._keep_every = path, role, rank, model, keep_every
+        manifest = (path / MANIFEST).read_bytes()
+        if b'"complete": true' in manifest:
             raise UsageError(f"the trace `{path}` is sealed: nothing can be added to it")
         if role == "trainer" and (path / "evidence" / f"{role}-{rank:04d}.jsonl").exists():
             raise UsageError(f"{role} rank {rank} has recorded into `{path}` before: choose another trace")
         self._recorder = store.Recorder(path, role, rank)
         self._mark = mark_of(path, role, rank)
         self._mark.touch()
-        self._is_open, self._has_source = True, False
+        self._is_open = True
+        known = msgspec.json.decode(manifest, type=_Known)
+        self.mesh, self.world_size = known.mesh, max(known.world_size, 1)
         self._live: set[int] = set()
         self._chunks: dict[int, int] = {}
         self._exported: set[int] = set()
@@ -89,6 +98,7 @@ class LoopRecorder(StepRecorder):
             return
         self._is_open = False
         self.flush()
+        self.flush_updates()
         self._sender.flush()
         self._recorder.close()
         folder = os.open(self.path, os.O_RDONLY)
@@ -115,10 +125,11 @@ class LoopRecorder(StepRecorder):
 
     def exporting(self, named: Named, version: int, *, keep: bool = True) -> Iterator[tuple[str, Any]]:
         """The same for a stream: pairs are recorded as they pass on to the sender."""
-        if version == 0 and self._model and not self._rank and not self._has_source:
-            self._has_source = True
+        if version == 0 and self.model and not self.rank and not self.has_source:
+            self.has_source = True
             self._record_source()
         self._exported.add(version)
+        self._sent.add(version)
         yield from self._passing(named, version, ExportedTensor, keep=keep)
 
     def sending(
@@ -141,13 +152,13 @@ class LoopRecorder(StepRecorder):
         """
         if version in self._exported:
             raise UsageError(f"version {version} was exported or sent before: one call of `sending` records all of it")
-        whole = list(_pairs(named)) if isinstance(named, Mapping | list | tuple) else None
+        whole = list(pairs_of(named)) if isinstance(named, Mapping | list | tuple) else None
         given = None if whole is None else [meta_of(name, tensor) for name, tensor in whole]
         self._exported.add(version)
         self._sender.begin(version, given, told)
         if live is not None:
             self._record_live(live, version)
-        pairs = self._sender.held(_pairs(named)) if whole is None else whole
+        pairs = self._sender.held(pairs_of(named)) if whole is None else whole
         return self._sender.passing(self.exporting(pairs, version, keep=live is None), version)
 
     def weights_received(self, named: Named, version: int) -> None:
@@ -170,9 +181,10 @@ class LoopRecorder(StepRecorder):
     def gradients(self, step: int, named: Named) -> None:
         """Gradients of a step as the optimizer gets them, summed over micro-batches and ranks, before any clip.
 
-        They are copied on steps that `keep_every` names, and not looked at on others.
+        They are copied on steps that `keep_every` names. Of an `optimizer` that is watched, its own are looked at here.
         """
-        if self.keeps(step - 1) and not self._rank:
+        self.reduced(step)
+        if self.keeps(step - 1) and not self.rank:
             self._keep(KeptGradients, "gradients", step, named)
 
     def keeps(self, version: int) -> bool:
@@ -180,32 +192,40 @@ class LoopRecorder(StepRecorder):
         return self._keep_every > 0 and version % self._keep_every == 0
 
     def _record_live(self, live: Named, version: int) -> None:
-        for _ in self._passing(list(_pairs(live)), version, JoinedTensor):
+        for _ in self._passing(list(pairs_of(live)), version, JoinedTensor):
             pass
-        known = version - 1 in self._live if version > 1 else self._has_source
+        known = version - 1 in self._live if version > 1 else self.has_source
         first = version not in self._live
         self._live.add(version)
-        if version and known and first:
+        if version and known and first and not self.is_idle():
             self.emit(Update(name=f"step {version}", version=version, how="step"))
 
     def _record_source(self) -> None:
         from verifier.model.checkpoint import open_checkpoint
-        from verifier.model.families import copies_of
+        from verifier.probes.tensors import source_tensors
 
-        source = open_checkpoint(self._model)
-        copies = copies_of(source.config)
-        for name, facts in _facts((name, source.read(name)) for name in source.names()):
-            self.emit(SourceTensor(name=name, copy_of=copies.get(name, ""), **facts))
+        for item in source_tensors(open_checkpoint(self.model)):
+            self.emit(item)
 
     def _passing(
         self, named: Named, version: int, kind: type[Any], *, keep: bool = True, **fields: Any
     ) -> Iterator[tuple[str, Any]]:
         """Pairs as they pass, each recorded; a list is digested at once, a stream tensor by tensor."""
         kept: dict[str, Any] | None = None
-        if keep and kind is not ReceivedTensor and self.keeps(version) and not self._rank:
+        if keep and kind is not ReceivedTensor and self.keeps(version) and not self.rank:
             kept = {}
         whole = isinstance(named, Mapping | list | tuple)
-        groups = [list(_pairs(named))] if whole else ([pair] for pair in _pairs(named))
+        if kind is ExportedTensor and not whole:  # what is held while later tensors come is looked at again
+            from verifier.probes.tensors import recorded
+
+            for name, tensor in recorded(self, pairs_of(named), version):
+                if kept is not None:
+                    kept[name] = _copied(tensor)
+                yield name, tensor
+            if kept is not None and version:
+                self._keep(KeptWeights, "weights", version, kept)
+            return
+        groups = [list(pairs_of(named))] if whole else ([pair] for pair in pairs_of(named))
         for group in groups:
             for name, facts in _facts(group):
                 self.emit(kind(name=name, version=version, **facts, **fields))
@@ -219,13 +239,9 @@ class LoopRecorder(StepRecorder):
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
         from verifier.plan.digest import dtype_name
 
-        tensors = dict(_pairs(named))
+        tensors = dict(pairs_of(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
         self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
-
-
-def _pairs(named: Named) -> Iterator[tuple[str, Any]]:
-    yield from named.items() if isinstance(named, Mapping) else named
 
 
 def _copied(tensor: Any) -> Any:

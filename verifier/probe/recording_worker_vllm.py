@@ -9,11 +9,13 @@ and "ipc" transfer, `reload_weights`, a trainer's own extension.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
 
 from verifier.core.records_weights import CheckpointView
+from verifier.engine.settings import settings_of
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.probe.opened import attach
 from verifier.probe.recorder import LoopRecorder
@@ -23,6 +25,7 @@ class RecordingWorker:
     """Methods mixed into vLLM's worker, called by `collective_rpc`."""
 
     _verifier_recorder: LoopRecorder | None = None
+    _verifier_synced: tuple[int, dict[str, str]] | None = None
 
     def verifier_receives(self, trace: str, version: int) -> None:
         """Record, from now on, every tensor that the model's loader is given, as received for a version."""
@@ -30,9 +33,15 @@ class RecordingWorker:
         recorder = self._verifier_recorder = attach(trace, rank=self._verifier_rank())
         model = self.model_runner.get_model()
         load = type(model).load_weights
+        if self._verifier_synced is not None:
+            recorder.synced = self._verifier_synced
+            recorder.engine_served(_held_by(model))
+        chunks = count()
 
         def recording(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            return load(model, recorder.receiving(weights, version))
+            loaded = load(model, recorder.receiving(weights, version))
+            recorder.engine_loaded(version, loaded or (), chunk=next(chunks))
+            return loaded
 
         model.load_weights = recording
 
@@ -48,6 +57,10 @@ class RecordingWorker:
             return
         if held is not None:
             self._verifier_record_held(recorder, held, carried or [])
+            state = dict(model.named_parameters())
+            buffers = {name: tensor for name, tensor in _held_by(model).items() if name not in state}
+            recorder.engine_held(held, state, buffers=buffers, settings=dict(settings_of(model)))
+            self._verifier_synced = recorder.synced
         recorder.close()
 
     def _verifier_record_held(self, recorder: LoopRecorder, version: int, carried: list[str]) -> None:
@@ -66,3 +79,8 @@ class RecordingWorker:
     def _verifier_rank(self) -> int:
         parallel = self.vllm_config.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + self.rank)
+
+
+def _held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by vLLM's names."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}

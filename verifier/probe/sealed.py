@@ -25,6 +25,7 @@ from verifier.core.records_weights import (
     Handover,
     ReceivedTensor,
     SourceTensor,
+    SyncedTensor,
 )
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
@@ -80,7 +81,7 @@ def _declared(seen: Trace) -> Manifest:
     sent = {item.version for kind in (Handover, ReceivedTensor) for item in seen.of(kind)}
     if "transfer" in promised:
         sent |= {version for version in seen.versions(ExportedTensor) if version}
-    ranks = [item.rank for kind in (ReceivedTensor, CheckpointView) for item in seen.of(kind)]
+    ranks = [item.rank for kind in (ReceivedTensor, CheckpointView, SyncedTensor) for item in seen.of(kind)]
     return replace(
         manifest, dtype=dtype, ended=now(), facts=facts_of(seen, promised), synced_versions=tuple(sorted(sent)),
         engine_ranks=max(ranks, default=0) + 1 if sent or ranks else 0,
@@ -91,7 +92,7 @@ def _declared(seen: Trace) -> Manifest:
 def _expect_views(path: Path, seen: Trace) -> bool:
     """Record what each engine rank should hold, if it holds whole tensors in the export's dtypes; tells whether."""
     views = list(seen.of(CheckpointView))
-    if not views or seen.has(ExpectedView):
+    if not views or seen.has(ExpectedView) or not seen.has(ExportedTensor):
         return False
     exports: dict[int, Mapping[str, ExportedTensor]] = {
         version: {item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verifier.core.manifest import MeshSizes
 from verifier.core.record import Array, Record, real
 from verifier.core.records_policy import Advantages, Drops, LossTerms, PolicyColumns, SamplingAsked
 from verifier.core.records_tokens import Rollouts, SampledTokens, TrainerLogprobs
@@ -35,7 +36,7 @@ DDOFS = (1, 0)
 
 
 @dataclass
-class _Open:
+class OpenStep:
     """A step that has begun and was not recorded whole; arrays [N] over all tokens."""
 
     tokens: StepTokens
@@ -48,13 +49,90 @@ class _Open:
     denominator: dict[str, Any] = field(default_factory=dict)
     has_rewards: bool = True
     has_engine: bool = True
+    ends: tuple[int, ...] = ()
+    truncated: tuple[bool, ...] = ()
+    penalties: tuple[float, ...] = ()
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, name: str) -> int:
+        """Number of a rollout by its id.
+
+        Raises:
+            UsageError: the step has no such rollout.
+        """
+        if name not in self.numbers:
+            self.numbers.update({own: at for at, own in enumerate(self.tokens.ids)})
+        if name not in self.numbers:
+            raise UsageError(f"the step has no rollout `{name}`")
+        return self.numbers[name]
+
+    def length(self, name: str) -> int:
+        """Tokens of a rollout, its prompt included."""
+        return self.tokens.lengths[self.number(name)]
+
+    def in_loss(self, name: str) -> np.ndarray:
+        """[K] int64 positions of a rollout's tokens in the loss."""
+        starts, number = self.flat()[0], self.number(name)
+        found: np.ndarray = np.flatnonzero(self.tokens.mask[starts[number] : starts[number] + self.length(name)])
+        return found
+
+    def positions(self, name: str, size: int, what: str, *, shortest: bool = False) -> np.ndarray:
+        """[K] int64 positions of the tokens that a row of values speaks of, the first token of a rollout left out.
+
+        `shortest` takes a row of another length for one of the response.
+
+        Raises:
+            UsageError: the row is as long as neither the response nor the rollout.
+        """
+        response, whole = len(self.tokens.responses[self.number(name)]), self.length(name)
+        if size not in (response, whole - 1, whole):
+            if not shortest:
+                raise UsageError(f"`{what}` has {size} values for rollout `{name}`, which has {response} or {whole}")
+            size = response
+        return np.arange(max(whole - size, 1), whole)
+
+    def flat(self) -> tuple[np.ndarray, int]:
+        """[R] place of each rollout's first token among all of the step, and the number of them."""
+        ends = np.cumsum([0, *self.tokens.lengths])
+        return ends[:-1], int(ends[-1])
+
+    def divisor(self) -> np.ndarray | None:
+        """[N] log-probabilities that the ratio divides by, float64."""
+        over = self.old if self.policy.get("ratio_over", "old") == "old" else self.tokens.engine
+        return None if over is None else over.astype(np.float64)
 
 
 class StepRecorder(ABC):
     """Calls of one process on steps, which count from 1."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Open] = {}
+        self._steps: dict[int, OpenStep] = {}
+        self._sent: set[int] = set()
+        self.current = 0
+        """Step that the loop is in, as the last call said."""
+
+    rank: int = 0
+    mesh: MeshSizes | None = None
+
+    @abstractmethod
+    def passes_begin(self) -> None:
+        """Take what passes do from now on for those of a new step."""
+
+    @abstractmethod
+    def flush_passes(self, step: int, own: OpenStep) -> None:
+        """Record what passes over a step's tokens have left."""
+
+    @abstractmethod
+    def aggregated(self, step: int, aggregation: str) -> None:
+        """Take the mean that a step's loss is to be."""
+
+    @abstractmethod
+    def reported(self, step: int, loss: float, num_tokens: int, grad_norm: float) -> None:
+        """Take the report of a step."""
+
+    def update_of(self, step: int) -> int:
+        """Number of the optimizer step of a step."""
+        return step
 
     @abstractmethod
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
@@ -63,8 +141,9 @@ class StepRecorder(ABC):
     def rollouts(
         self, step: int, *, prompts: Rows, responses: Rows, loss_mask: Rows, engine_logprobs: Rows | None = None,
         versions: int | Rows, rewards: Sequence[float] | None = None, groups: Sequence[Any] | None = None,
-        ids: Sequence[Any] | None = None, temperature: float = 1.0, end_token: int | None = None,
-        max_response_tokens: int | None = None,
+        ids: Sequence[Any] | None = None, temperature: float = 1.0, end_token: int | Sequence[int] | None = None,
+        max_response_tokens: int | None = None, finish_reasons: Sequence[str] | None = None, num_prompts: int = 0,
+        group_size: int = 0, vocab_size: int = 0, all_answers: bool = False,
     ) -> None:  # fmt: skip
         """Rollouts that a step trains on, as the loop holds them when it makes its batch.
 
@@ -82,8 +161,13 @@ class StepRecorder(ABC):
             groups: rollouts of one prompt share it; by default equal prompts do.
             ids: by default "step/number".
             temperature: divisor of the logits, of engine and trainer.
-            end_token: token that ends an answer; with it and the greatest length, ends of answers are judged.
+            end_token: token that ends an answer, or several; with them and the greatest length, ends are judged.
             max_response_tokens: tokens that an answer may have.
+            finish_reasons: of each why it ended, as the engine reported it: "stop" or "length".
+            num_prompts: prompts that the step asked the engine for; 0 where that is not judged.
+            group_size: answers that it asked for to each.
+            vocab_size: of the model; with `all_answers` and entropies, it is judged how likely the answers are.
+            all_answers: no answer was left out or replaced for what it says.
 
         Raises:
             UsageError: rows of other numbers or lengths; the step has rollouts already.
@@ -93,9 +177,11 @@ class StepRecorder(ABC):
         found = step_tokens(
             prompts, responses, loss_mask, engine_logprobs, versions, rewards, groups, ids, temperature, step
         )
-        self._steps[step] = _Open(
+        self._steps[step] = OpenStep(
             found, has_rewards=rewards is not None, has_engine=engine_logprobs is not None
         )  # fmt: skip
+        own, self.current = self._steps[step], step
+        self.passes_begin()
         sampled = found.versions >= 0
         lengths, asked = found.lengths, tuple(map(len, found.prompts))
         roles = np.concatenate(
@@ -111,38 +197,52 @@ class StepRecorder(ABC):
             "versions": found.versions,
         }  # fmt: skip
         self.emit(record, columns)
+        ends = (end_token,) if isinstance(end_token, int) else tuple(end_token or ())
+        own.ends, known = ends, bool(ends) and max_response_tokens is not None
+        own.truncated = tuple(
+            finish_reasons[at] == "length" if finish_reasons is not None else known and row[-1:] != ends[:1]
+            for at, row in enumerate(found.responses)
+        )
         if engine_logprobs is not None:
-            self._emit_sampled(step, found)
-        if end_token is not None and max_response_tokens is not None:
-            groups_of_one = max(1, len(asked) // max(1, len(set(found.groups))))
-            ask = SamplingAsked(
-                name="sampling", version=step, seed=0, batch_size=len(set(found.groups)), group_size=groups_of_one,
-                max_rounds=1, max_turns=1, temperature=temperature, max_answer_tokens=max_response_tokens,
-                end=end_token,
-            )  # fmt: skip
-            self.emit(ask)
-            self._steps[step].policy["end"] = end_token
+            self._emit_sampled(step, found, (ends, max_response_tokens or 0), finish_reasons if known else None)
+        ask = SamplingAsked(
+            name="sampling", version=step, seed=None, batch_size=num_prompts, group_size=group_size, max_rounds=1,
+            max_turns=1, temperature=temperature, max_answer_tokens=max_response_tokens or 0 if known else 0,
+            end=ends[0] if known else 0, other_ends=ends[1:] if known else (), vocab_size=vocab_size,
+            filtered=not all_answers, sent=tuple(sorted(self._sent)[-3:]),
+        )  # fmt: skip
+        self.emit(ask)
 
-    def _emit_sampled(self, step: int, found: StepTokens) -> None:
-        """Runs of tokens that one version sampled, with what was reported of them."""
-        runs: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]] = {}
+    def _emit_sampled(
+        self, step: int, found: StepTokens, asked: tuple[tuple[int, ...], int], reasons: Sequence[str] | None
+    ) -> None:
+        """Runs of tokens that one version sampled, with what was reported of them.
+
+        Where the response is one run, the reason of its end is that of the run.
+        """
+        runs: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray, str]]] = {}
         begin = 0
-        for prompt, response in zip(found.prompts, found.responses, strict=True):
+        for at, (prompt, response) in enumerate(zip(found.prompts, found.responses, strict=True)):
             whole, end = prompt + response, begin + len(prompt) + len(response)
             by, nats = found.versions[begin:end], found.engine[begin:end]
             edges = [0, *(np.flatnonzero(np.diff(by)) + 1).tolist(), len(whole)]
             for a, b in pairwise(edges):
                 if by[a] >= 0 and a:
-                    runs.setdefault(int(by[a]), []).append((whole[:a], whole[a:b], nats[a:b]))
+                    alone = (a, b) == (len(prompt), len(whole))
+                    reason = reasons[at] if reasons is not None and alone else ""
+                    runs.setdefault(int(by[a]), []).append((whole[:a], whole[a:b], nats[a:b], reason))
             begin = end
         for version, own in sorted(runs.items()):
-            size = tuple(len(tokens) for _, tokens, _ in own)
+            known = [reason in ("stop", "length") for *_, reason in own]
             record = SampledTokens(
-                name=f"step {step}", version=version, lengths=size, prompts=tuple(prompt for prompt, _, _ in own),
-                tokens=tuple(tokens for _, tokens, _ in own), stops=((),) * len(own), limits=size,
-                ended=("length",) * len(own), temperatures=(found.temperature,) * len(own),
+                name=f"step {step}", version=version, lengths=tuple(len(row[1]) for row in own),
+                prompts=tuple(row[0] for row in own), tokens=tuple(row[1] for row in own),
+                stops=tuple(asked[0] if told else () for told in known),
+                limits=tuple(asked[1] if told else len(row[1]) for told, row in zip(known, own, strict=True)),
+                ended=tuple(row[3] if told else "length" for told, row in zip(known, own, strict=True)),
+                temperatures=(found.temperature,) * len(own),
             )  # fmt: skip
-            self.emit(record, np.concatenate([nats for _, _, nats in own]))
+            self.emit(record, np.concatenate([row[2] for row in own]))
 
     def trainer_logprobs(self, step: int, values: Rows, *, reference: Rows | None = None) -> None:
         """The trainer's log-probabilities of a step's tokens before the step, nats, at the rollouts' temperature.
@@ -153,7 +253,7 @@ class StepRecorder(ABC):
         Raises:
             UsageError: the step has no rollouts, or rows are of other lengths.
         """
-        own = self._of(step)
+        own = self.opened(step)
         tokens = own.tokens
         own.old = tokens.column(values, "trainer_logprobs")
         if reference is not None:
@@ -161,12 +261,12 @@ class StepRecorder(ABC):
         record = TrainerLogprobs(
             name="old", version=step - 1, lengths=tuple(map(len, tokens.responses)), temperature=tokens.temperature
         )
-        self.emit(record, own.old[_of_responses(tokens)])
+        self.emit(record, own.old[of_responses(tokens)])
 
     def advantages(
         self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
         ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
-        ddof: int | None = None,
+        ddof: int | None = None, penalties: Sequence[float] = (), kl_weight: float = 0.0, kl_kind: str = "k3",
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -181,12 +281,16 @@ class StepRecorder(ABC):
                 default the narrowest in which every one of the values is exact.
             epsilon: added to the standard deviation; by default any of `EPSILONS` may have been.
             ddof: 1 where a variance divides by n - 1 terms, 0 where by n; by default either.
+            penalties: of each rollout what a KL penalty took from its reward: `kl_weight` times the sum of the
+                estimates `kl_kind`, of `trainer_logprobs` to its `reference`, over the tokens in the loss.
+            kl_weight: see `penalties`; 0 where the KL is in the loss or nowhere.
+            kl_kind: "k1", "k2" or "k3".
 
         Raises:
             UsageError: the step has no rollouts or no rewards, rows are of other lengths, or an argument is none of
                 these.
         """
-        own = self._of(step)
+        own = self.opened(step)
         tokens = own.tokens
         if ratio_over not in ("old", "engine"):
             raise UsageError(f"ratio_over is `{ratio_over}`: a ratio divides by `old` or by `engine`")
@@ -202,7 +306,7 @@ class StepRecorder(ABC):
             raise UsageError(f"the ratio of step {step} divides by the engine's log-probabilities, it has none")
         if len(values) != len(tokens.ids):
             raise UsageError(f"`advantages` has {len(values)} rows for {len(tokens.ids)} rollouts")
-        if all(np.ndim(_host(row)) == 0 for row in values):
+        if all(np.ndim(on_host(row)) == 0 for row in values):
             values = [np.full(len(part), float(row)) for row, part in zip(values, tokens.responses, strict=True)]
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
         own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
@@ -212,6 +316,12 @@ class StepRecorder(ABC):
             "ddofs": DDOFS if ddof is None else (ddof,),
         }  # fmt: skip
         own.policy |= {"ratio_over": ratio_over, "max_staleness": max_staleness}
+        own.penalties = tuple(map(float, penalties)) or (0.0,) * len(tokens.ids)
+        if len(own.penalties) != len(tokens.ids):
+            raise UsageError(f"`penalties` has {len(own.penalties)} values for {len(tokens.ids)} rollouts")
+        if penalties and own.reference is None:
+            raise UsageError(f"step {step} has penalties and no reference: give it to `trainer_logprobs`")
+        own.denominator |= {"kl_weight": kl_weight if penalties else 0.0, "kl_kind": kl_kind}
 
     def loss(
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
@@ -230,9 +340,10 @@ class StepRecorder(ABC):
         terms = LossTerms(
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl_weight=kl_weight, kl_kind=kl_kind, entropy_weight=entropy_weight,
-            temperature=self._of(step).tokens.temperature,
+            temperature=self.opened(step).tokens.temperature,
         )  # fmt: skip
         self.emit(terms)
+        self.aggregated(step, aggregation)
 
     def step(
         self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None
@@ -247,10 +358,11 @@ class StepRecorder(ABC):
             if loss is None or num_tokens is None or grad_norm is None:
                 raise UsageError("a step's report has loss, num_tokens and grad_norm: give all three, or none")
             report = StepReport(
-                name=f"step {step}", version=step, loss=real(float(_host(loss))), num_tokens=int(num_tokens),
-                grad_norm=real(float(_host(grad_norm))), update=step,
+                name=f"step {step}", version=step, loss=real(float(on_host(loss))), num_tokens=int(num_tokens),
+                grad_norm=real(float(on_host(grad_norm))), update=step,
             )  # fmt: skip
             self.emit(report)
+            self.reported(step, float(on_host(loss)), int(num_tokens), float(on_host(grad_norm)))
         if step in self._steps:
             self._finish(step, self._steps.pop(step))
 
@@ -259,20 +371,29 @@ class StepRecorder(ABC):
         for step in [*self._steps]:
             self._finish(step, self._steps.pop(step))
 
-    def _of(self, step: int) -> _Open:
+    def opened(self, step: int) -> OpenStep:
+        """Step whose rollouts were recorded, and that has not ended.
+
+        Raises:
+            UsageError: there are none.
+        """
+        self.current = step
         if step not in self._steps:
             raise UsageError(f"step {step} has no rollouts yet: record them first")
         return self._steps[step]
 
-    def _finish(self, step: int, own: _Open) -> None:
+    def _finish(self, step: int, own: OpenStep) -> None:
         """Record the columns that the loss of a step read."""
+        self.flush_passes(step, own)
         tokens, nan = own.tokens, np.full(len(own.tokens.tokens), np.nan, np.float32)
         if own.old is None:
             return
         ratio_over = own.policy.get("ratio_over", "old")
         columns = {
             "old": own.old, "engine": tokens.engine, "divisor": own.old if ratio_over == "old" else tokens.engine,
-            "reference": nan if own.reference is None else own.reference,
+            "reference" if not own.denominator.get("kl_weight") else "penalty_reference": nan
+            if own.reference is None
+            else own.reference,
             "advantage": np.zeros(len(nan)) if own.advantage is None else own.advantage,
             "mask": tokens.mask, "own": tokens.mask, "version": tokens.versions,
         }  # fmt: skip
@@ -294,15 +415,13 @@ class StepRecorder(ABC):
         counts = tuple(int(mask.sum()) for mask in masks)
         made = Advantages(
             name="advantages", version=step, estimator=own.estimator, ids=tokens.ids, groups=tokens.groups,
-            trajectories=tokens.ids, rewards=tokens.rewards, penalties=(0.0,) * len(counts), token_counts=counts,
+            trajectories=tokens.ids, rewards=tokens.rewards, penalties=own.penalties, token_counts=counts,
             advantages=tuple(real(part[-1]) for part in inside), **own.denominator,
         )  # fmt: skip
         self.emit(made)
-        end = own.policy.get("end")
-        cut = tuple(end is not None and row[-1:] != (end,) for row in tokens.responses)
         self.emit(
             Drops(
-                name="drops", version=step, ids=tokens.ids, truncated=cut, reasons=own.reasons,
+                name="drops", version=step, ids=tokens.ids, truncated=own.truncated, reasons=own.reasons,
                 drop_overlong="overlong" in own.reasons, drop_zero_variance="zero_variance" in own.reasons,
             )
         )  # fmt: skip
@@ -319,7 +438,7 @@ def _narrowest(values: np.ndarray) -> str:
         return "float16" if np.array_equal(values.astype(np.float16), values, equal_nan=True) else "float32"
 
 
-def _of_responses(tokens: StepTokens) -> np.ndarray:
+def of_responses(tokens: StepTokens) -> np.ndarray:
     """[N] tokens that are a response's."""
     return np.concatenate(
         [
@@ -329,5 +448,6 @@ def _of_responses(tokens: StepTokens) -> np.ndarray:
     )
 
 
-def _host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
+    """A tensor on the host, without its graph; any other value as it is."""
     return value.detach().cpu() if hasattr(value, "detach") else value

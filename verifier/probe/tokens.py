@@ -57,8 +57,8 @@ def step_tokens(
     Raises:
         UsageError: lists of different lengths, or an empty prompt.
     """
-    asked = tuple(tuple(_row(row, np.int64).tolist()) for row in prompts)
-    given = tuple(tuple(_row(row, np.int64).tolist()) for row in responses)
+    asked = tuple(tuple(row_of(row, np.int64).tolist()) for row in prompts)
+    given = tuple(tuple(row_of(row, np.int64).tolist()) for row in responses)
     counts = {"prompts": len(asked), "responses": len(given)}
     counts |= {
         name: len(value)
@@ -90,7 +90,7 @@ def _column(
         raise UsageError(f"`{what}` has {len(rows)} rows for {len(prompts)} rollouts")
     parts = []
     for at, (prompt, response, row) in enumerate(zip(prompts, responses, rows, strict=True)):
-        values, whole = _row(row, dtype), len(prompt) + len(response)
+        values, whole = row_of(row, dtype), len(prompt) + len(response)
         if values.size not in (len(response), whole - 1, whole):
             raise UsageError(
                 f"`{what}` has {values.size} values for rollout {at}, which has {len(response)} tokens in its response "
@@ -100,7 +100,7 @@ def _column(
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def _row(row: Any, dtype: Any) -> np.ndarray:
+def row_of(row: Any, dtype: Any) -> np.ndarray:
     """A row of numbers as an array on the host, a copy."""
     if hasattr(row, "detach"):
         row = row.detach().cpu()

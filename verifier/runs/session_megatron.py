@@ -24,8 +24,9 @@ from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
 from verifier.probes.routes_megatron import record_replay, replaying
+from verifier.probes.tensors import record_source
 from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
-from verifier.probes.weights_megatron import record_expected, record_live, record_source
+from verifier.probes.weights_megatron import record_expected, record_live
 from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec

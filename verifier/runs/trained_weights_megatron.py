@@ -34,14 +34,8 @@ from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import gather_json
 from verifier.probes.configs_megatron import record_config
 from verifier.probes.engine_state import TransferProbe
-from verifier.probes.weights_megatron import (
-    record_exported_adapter,
-    record_live,
-    record_plan,
-    record_saved,
-    record_tensors,
-    recorded,
-)
+from verifier.probes.tensors import record_saved, record_tensors, recorded
+from verifier.probes.weights_megatron import record_exported_adapter, record_live, record_plan
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.train import lora_megatron, router_replay_megatron
 from verifier.train.lora_megatron import SCALING, LoraSpec

@@ -34,6 +34,12 @@ class Owned:
         """Name by which the rank knows it."""
         return f"{self.local}{f' (chunk {self.chunk})' if self.chunk else ''}"
 
+    @property
+    def gradient(self) -> torch.Tensor:
+        """Gradient buffer of the whole parameter."""
+        found: torch.Tensor = self.model.main_grad  # type: ignore[attr-defined]
+        return found
+
     def moments(self) -> dict[str, torch.Tensor]:
         """Adam's state, empty before the first step."""
         found: dict[str, torch.Tensor] = self.adam.state.get(self.held, {})

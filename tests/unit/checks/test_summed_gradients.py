@@ -28,7 +28,7 @@ def test_a_gradient_of_one_rank_is_seen():
     assert sentence == (
         "the gradient of element 4 of `decoder.weight` that update 1 gives the optimizer is 0.333333, it should "
         "be 1 (what "
-        "micro-batches of 2 ranks gave, over 3 tokens)"
+        "micro-batches of 2 ranks gave, divided by 3)"
     )
 
 

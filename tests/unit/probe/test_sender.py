@@ -165,8 +165,8 @@ def test_ranks_that_plan_differently_are_seen(tmp_path):
     first.close()
     second.close()
     found = report(path)
-    assert [item.code for item in found.violated] == ["PLN001"]
-    assert found.violated[0].finding.first_bad_stage is Stage.PLAN
+    assert [item.code for item in found.violated] == ["WGT006", "PLN001"]
+    assert found.violated[0].finding.first_bad_stage is Stage.EXPORT
 
 
 def test_a_plan_is_compared_with_the_checkpoint(tmp_path):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verifier.probes.training.adam_audit_megatron import ELEMENTS, Audits, groups_of
+from verifier.probes.training.adam_audit_megatron import Audits, groups_of
+from verifier.probes.training.adam_elements import ELEMENTS
 from verifier.train.optimizer_megatron import StepSettings
 
 RATE, DECAY = 1e-2, 0.1

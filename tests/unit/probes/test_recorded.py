@@ -4,7 +4,7 @@ import torch
 
 from tests.unit.probes.test_saved import Seen
 from verifier.core.records_weights import ExportedTensor, ExportStream
-from verifier.probes.weights_megatron import recorded
+from verifier.probes.tensors import recorded
 
 SHAPE = (4, 3)
 

@@ -16,8 +16,9 @@ from verifier.core.records_weights import (
     UpdatedShard,
 )
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.tensors import record_tensors
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.weights_megatron import record_live, record_tensors
+from verifier.probes.weights_megatron import record_live
 from verifier.train import lora_megatron
 from verifier.train.step_megatron import params_synced
 from verifier.trainer.adapters_megatron import Adapters

@@ -21,19 +21,12 @@ from verifier.core.records_gradients import GradientProducts, GradientSums, Summ
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.training.gradient_elements import ELEMENTS, TENSORS, WHOLE, cut, joined, totals
 from verifier.probes.training.gradient_products_megatron import Products
 from verifier.probes.training.step_trace import compares_products
 from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
 
-TENSORS = 16
-"""Tensors of a rank that an update adds up, at most."""
-ELEMENTS = 256
-"""Elements of each, at most."""
-WHOLE = 2**24
-"""Elements of a tensor all of which are summed too, at most."""
-_PIECE = 2**22
-"""Elements that are summed at once."""
 Places = Mapping[tuple[int, str], ParamPlacement]
 """(model chunk, local name of a parameter) -> what is there."""
 SHARDED = frozenset({"cp", "dp", "edp"})
@@ -118,7 +111,7 @@ class Sums:
                 begin, end = (0, 0) if part is None else (part.begin, part.begin + part.size)
                 begin, end = max(begin, offset), min(end, offset + len(own))
                 if begin < end:
-                    values = _cut(parameter.detach(), begin, end - begin).clone()
+                    values = cut(parameter.detach(), begin, end - begin).clone()
                     yield Stepped(chunk=at, local=names[parameter], begin=begin, states=(values,))
 
     @contextlib.contextmanager
@@ -132,7 +125,7 @@ class Sums:
             yield
             return
         parts = [self.part_of(number, *chosen) for chosen in self.of(number).chosen]
-        kept = [_cut(part.parameter, part.begin, part.size).clone() for part in parts]
+        kept = [cut(part.parameter, part.begin, part.size).clone() for part in parts]
         yield
         for part, values in zip(parts, kept, strict=True):
             part.parameter.view(-1)[part.begin : part.begin + part.size].copy_(values)
@@ -197,16 +190,16 @@ class UpdateSums:
         if getattr(part.parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
             self._parts.pop(part.parameter, None)
         else:
-            part.added.add_(_cut(gradient, part.begin, part.size))
+            part.added.add_(cut(gradient, part.begin, part.size))
             if part.whole is not None:
-                part.whole.add_(_totals(gradient))
+                part.whole.add_(totals(gradient))
 
     @torch.no_grad()
     def end(self) -> None:
         """Keep what the optimizer is given, and the weights that the passes used."""
         for hook in self._hooks:
             hook.remove()
-        self._used = {item: _cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
+        self._used = {item: cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
         if compares_products(self.sums.trainer.tier):
             self._products = Products(self.sums.trainer.provider)
@@ -218,7 +211,7 @@ class UpdateSums:
                     kept = own[begin:end].clone()
                     self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
                     if part.whole is not None:
-                        self._given_whole[parameter] = (len(own), _totals(own))
+                        self._given_whole[parameter] = (len(own), totals(own))
                 if self.sums.knows_all and self.sums.stands_for(parameter):
                     counted.append(own)
                     if self._products is not None:
@@ -258,7 +251,7 @@ class UpdateSums:
                 name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
                 squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
             ),
-            {**{key: _joined(values) for key, values in arrays.items()}, "whole": _table(parts, whole)},
+            {**{key: joined(values) for key, values in arrays.items()}, "whole": _table(parts, whole)},
         )  # fmt: skip
 
         if self.sums.knows_all and self._products is not None:
@@ -269,21 +262,6 @@ class UpdateSums:
                     damping=real(own.damping), silent=own.silent,
                 )
             )  # fmt: skip
-
-
-def _joined(parts: list[torch.Tensor]) -> Any:
-    return torch.cat([torch.zeros(0), *(part.float().cpu() for part in parts)]).numpy()
-
-
-def _totals(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of all elements, sum of their magnitudes, and 1, [3] float64, on the tensor's device."""
-    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-    found = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, device=tensor.device)
-    for piece in rows.split(max(1, _PIECE // max(1, rows[:1].numel()))):
-        values = piece.double()
-        found[0] += values.sum()
-        found[1] += values.abs_().sum()
-    return found
 
 
 def _table(parts: list[_Part], given: list[tuple[int, torch.Tensor]]) -> Any:
@@ -297,12 +275,3 @@ def _table(parts: list[_Part], given: list[tuple[int, torch.Tensor]]) -> Any:
 
 def _is_sharded(trainer: TrainerModel) -> bool:
     return trainer.data_parallel is not None and trainer.data_parallel.distributed_optimizer
-
-
-def _cut(tensor: torch.Tensor, begin: int, size: int) -> torch.Tensor:
-    """Elements of the flattened tensor; no more rows than these lie in are copied."""
-    if tensor.ndim < 2:
-        return tensor[begin : begin + size]
-    across = tensor[0].numel()
-    first, end = begin // across, -(-(begin + size) // across)
-    return tensor[first:end].reshape(-1)[begin - first * across :][:size]

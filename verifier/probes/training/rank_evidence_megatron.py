@@ -17,6 +17,7 @@ from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.export import gather_megatron
+from verifier.probes.tensors import source_tensors
 from verifier.probes.training.adam_audit_megatron import Audits
 from verifier.probes.training.adapter_evidence_megatron import AdapterEvidence
 from verifier.probes.training.engine_evidence import HeldEngine, record_held
@@ -29,7 +30,7 @@ from verifier.probes.training.scoring_passes_megatron import Digests, ScoringPas
 from verifier.probes.training.step_trace import cuts_exports
 from verifier.probes.training.transfer_evidence_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.probes.training.update_evidence_megatron import UpdateEvidence
-from verifier.probes.weights_megatron import record_live, source_tensors
+from verifier.probes.weights_megatron import record_live
 from verifier.train.router_replay_megatron import RouterWatch, Routing
 from verifier.train.step_megatron import OnRows, params_synced
 from verifier.train.written_megatron import Stepped

@@ -250,7 +250,7 @@ class RunEvidence(Observer):
         examined = self._examine(probe, step - 1)
         every = config.evaluation.every
         due = first or (every > 0 and step % every == 0)
-        evaluated = self._data is not None and due and self._data.record_held_out(probe, step)
+        evaluated = self._data is not None and (due or examined) and self._data.record_held_out(probe, step)
         fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
         known = not (run.ahead is not None and run.done and first)  # whose weights are gone
         assert self.suspicions is not None

@@ -18,8 +18,9 @@ from verifier.engine.sender import Delivery
 from verifier.export.live_weights import LiveWeights
 from verifier.probes.engine_state import TransferProbe, record_views
 from verifier.probes.exported_shards_megatron import cut
+from verifier.probes.tensors import recorded
 from verifier.probes.training.engine_evidence import EvidenceBefore, HeldEngine
-from verifier.probes.weights_megatron import record_exported_adapter, record_plan, recorded
+from verifier.probes.weights_megatron import record_exported_adapter, record_plan
 from verifier.train import lora_megatron
 from verifier.trainer.merge_rounding import MergeGap
 from verifier.trainer.observer import RankParts, Stream, Transfer, TransferObserver

@@ -1,0 +1,460 @@
+"""Records of an optimizer of torch around its steps: gradients, rates, counters, and Adam on some elements.
+
+Hooks on the optimizer and on its parameters take them; the loop calls `optimizer` once and steps as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+
+from verifier.core.record import Array, Record, real
+from verifier.core.records_gradients import GradientSums, SummedTensor
+from verifier.core.records_trainer import (
+    AdamAudit,
+    KnobsAsked,
+    KnobsReached,
+    OptimizerSettings,
+    ParameterGroup,
+    TrainerStep,
+)
+from verifier.errors import UsageError
+from verifier.probe.losses import LossRecorder
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.probes.training.adam_elements import Slice
+
+AUDITED = ("Adam", "AdamW")
+"""Optimizers of torch whose formula is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Torch:
+    """A parameter that an optimizer of torch updates, as `adam_elements.Held`."""
+
+    name: str
+    model: torch.Tensor
+    group: dict[str, Any]
+    optimizer: Any
+    offset: int = 0
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self.model
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """Gradient that the optimizer reads; zeros for none."""
+        found: torch.Tensor = self.model.new_zeros(self.model.shape) if self.model.grad is None else self.model.grad
+        return found
+
+    def moments(self) -> Mapping[str, torch.Tensor]:
+        """Adam's state, empty before the first step."""
+        found: dict[str, torch.Tensor] = self.optimizer.state.get(self.model, {})
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Steps that the optimizer counts."""
+        return int(self.moments().get("step", 0))
+
+
+@dataclass(slots=True)
+class _Passes:
+    """Gradients of a parameter as backward passes give them."""
+
+    begin: int
+    size: int
+    added: torch.Tensor
+    whole: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Update:
+    """Facts of one optimizer step."""
+
+    number: int
+    records: list[tuple[Record, Array | Mapping[str, Array] | None]] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    before: list[torch.Tensor] = field(default_factory=list)
+    gradient: torch.Tensor | None = None
+    clipped: bool = False
+    """The gradient was taken before it is clipped."""
+    steps: list[int] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    moved: list[str] = field(default_factory=list)
+    remembered: int = 0
+    begun_with: float | None = None
+
+
+class OptimizerRecorder(LossRecorder):
+    """Calls of one process on its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._optimizer: Any = None
+        self._scheduler: Any = None
+        self._asked: dict[str, str] = {}
+        self._owned: list[_Torch] = []
+        self._unowned: tuple[str, ...] = ()
+        self._settings: dict[str, Any] = {}
+        self._clip_grad, self._divisor = 0.0, 1.0
+        self._passes: dict[str, _Passes] = {}
+        self._left: tuple[list[Slice], list[torch.Tensor]] = ([], [])
+        self._updates: dict[int, _Update] = {}
+        self._reports: dict[int, tuple[float, int, float]] = {}
+        self._taken = 0
+        self.world_size = 1
+
+    def optimizer(
+        self,
+        optimizer: Any,
+        named_parameters: Iterable[tuple[str, Any]],
+        *,
+        clip_grad: float = 0.0,
+        asked: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        schedule: Literal["constant", "linear", "cosine", ""] = "",
+        learning_rate: float = 0.0,
+        warmup_steps: int = 0,
+        total_steps: int = 0,
+        least_learning_rate: float = 0.0,
+        weight_decay: float = 0.0,
+        first_rate_step: int = 0,
+        vectors_decay: bool | None = None,
+        divisor: float | None = None,
+    ) -> None:
+        """Watch an optimizer of torch from now on, one step of it in each step of the loop.
+
+        Args:
+            optimizer: `torch.optim.Adam` or `AdamW` in float32; of others rates, counters and gradients alone.
+            named_parameters: of the model.
+            clip_grad: greatest L2 norm of a step's gradient (`clip_grad_norm_`); 0 where it is not clipped.
+            asked: settings that the loop's config asks of each group: "lr", "betas", "eps", "weight_decay".
+            scheduler: of the rates, stepped after the optimizer.
+            schedule: of the rates of all groups, from the warm-up to `total_steps`; empty where it is not judged.
+            learning_rate: once the warm-up has ended.
+            warmup_steps: in which the rate rises by equal amounts.
+            total_steps: step with the least rate.
+            least_learning_rate: there and after.
+            weight_decay: that the loop's config asks for.
+            first_rate_step: 0 where the first step has the rate of step 0, as transformers' schedulers give it; 1 where
+                it has that of step 1.
+            vectors_decay: whether norms and biases decay as matrices do; None where that is not judged.
+            divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks.
+
+        Raises:
+            UsageError: an optimizer is watched already.
+        """
+        if self._optimizer is not None:
+            raise UsageError("an optimizer is watched already: one process has one")
+        self._optimizer, self._scheduler, self._clip_grad = optimizer, scheduler, clip_grad
+        self._divisor = float(self.world_size if divisor is None else divisor)
+        self._asked = {key: _said(value) for key, value in (asked or {}).items()}
+        groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
+        named = [(name, item) for name, item in named_parameters if item.requires_grad]
+        self._owned = [
+            _Torch(name=name, model=item, group=groups[id(item)], optimizer=optimizer)
+            for name, item in sorted(named, key=lambda pair: pair[0])
+            if id(item) in groups
+        ]
+        self._unowned = tuple(name for name, item in named if id(item) not in groups)
+        if schedule:
+            self._settings = {
+                "schedule": schedule,
+                "learning_rate": learning_rate,
+                "least_learning_rate": least_learning_rate,
+                "warmup_steps": warmup_steps,
+                "decay_steps": total_steps,
+                "weight_decay": weight_decay,
+                "clip_grad": clip_grad,
+                "behind": 1 - first_rate_step,
+                "vectors_decay": vectors_decay,
+            }
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        for item in self._owned:
+            item.model.register_hook(lambda found, name=item.name: self._passed(name, found))
+
+    @property
+    def _why(self) -> str:
+        """Clause on why no formula bounds what the optimizer leaves; empty where one does."""
+        kind, group = type(self._optimizer).__name__, self._optimizer.param_groups[0]
+        if kind not in AUDITED or group.get("amsgrad") or group.get("maximize"):
+            return f"the optimizer is {kind}, which no formula is known of"
+        others = {str(item.model.dtype) for item in self._owned} - {"torch.float32"}
+        return f"the optimizer's weights are in {min(others).removeprefix('torch.')}" if others else ""
+
+    def passes_begin(self) -> None:
+        """Forget what backward passes gave before this step."""
+        self._passes = {}
+
+    def _passed(self, name: str, found: torch.Tensor) -> None:
+        """Add what a backward pass gives to some elements of some tensors."""
+        import torch
+
+        from verifier.probes.training.gradient_elements import ELEMENTS, WHOLE, cut, totals
+
+        if name not in self._summed() or found.dtype not in (torch.float32, torch.bfloat16):
+            return
+        with torch.no_grad():
+            if name not in self._passes:
+                turns = -(-found.numel() // ELEMENTS)
+                begin = (self._taken + 1) % turns * ELEMENTS
+                size, zeros = min(ELEMENTS, found.numel() - begin), torch.zeros(3, dtype=torch.float64)
+                self._passes[name] = _Passes(begin, size, found.new_zeros(size), zeros.to(found.device))
+            part = self._passes[name]
+            part.added += cut(found.detach(), part.begin, part.size)
+            if found.numel() <= WHOLE:
+                part.whole += totals(found.detach())
+
+    def _summed(self) -> set[str]:
+        """Tensors of an update whose passes are added up, others in each."""
+        from verifier.probes.training.gradient_elements import TENSORS
+
+        names = [item.name for item in self._owned]
+        begin = self._taken * TENSORS % max(len(names), 1)
+        return {*(names[begin:] + names[:begin])[:TENSORS]}
+
+    def reduced(self, step: int) -> None:
+        """Take the gradients that the optimizer is to be given, before they are clipped."""
+        if self._optimizer is None:
+            return
+        import torch
+
+        from verifier.probes.training.adam_elements import chosen
+        from verifier.probes.training.gradient_elements import cut, joined, totals
+
+        self.current = step
+        update = self._updates[step] = _Update(self._number())
+        with torch.no_grad():
+            update.slices = chosen(self._owned, update.number)
+            update.gradient, update.clipped = torch.cat([item.gradient() for item in update.slices]), True
+            parts = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
+            tensors = tuple(
+                SummedTensor(
+                    name=item.name,
+                    group=item.name,
+                    copies=self.world_size,
+                    begin=part.begin,
+                    elements=part.size,
+                    owned_begin=0,
+                    owned=part.size,
+                    dtype=_dtype(part.added),
+                    size=item.model.numel(),
+                    owned_size=item.model.numel(),
+                )
+                for item, part in parts
+                if part.whole[2] > 0
+            )
+            parts = [(item, part) for item, part in parts if part.whole[2] > 0]
+            grads = [item.gradient for item in self._owned if item.model.grad is not None] if not self.rank else []
+            squares = float(sum(float(own.double().square().sum()) for own in grads))
+            given = [cut(item.gradient, part.begin, part.size) for item, part in parts]
+            whole = [torch.cat([part.whole.cpu(), totals(item.gradient)[:1].cpu()]).numpy() for item, part in parts]
+            record = GradientSums(
+                name=f"update {update.number}",
+                version=step,
+                coordinate=str(self.rank),
+                tensors=tensors,
+                squares=real(squares),
+                divisor=self._divisor,
+            )
+            arrays = {
+                "added": joined([part.added for _, part in parts]),
+                "reduced": joined(given),
+                "used": joined([cut(item.model.detach(), part.begin, part.size) for item, part in parts]),
+                "whole": np.stack(whole) if whole else np.zeros((0, 4)),
+            }
+        update.records.append((record, arrays))
+
+    def _number(self) -> int:
+        """Number of the optimizer step that comes next, from 1, by the optimizer's count when it was first seen."""
+        if not self._taken:
+            self._taken = max((item.steps for item in self._owned), default=0)
+        return self._taken + 1
+
+    def update_of(self, step: int) -> int:
+        """Number of the optimizer step of a step."""
+        if self._optimizer is None:
+            return step
+        return self._updates[step].number if step in self._updates else self._number()
+
+    def _before_step(self) -> None:
+        """Keep what the optimizer step begins with."""
+        import torch
+
+        from verifier.probes.training.adam_elements import chosen, greatest_moment, moved, states
+
+        step = self.current
+        update = self._updates.setdefault(step, _Update(self._number()))
+        if update.after or update.fields:
+            self.unbounded(TrainerStep, "the optimizer takes several steps in one of the loop")
+            self.unbounded(AdamAudit, "the optimizer takes several steps in one of the loop")
+            return
+        with torch.no_grad():
+            groups = [
+                ParameterGroup(
+                    learning_rate=real(float(group["lr"])),
+                    weight_decay=real(float(group.get("weight_decay", 0.0))),
+                    vectors=sum(item.ndim == 1 for item in group["params"]),
+                    others=sum(item.ndim != 1 for item in group["params"]),
+                )
+                for group in self._optimizer.param_groups
+            ]
+            update.fields = {
+                "learning_rate": max((item.learning_rate for item in groups), key=float),
+                "weight_decay": max((item.weight_decay for item in groups), key=float),
+                "groups": tuple(groups),
+            }
+            if self._why:
+                return
+            (remembered, before), self._left = self._left, ([], [])
+            update.moved, update.remembered = moved(remembered, before), len(remembered)
+            update.begun_with = greatest_moment(self._owned) if step == 1 else None
+            if not update.slices:
+                update.slices = chosen(self._owned, update.number)
+            update.before = states(update.slices)
+            if update.gradient is None or not self._clip_grad:
+                update.gradient, update.clipped = torch.cat([item.gradient() for item in update.slices]), False
+            owners = [cast("_Torch", item.of) for item in update.slices]
+            update.steps = [owner.steps + 1 for owner in owners]
+            update.rates = [(float(owner.group["lr"]), float(owner.group["weight_decay"])) for owner in owners]
+
+    def _after_step(self) -> None:
+        """Keep what it left."""
+        import torch
+
+        from verifier.probes.training.adam_elements import states
+
+        step = self.current
+        update = self._updates[step]
+        if update.after or not update.fields:
+            return
+        self._taken, self._passes = update.number, {}
+        with torch.no_grad():
+            update.after = states(update.slices) if update.before else []
+            self._left = (update.slices, update.after) if update.after else ([], [])
+        steps = max((item.steps for item in self._owned), default=update.number)
+        counted = type(self._optimizer).__name__ in AUDITED
+        update.fields |= {
+            "optimizer_steps": steps if counted else update.number,
+            "scheduler_steps": None if self._scheduler is None else int(self._scheduler.last_epoch),
+            "scheduler_ahead": -1,
+        }
+        if self._asked:
+            self.emit(KnobsAsked(name="optimizer", version=step, values=self._asked))
+            held = [{key: _said(group[key]) for key in group if key in self._asked} for group in self._groups()]
+            values = {key: " | ".join(dict.fromkeys(own.get(key, "absent") for own in held)) for key in self._asked}
+            self.emit(KnobsReached(name=f"update {update.number}", version=step, values=values))
+        if self._settings:
+            betas = self._optimizer.param_groups[0].get("betas", (0.0, 0.0))
+            epsilon = float(self._optimizer.param_groups[0].get("eps", 0.0))
+            settings = OptimizerSettings(
+                name="optimizer",
+                version=step,
+                beta_1=float(betas[0]),
+                beta_2=float(betas[1]),
+                epsilon=epsilon,
+                **self._settings,
+            )
+            self.emit(settings)
+        if self._why:
+            self.unbounded(AdamAudit, self._why)
+        self._write(step)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self._optimizer.param_groups
+        return found
+
+    def reported(self, step: int, loss: float, num_tokens: int, grad_norm: float) -> None:
+        """Take the report of a step, which may come before its optimizer's step or after it."""
+        self._reports[step] = (loss, num_tokens, grad_norm)
+        self._write(step)
+
+    def _write(self, step: int, *, last: bool = False) -> None:
+        """Record an update, once the step and its report are there."""
+        update = self._updates.get(step)
+        report = self._reports.get(step)
+        if update is None or "optimizer_steps" not in update.fields or (report is None and not last):
+            return
+        name = f"update {update.number}"
+        if report is not None:
+            loss, num_tokens, norm = report
+            done = TrainerStep(
+                name=name,
+                version=step,
+                step=update.number,
+                loss=real(loss),
+                num_tokens=num_tokens,
+                grad_norm=real(norm),
+                **update.fields,
+            )
+            self.emit(done)
+        for record, arrays in update.records:
+            self.emit(record, arrays)
+        if update.after and update.gradient is not None and (report is not None or not update.clipped):
+            from verifier.probes.training.adam_elements import Rule, audited, clip_factor
+
+            group = self._optimizer.param_groups[0]
+            factor = clip_factor(self._clip_grad, report[2]) if report is not None and update.clipped else 1.0
+            rule = Rule(
+                beta_1=float(group["betas"][0]),
+                beta_2=float(group["betas"][1]),
+                epsilon=float(group["eps"]),
+                decoupled=type(self._optimizer).__name__ == "AdamW" or bool(group.get("decoupled_weight_decay")),
+            )
+            tensors = audited(
+                update.slices,
+                update.before,
+                update.gradient.cpu().double() * factor,
+                update.after,
+                update.rates,
+                update.steps,
+                rule,
+                [None] * len(update.slices),
+            )
+            record = AdamAudit(
+                name=name,
+                version=step,
+                coordinate=str(self.rank),
+                tensors=tensors,
+                remembered=update.remembered,
+                moved=tuple(update.moved),
+                frozen=self._unowned,
+                begun_with=None if update.begun_with is None else real(update.begun_with),
+            )
+            self.emit(record)
+        update.before, update.after, update.gradient = [], [], None
+        self._reports.pop(step, None)
+        update.fields = {"written": True}
+
+    def flush_updates(self) -> None:
+        """Record updates that no report came for."""
+        for step in [*self._updates]:
+            self._write(step, last=True)
+
+    def is_idle(self) -> bool:
+        """Tell whether the optimizer's last step had a rate of 0."""
+        return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _said(value: Any) -> str:
+    """Text of a setting, numbers as float64."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value.item()) if hasattr(value, "item") else str(value)
+    return f"{float(value):.17g}"

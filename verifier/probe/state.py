@@ -1,0 +1,400 @@
+"""Records of weights and state that a process holds: after a load, a step or an export, in files, in an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from verifier.core.record import real
+from verifier.core.records_config import ExportedConfig, SourceConfig
+from verifier.core.records_trainer import LoadedState, SavedState, WrittenTensors
+from verifier.core.records_weights import (
+    CheckpointView,
+    ColdSettings,
+    ColdTensor,
+    EngineRestart,
+    EngineServed,
+    ExpectedShard,
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    FrozenShard,
+    HeldTwice,
+    KeptKeys,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    LoadedNames,
+    LoadedShard,
+    MergedMatrix,
+    Poison,
+    ShardAfterExport,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    SyncedSettings,
+    SyncedTensor,
+    UpdatedShard,
+    WrittenShard,
+)
+from verifier.errors import UsageError
+from verifier.probe.answers import texts_of
+from verifier.probe.optimizer import OptimizerRecorder
+
+Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
+"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
+Moment = Literal["load", "step", "scoring", "export", "idle step", "adapter step"]
+MOMENTS: dict[str, Any] = {
+    "load": LoadedShard,
+    "step": UpdatedShard,
+    "scoring": ShardAfterScoring,
+    "export": ShardAfterExport,
+    "idle step": ShardAfterIdleStep,
+    "adapter step": FrozenShard,
+}
+WRITTEN = 64
+"""Elements of a tensor that are compared with the files of a checkpoint, at most."""
+STATE_FILE = "verifier-state.json"
+"""File beside a checkpoint that says what was held when it was saved."""
+
+
+class StateRecorder(OptimizerRecorder):
+    """Calls of one process on weights and state that it holds, in memory and in files."""
+
+    model = ""
+    has_source = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stepped: set[int] = set()
+
+    def weights_held(self, named: Named, version: int, *, after: Moment) -> None:
+        """Record weights that this process holds at a moment.
+
+        After a "load" they are to be the checkpoint's, after a "step" those of every other process. "scoring",
+        "export" and an "idle step", one with a rate of 0, move none of them, and an "adapter step" none of the base.
+
+        Args:
+            named: checkpoint names and whole tensors.
+            version: of the weights; of an idle step that before it.
+            after: the moment.
+        """
+        from verifier.plan.digest import described
+
+        pairs = list(pairs_of(named))
+        if after == "step":
+            self._stepped.add(version)
+        for name, tensor in pairs:
+            facts = described(tensor)
+            self.emit(MOMENTS[after](name=name, version=version, replica=name, coordinate="", **facts))
+        if after == "load" and self.model:
+            from verifier.model.checkpoint import open_checkpoint
+            from verifier.model.families import copies_of
+
+            source = open_checkpoint(self.model)
+            copies, held = copies_of(source.config), dict(pairs)
+            for name in source.names():
+                if name in held or name not in copies:
+                    dtype = held[name].dtype if name in held else source.read(name).dtype
+                    facts = described(source.read(name).to(dtype))
+                    self.emit(ExpectedShard(name=name, coordinate="", sources=(name,), **facts))
+
+    def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
+        """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
+        from verifier.probes.configs_megatron import record_provider
+
+        record_provider(self, config, chunks)
+
+    def adapter_exported(
+        self,
+        named: Named,
+        version: int,
+        *,
+        live: Named,
+        scaling: float,
+        live_scaling: float,
+        further: Mapping[str, Any] | None = None,
+    ) -> None:
+        """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
+
+        `further` are settings of its configuration beyond rank, alpha and linears.
+        """
+        from verifier.plan.digest import described
+
+        for kind, side in ((ExportedAdapterMatrix, named), (LiveAdapterMatrix, live)):
+            for name, tensor in pairs_of(side):
+                self.emit(kind(name=name, version=version, **described(tensor)))
+        told = {key: json.dumps(value) for key, value in (further or {}).items()}
+        self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
+        self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
+        self._sent.add(version)
+
+    def adapter_merged(
+        self, name: str, version: int, merged: Any, *, base: Any, a: Any, b: Any, scaling: float
+    ) -> None:
+        """A float32 matrix [M, N] that is exported with an adapter in it: base + scaling * b [M, R] @ a [R, N].
+
+        Raises:
+            UsageError: another dtype than float32.
+        """
+        import torch
+
+        if merged.dtype != torch.float32:
+            raise UsageError(f"`{name}` is merged in {merged.dtype}: what that rounds has no bound here")
+        with torch.no_grad():
+            product, size = (scaling * (y.double() @ x.double()) for y, x in ((b, a), (b.abs(), a.abs())))
+            right, most = base.double() + product, base.double().abs() + abs(size)
+            half = torch.finfo(torch.float32).eps / 2
+            gaps = (merged.double() - right).abs() / (half * most).clamp(min=torch.finfo(torch.float32).tiny)
+            where = int(gaps.argmax())
+        record = MergedMatrix(
+            name=name,
+            version=version,
+            dtype="float32",
+            rank_of_adapter=a.shape[0],
+            where=where,
+            gap=real(float(gaps.reshape(-1)[where])),
+        )
+        self.emit(record)
+
+    def export_saved(self, folder: Path | str, version: int, *, live: Named = ()) -> None:
+        """A checkpoint that the loop has saved, beside the one that it began with and the weights of a version.
+
+        `live` are those weights, where `weights_held` has not recorded them after their step.
+
+        Raises:
+            UsageError: `probe.open` was given no `model`.
+        """
+        from verifier.plan.digest import described
+        from verifier.probes.tensors import record_saved, source_tensors
+        from verifier.probes.training.saved_files import record_files
+
+        folder = Path(folder)
+        if not self.model:
+            raise UsageError("`export_saved` compares with the checkpoint that the loop began with: give model to open")
+        source = Path(self.model)
+        record_saved(self, folder, version)
+        record_files(self, source, folder, version)
+        for kind, path in ((SourceConfig, source), (ExportedConfig, folder)):
+            values = json.loads((path / "config.json").read_text())
+            self.emit(kind(name="config.json", version=version, values=texts_of(values)))
+        if not self.has_source:
+            from verifier.model.checkpoint import open_checkpoint
+
+            self.has_source = True
+            for item in source_tensors(open_checkpoint(source)):
+                self.emit(item)
+        if version not in self._stepped:
+            self.weights_held(live, version, after="step")
+        for name, tensor in read_tensors(folder):
+            self.emit(WrittenShard(name=name, version=version, coordinate="", sources=(name,), **described(tensor)))
+
+    def checkpoint_saved(self, version: int, state: Mapping[str, Any], folder: Path | str | None = None) -> None:
+        """State that this process holds as it saves a checkpoint, to be compared with what a resume loads.
+
+        Args:
+            version: of the weights.
+            state: nested dicts and lists of tensors and values: state dicts of model, optimizer, scheduler, generators.
+            folder: of the checkpoint, in which a file keeps the digests for a later process; None for state that comes
+                back to this one, as from the host.
+        """
+        facts = list(_state(state))
+        for name, fields in facts:
+            self.emit(SavedState(name=name, version=version, coordinate="", **fields))
+        if folder is not None:
+            file = Path(folder) / f"{self.rank:04d}-{STATE_FILE}"
+            file.write_text(json.dumps(facts))
+
+    def checkpoint_loaded(self, version: int, state: Mapping[str, Any], folder: Path | str | None = None) -> None:
+        """The same state after it was loaded; of a checkpoint of an earlier process `folder` has what was saved.
+
+        Raises:
+            UsageError: nobody said what was saved there.
+        """
+        if folder is not None:
+            file = Path(folder) / f"{self.rank:04d}-{STATE_FILE}"
+            if not file.exists():
+                raise UsageError(f"`{file}` is not there: `checkpoint_saved` writes it where it is given the folder")
+            for name, fields in json.loads(file.read_text()):
+                fields["shape"] = tuple(fields["shape"])
+                self.emit(SavedState(name=name, version=version, coordinate="", **fields))
+        for name, fields in _state(state):
+            self.emit(LoadedState(name=name, version=version, coordinate="", **fields))
+
+    def checkpoint_written(self, version: int, given: Named, written: Named) -> None:
+        """Tensors that were given to be saved, and what the files of the checkpoint have: some elements of each."""
+        found = dict(pairs_of(written))
+        names, sides, counts, there = [], ([], []), [], []  # type: ignore[var-annotated]
+        for name, tensor in pairs_of(given):
+            names.append(name)
+            own = _elements(tensor)
+            read = _elements(found[name]) if name in found and found[name].numel() == tensor.numel() else own[:0]
+            for side, values in zip(sides, (own, read), strict=True):
+                side.append(values)
+            counts.append(len(own))
+            there.append(len(read))
+        record = WrittenTensors(
+            name=f"trainer rank {self.rank}",
+            version=version,
+            tensors=tuple(names),
+            counts=tuple(counts),
+            found=tuple(there),
+        )
+        empty = [np.zeros(0, np.int64)]
+        self.emit(
+            record, {key: np.concatenate(empty + side) for key, side in zip(("given", "written"), sides, strict=True)}
+        )
+
+    def engine_restarted(self, version: int, restarts: int = 1) -> None:
+        """Engines were started again and answered by a version; what they hold is to be recorded as of that version."""
+        self.emit(EngineRestart(name="the engines", version=version, restarts=restarts))
+
+
+class EngineRecorder(StateRecorder):
+    """Calls of the process of an engine rank on what it holds."""
+
+    synced: tuple[int, dict[str, str]] | None = None
+    """Version and digests of what `engine_held` recorded last."""
+
+    def engine_held(
+        self,
+        version: int,
+        tensors: Mapping[str, Any],
+        *,
+        buffers: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        cold: bool = False,
+    ) -> None:
+        """Contents of the engine, under its own names, right after a sync.
+
+        Args:
+            version: of the weights.
+            tensors: its parameters.
+            buffers: its buffers.
+            settings: of each module, numbers, flags and names that it computes with.
+            cold: of a second engine, which loaded the weights at its start, and which this one is to equal.
+        """
+        from verifier.plan.digest import described
+
+        kind, module = (ColdTensor, ColdSettings) if cold else (SyncedTensor, SyncedSettings)
+        found: dict[str, str] = {}
+        groups: tuple[tuple[Any, Mapping[str, Any]], ...] = (("parameter", tensors), ("buffer", buffers or {}))
+        for sort, group in groups:
+            for name, tensor in group.items():
+                facts = described(tensor)
+                found[name] = facts["digest"]
+                self.emit(kind(name=name, version=version, sort=sort, **facts))
+        for name, values in (settings or {}).items():
+            self.emit(
+                module(name=name or "the model", version=version, values={key: str(own) for key, own in values.items()})
+            )
+        if not cold:
+            self.synced = version, found
+
+    def engine_served(self, tensors: Mapping[str, Any]) -> None:
+        """All that `engine_held` named, parameters and buffers, as it is before the next sync.
+
+        Raises:
+            UsageError: `engine_held` was not called before.
+        """
+        from verifier.plan.digest import described
+
+        if self.synced is None:
+            raise UsageError("`engine_served` compares with what `engine_held` recorded after the sync before")
+        version, before = self.synced
+        now = {name: described(tensor)["digest"] for name, tensor in tensors.items()}
+        changed = tuple(
+            HeldTwice(name=name, synced=before.get(name, ""), served=now.get(name, ""))
+            for name in before | now
+            if before.get(name) != now.get(name)
+        )
+        record = EngineServed(name="the engine", version=version, num_tensors=len(now), changed=changed)
+        self.emit(record)
+
+    def engine_views(self, version: int, named: Named) -> None:
+        """Whole checkpoint tensors as the engine rank holds them after a sync, read back from what it computes with."""
+        from verifier.plan.digest import described
+
+        for name, tensor in pairs_of(named):
+            facts = described(tensor)
+            box = tuple((0, size) for size in facts["shape"])
+            self.emit(CheckpointView(name=name, version=version, tensor=name, holder=name, box=box, **facts))
+
+    def engine_loaded(self, version: int, names: Iterable[str], *, chunk: int = 0, refused: str = "") -> None:
+        """Parameters that the engine's own loader reported for a chunk: what vLLM's `load_weights` returns."""
+        self.emit(LoadedNames(name=f"chunk {chunk}", version=version, names=tuple(sorted(names)), refused=refused))
+
+    def engine_poisoned(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Floats of an engine after they were filled with NaN, right before a sync that is to bring them all."""
+        import torch
+
+        outcomes = {
+            name: "nan" if bool(torch.isnan(tensor).all()) else "left"
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point()
+        }
+        self.emit(Poison(name=f"engine rank {self.rank}", version=version, outcomes=outcomes))
+
+    def engine_cache(self, version: int, *, blocks: Sequence[int], tokens: Sequence[int], kept: bool = False) -> None:
+        """Keys and values that each engine has right after a sync.
+
+        Args:
+            version: of the weights.
+            blocks: that its prefix cache would give to new prompts.
+            tokens: of running requests, whose keys it goes on from.
+            kept: these were to keep theirs.
+        """
+        record = KeptKeys(name="keys", version=version, blocks=tuple(blocks), tokens=tuple(tokens), kept=kept)
+        self.emit(record)
+
+
+def pairs_of(named: Named) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of pairs or of a mapping."""
+    yield from named.items() if isinstance(named, Mapping) else named
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Tensors in the safetensors files of a folder."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                yield name, file.get_tensor(name)
+
+
+def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, and digest, dtype and shape, of each tensor and value of a nested state."""
+    from verifier.core.reader import digest_of
+    from verifier.plan.digest import described
+
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _state(item, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            yield from _state(item, f"{path}/{at}")
+    elif hasattr(value, "untyped_storage"):
+        yield path, described(value)
+    elif not callable(value):
+        kind = type(value).__name__.lower()
+        yield (
+            path,
+            {
+                "digest": digest_of(repr(value).encode()),
+                "dtype": kind if kind.isidentifier() else "object",
+                "shape": (),
+            },
+        )
+
+
+def _elements(tensor: Any) -> np.ndarray:
+    """Bits of some elements of a tensor, spread over it, [K] int64; floats as float32."""
+    flat = tensor.detach().reshape(-1)
+    at = np.unique(np.linspace(0, max(flat.numel() - 1, 0), WRITTEN).astype(np.int64))[: flat.numel()]
+    values = flat[at].cpu()
+    if values.is_floating_point():
+        bits: np.ndarray = values.float().numpy().view(np.int32).astype(np.int64)
+        return bits
+    return np.asarray(values.to(dtype=values.dtype).numpy(), np.int64)
