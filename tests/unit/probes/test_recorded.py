@@ -1,5 +1,6 @@
 """The export stream as it passes: what its reader still holds must stay as it was handed out."""
 
+import numpy as np
 import torch
 
 from tests.unit.probes.test_saved import Seen
@@ -42,3 +43,15 @@ def test_one_tensor_under_several_names():
 
 def test_a_buffer_that_is_used_again():
     assert overwritten(one_buffer()) == ["a", "b"]
+
+
+def test_an_array_that_is_used_again():
+    array = np.zeros(SHAPE)
+
+    def one_array():
+        for value, name in enumerate("abc"):
+            array.fill(value)
+            yield name, array.view()
+
+    assert overwritten(one_array()) == ["a", "b"]
+    assert overwritten((name, np.full(SHAPE, float(value))) for value, name in enumerate("abc")) == []
