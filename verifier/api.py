@@ -1,4 +1,4 @@
-"""What `import verifier` offers beside `verifier.probe`: to read a trace and to judge it, without torch."""
+"""Reader and judge of traces, which `import verifier` offers beside `verifier.probe`; torch is not needed."""
 
 from __future__ import annotations
 

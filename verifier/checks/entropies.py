@@ -79,10 +79,9 @@ def _compare(
     own = np.zeros(len(columns.ids))  # the greatest of each rollout, as one place's own may be near zero by chance
     if scale is not None:
         np.maximum.at(own, update.rollout, scale[order])
-    if not exact:
+    if not exact and len(gaps):
         yield _beyond(update, gaps, np.array([wider(of_all, _by_logits(float(x), exact)).absolute for x in own]))
-        return
-    for at in worst_rows(update.rollout, gaps):
+    for at in worst_rows(update.rollout, gaps) if exact else ():
         rollout, gap = update.rollout[at], float(gaps[at])
         name, bound = columns.ids[rollout], wider(of_all, _by_logits(float(own[rollout]), exact))
         yield Comparison(
@@ -100,7 +99,7 @@ def _beyond(update: UpdateRows, gaps: np.ndarray, bounds: np.ndarray) -> Compari
     """Number of tokens off by more than their rollout's bound in bfloat16: noise of single ones has long tails."""
     columns, beyond = update.columns, int((gaps > bounds[update.rollout]).sum())
     most = most_beyond(len(gaps), len(gaps))
-    worst = columns.ids[update.rollout[int(np.argmax(gaps))]] if len(gaps) else ""
+    worst = columns.ids[update.rollout[int(np.argmax(gaps))]]
     return compare_value(
         At(Stage.LOGPROB, columns.version), f"entropies of {columns.name}",
         beyond if np.isfinite(gaps).all() else math.inf, None,

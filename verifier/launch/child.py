@@ -115,7 +115,7 @@ def described(code: int) -> str:
 
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep at a barrier. Spinning ones lose their core to another process in the middle of an operation:
-two beside a busy process take 16 ms for a product of [64, 576] and [576, 1536], 2 ms if they sleep, 1 ms alone."""
+two beside a busy process take 7 to 16 ms for a product of [64, 576] and [576, 1536], 2 ms if they sleep, 1 ms alone."""
 
 
 def spawn(

@@ -35,12 +35,14 @@ A, B = (f"{LAYER}.mlp.linear_fc2.adapter.linear_{half}.weight" for half in ("in"
 
 
 def judged(
-    changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=(), entropies=None
-):
+    changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=(), entropies=None,
+    squares=(), sizes=None,
+):  # fmt: skip
     """Outcome on the products above, with others for some, of which the second rank has a half of each."""
     values = {name: value for name, value in {**MODEL, **dict(changes)}.items() if name not in without}
+    squares_of = {**dict.fromkeys(zero, 0.0), **dict(squares)}
     products = tuple(
-        TensorProduct(name=name, product=real(value / 2), squares=0.0 if name in zero else 0.01)
+        TensorProduct(name=name, product=real(value / 2), squares=squares_of.get(name, 0.01))
         for name, value in values.items()
     )
     kinds = (TrainerStep, LossColumns, *([LossRows, LogitSpreads] if rows else []))
@@ -58,6 +60,11 @@ def judged(
         for rank in range(2)
     ]
     trace = make_trace([*records, *others, *([entropies] if entropies else [])])
+    if sizes is not None:
+        logits = {"spread": np.zeros(4), "size": np.full(4, sizes, np.float32)}
+        spread = LogitSpreads(name="update 1", version=1, coordinate="tp=0", array="spread")
+        others = [item for item in others if not isinstance(item, LogitSpreads)]
+        trace = Trace(trace.manifest, [*records, *others, spread], {**ARRAYS, "spread": logits}.__getitem__)
     trace.manifest = replace(trace.manifest, dtype=dtype)
     return run_check(REGISTRY["LSS007"], trace)
 
@@ -158,6 +165,34 @@ def test_bf16_has_a_bound_of_its_own():
     changed = {"output_layer.weight": -0.25 * 1.02}
     assert judged(changed).verdict is Verdict.VIOLATED
     assert judged(changed, dtype="bfloat16").verdict is Verdict.HOLDS
+
+
+def shifted(shift, *names, **given):
+    """What disagrees in bf16 once the products of these are more by so much."""
+    found = said(judged({name: MODEL[name] + shift for name in names}, dtype="bfloat16", **given))
+    return [what.partition(":")[0] for what in found]
+
+
+def test_in_bf16_rows_of_queries_and_keys_round_what_their_norms_add_up():
+    name, linear = f"{LAYER}.self_attention.q_layernorm.weight", f"{LAYER}.self_attention.linear_qkv.weight"
+    assert shifted(0.009, name) == []
+    assert shifted(0.02, name) == ["queries"]
+    assert shifted(0.02, name, squares={linear: 0.5}) == []
+    assert shifted(0.08, name, squares={linear: 0.5}) == ["queries"]
+
+
+def test_in_bf16_each_module_that_writes_rounds_the_residual_stream():
+    """Three tensors with squares of 0.02 each, 13 roundings where two modules write: 0.0143, and 0.0119 by nine."""
+    assert shifted(0.013, "embedding.word_embeddings.weight") == []
+    assert shifted(0.016, "embedding.word_embeddings.weight") == ["residual stream"]
+
+
+def test_in_bf16_large_logits_round_the_rows():
+    last = "decoder.final_layernorm.weight", "output_layer.weight"
+    assert shifted(0.03, *last, sizes=1.0) == []
+    assert shifted(0.1, *last, sizes=1.0) == ["last norm"]
+    assert shifted(0.1, *last, sizes=40.0) == []
+    assert shifted(2.0, *last, sizes=40.0) == ["last norm"]
 
 
 def with_entropy(spread, product):

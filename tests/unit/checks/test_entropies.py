@@ -30,7 +30,7 @@ def outcome(
     mask[ROLLOUT[:num] * 110 + POSITION[:num]] = True
     sentinel = (ROLLOUT[:num] + 1) << 32 | POSITION[:num]
     arrays = {
-        "columns": {"weight": mask / num, "mask": mask},
+        "columns": {"weight": mask / max(num, 1), "mask": mask},
         "oracle": {"array": ENTROPY[:num]} | ({} if scale is None else {"scale": scale[:num]}),
         **{
             f"rows {rank}": {
@@ -115,3 +115,9 @@ def test_the_noisiest_update_of_a_step_is_its_noise() -> None:
 def test_of_few_tokens_in_bf16_any_finite_one_holds() -> None:
     assert outcome(off_by(0.5, at=40), dtype="bfloat16", noise=0.01, num=60).verdict is Verdict.HOLDS
     assert outcome(off_by(np.nan, at=40), dtype="bfloat16", noise=0.01, num=60).verdict is Verdict.VIOLATED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_without_a_token_in_the_loss_has_no_entropies(dtype: str) -> None:
+    found = outcome(ENTROPY, dtype=dtype, num=0)
+    assert (found.num_compared, found.error) == (0, None)
