@@ -58,7 +58,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: rewards of the answers; in less than float32 without a measured noise, of which the report
     tells, log-probabilities and greediness; of answers that were not kept all but knobs, seeds and weights; an
     evaluation whose run was stopped before the next trace; quantized engines; after the last step, a run in bf16 or
-    with a sleeping engine.
+    with a sleeping engine; in bf16 a few tokens.
     References: LLMs-Finetuning-Safety#7, NLPDL-2025Fall#31, RLPR#25, slime#2242, miles#2075, AReaL#1524.
     """
     for item in trace.of(EvaluatedAnswers):

@@ -65,7 +65,8 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
     Where to look: what attention reaches: boundaries of a pack, later tokens; and whose values come back to whom.
     What it does not catch: a pass that is wrong alone too (LGP001 on sampled steps); other rollouts of the step than
     the one; mixtures without replayed routes, whose routers may choose otherwise where two experts are nearly as good;
-    in bf16 without a measured noise a few tokens, and anything on a GPU. The report names these.
+    in bf16 without a measured noise a few tokens, and anything on a GPU. The report names these. In bf16 with one,
+    answers of four tokens or fewer, all of which chance may put beyond a floor of 640.
     References: AReaL#1442, verl#2185, transformers#46634, axolotl#1375, entrenar#310.
     """
     for spot in trace.of(SpotScore):

@@ -15,6 +15,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.records_policy import EvaluatedAnswers
 from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
+from verifier.probes.training.sampled_noise import sampled_noise
 from verifier.trainer.evaluation import PROBLEMS, places
 
 MASK = np.array([False, True, True, False, True, True])
@@ -25,7 +26,8 @@ NATS = np.array([np.nan, -0.5, -2.0, np.nan, -0.25, -1.0], np.float32)
 
 def wrong(
     temperature: float = 1.0, claimed: int = 3, dtype: str = "float32", shaped: Any = None, config: Any = None,
-    sent: int | None = 3, seeds: Any = (), weights: tuple[int, ...] = (), updated: bool = True, **changed: Any,
+    sent: int | None = 3, seeds: Any = (), weights: tuple[int, ...] = (), updated: bool = True, noise: Any = None,
+    **changed: Any,
 ) -> list[str]:  # fmt: skip
     """What is wrong with an answer `a` at a temperature and a greedy one `b`; `changed` has columns of other values."""
     short = np.where(np.arange(6) > 3, 0.0, np.nan).astype(np.float32)
@@ -39,7 +41,7 @@ def wrong(
     config = {"seed": 2, "grpo": {"max_turns": 2}} | (config or {})
     trace = Trace(
         Manifest(dtype=dtype, model="tiny:add", complete=True, config=config),
-        [record, before],
+        [record, before, *([noise] if noise else [])],
         {"all": arrays}.__getitem__,
     )
     return [item.what for item in evaluation_by_other_policy(trace) if not item.same]
@@ -102,6 +104,21 @@ def test_without_a_measured_noise_what_is_exact_is_judged():
     assert knobs == ["requests for sampled answers of the evaluation"]
     assert wrong(dtype="bfloat16", tokens=np.array([5, 6, 6, 5, 6, 7])[[0, 2, 1, 3, 4, 4]]) == []
     assert wrong(dtype="bfloat16", tokens=np.array([5, 9, 6, 5, 6, 7])) == ["a, its end"]
+
+
+def test_in_bf16_the_number_of_tokens_beyond_the_measured_noise_is_judged():
+    """Chance puts two of four tokens, and one of two greedy ones, beyond the greatest of 100,000."""
+    exact = -np.random.default_rng(3).uniform(0.2, 3.0, 100_000)
+    rounded = exact + np.random.default_rng(4).normal(0.0, 1e-3, len(exact))
+    noise = sampled_noise(3, 2, rounded, exact, np.arange(len(exact)) % 8, 8, routed=False)
+    far = lambda *at: NATS + np.isin(np.arange(6), at).astype(np.float32)  # noqa: E731
+    said = ["number of tokens beyond 3 times the greatest noise"]
+    assert wrong(dtype="bfloat16", noise=noise, engine=far(1, 4)) == []
+    assert wrong(dtype="bfloat16", noise=noise, engine=far(1, 2, 4)) == said
+    assert wrong(dtype="bfloat16", noise=noise, engine=NATS + np.where(np.arange(6) == 2, np.nan, 0)) == said
+    below = np.where(np.arange(6) > 3, 0.5, np.nan).astype(np.float32)
+    assert wrong(dtype="bfloat16", noise=noise, shortfall=below) == said
+    assert wrong(dtype="bfloat16", noise=noise, shortfall=np.where(np.arange(6) == 4, below, 0 * below)) == []
 
 
 def test_requests_of_an_evaluation_name_the_adapter_of_its_version():
