@@ -25,11 +25,6 @@ from verifier.model.transformers_hf import hold_model
 from verifier.oracle.batches_hf import Batch, alike, batches, logits_of, remembers, repeated
 from verifier.oracle.routes_hf import Route
 
-DRAWS = 6
-"""Passes in float32 that tell the scale of rounding. Where one direction dominates, each is one number; were
-they normal and independent, two right sides would differ by more than `ROUNDINGS` times the greatest with a chance of
-3e-5, of 9e-2 with one (ADR 0080). They share a part."""
-
 _Wanted = Mapping[float, Sequence[tuple[int, int]]]
 """Per temperature, places among all sequences, and numbers of tokens."""
 
@@ -74,6 +69,7 @@ def score(
 def sides(
     _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
     temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (), ends: Sequence[int] = (),
+    draws: int = 1,
 ) -> list[list[list[list[float]]]]:  # fmt: skip
     """Describe the distributions after all tokens but the last by float32 weights, and by those of another dtype.
 
@@ -85,6 +81,7 @@ def sides(
         temperature: see `score`; above 0 with ends.
         routes: see `score`.
         ends: end tokens. Without, log-probabilities are all that is asked for.
+        draws: passes in float32 that the scale is the greatest of; see `verifier.oracle.oracle.DRAWS`.
 
     Returns:
         Of log-probabilities; and with ends, of the probability that a draw is an end token, and of entropies, nats:
@@ -95,13 +92,13 @@ def sides(
         at that very place. The scale of a log-probability is the root mean square, over the vocabulary, of the
         differences of the two log-probabilities, each less their mean by the distribution; squares of what a float32
         log-softmax, which trainers and engines have, is off by are added. Where rounding moves along one direction, a
-        pass may be near zero by chance: the greatest of `DRAWS`. That of an entropy, see `entropy_scale`.
+        pass may be near zero by chance: the greatest of `draws`. That of an entropy, see `entropy_scale`.
     """
     full_float32()
     rounds = dtype == "float64"
     models = [hold_model(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]  # the last stays
     found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(3 if ends else 1)]
-    for part in _parts(models, sequences, temperature, routes, again=DRAWS - 1 if rounds else 0, shares=True):
+    for part in _parts(models, sequences, temperature, routes, again=draws - 1 if rounds else 0, shares=True):
         other, exact = part.nats
         part.hand(found[0][0], part.told(exact).float())
         part.hand(found[0][1], part.told(other) if rounds else part.told(other).float())

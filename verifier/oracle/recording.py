@@ -61,7 +61,7 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.oracle.noise_floor import record_floor, stored_floor
-from verifier.oracle.oracle import Oracle, Scored, Sides
+from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
@@ -142,7 +142,8 @@ class _Recording:
         scored: list[Group] = [
             [(tokens, item.temperature) for tokens in self._tokens(item.name, version)] for item in passes
         ]
-        sides = self._score(checkpoint, [*scored, *map(self._continued, samples)])
+        reported = [rows for item in (*passes, *samples) for rows in self._reported(item)]
+        sides = self._score(checkpoint, [*scored, *map(self._continued, samples)], reported)
         exact = [side.exact for side in sides]
         for item, side in zip(passes, sides, strict=False):
             self._emit(OracleLogprobs, item.name, version, side.exact, side.scales)
@@ -192,11 +193,17 @@ class _Recording:
         record = next(self.seen.of(Rollouts, name=name, version=version))
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
-    def _score(self, checkpoint: Path, groups: Sequence[Group]) -> list[Sides]:
+    def _reported(self, item: TrainerLogprobs | SampledTokens) -> list[list[np.ndarray]]:
+        """Per sequence, what a record and engines that scored the same gave its last tokens."""
+        engines = self.seen.of(EngineLogprobs, name=item.name, version=item.version)
+        every = [ragged.split(self.seen.array(record), record.lengths) for record in (item, *engines)]
+        return [[*rows] for rows in zip(*every, strict=False)]  # an engine may have answered fewer
+
+    def _score(self, checkpoint: Path, groups: Sequence[Group], reported: Reported) -> list[Sides]:
         """Log-probabilities of groups of sequences, each at its temperature."""
         sequences, temperatures = zip(*chain.from_iterable(groups), strict=True)
         told = (self.seen.manifest.dtype, self.device, list(temperatures))
-        found = self.oracle.score_twice(checkpoint, sequences, *told)
+        found = self.oracle.score_twice(checkpoint, sequences, *told, reported=reported)
         rows = [iter(side) for side in found]
         return [Sides(*([*islice(side, len(group))] for side in rows)) for group in groups]
 

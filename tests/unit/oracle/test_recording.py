@@ -64,7 +64,10 @@ class Asked:
         self.steps: tuple[Any, ...] = ()
         self.choices: list[tuple[Any, ...]] = []
 
-    def score_twice(self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float]) -> Sides:
+    def score_twice(
+        self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float], reported: Any
+    ) -> Sides:
+        assert [len(rows) for rows in reported] == [1] * len(sequences)  # the trainer's, or the sample's own
         places = [range(1, len(tokens)) for tokens in sequences]
         exact = [[-divisor * at for at in row] for row, divisor in zip(places, temperature, strict=True)]
         scales = [[1e-3 * at for at in row] for row in places]

@@ -14,6 +14,7 @@ from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
 from verifier.oracle.batches_hf import alike
 from verifier.oracle.logprob_hf import longest_of, score, sides
+from verifier.oracle.oracle import DRAWS
 
 SEQUENCES = [np.random.default_rng(seed).integers(0, 300, 60).tolist() for seed in range(6)]
 
@@ -28,7 +29,7 @@ def flat(rows: list[list[float]]) -> np.ndarray:
 
 
 def score_twice(path: Path, sequences: list[list[int]], temperature: Any = 1.0) -> list[list[list[float]]]:
-    return sides(None, str(path), sequences, "float64", temperature=temperature)[0]
+    return sides(None, str(path), sequences, "float64", temperature=temperature, draws=DRAWS)[0]
 
 
 def test_it_is_the_spread_of_what_tokens_are_off_by(path: Path) -> None:

@@ -319,10 +319,12 @@ class SampledStep:
         ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
         told = (dtype, self._model.oracle_device, temperature, routes, ends)
-        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told)
+        sampled = [rollout.logprobs for rollout in scored.rollouts]
+        reported = [*zip(scored.old, sampled, strict=True)]
+        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told, reported=reported)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
-            sides = self._scored(source, sequences, routes)
+            sides = self._scored(source, sequences, routes, scored.reference)
             self._record_oracle(recorder, OracleLogprobs, "reference", 0, sides, whole)
         if self._config.data.rollouts is None:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
@@ -330,7 +332,7 @@ class SampledStep:
                 own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]
                 if not own:
                     continue
-                sides = own_sides if version == last else self._scored(weights, sequences, routes)
+                sides = own_sides if version == last else self._scored(weights, sequences, routes, sampled)
                 tails = Sides(*([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides))
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
@@ -378,10 +380,12 @@ class SampledStep:
             return found
         return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
 
-    def _scored(self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any]) -> Sides:
+    def _scored(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any], nats: Sequence[np.ndarray]
+    ) -> Sides:
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        device = self._model.oracle_device
-        return self._oracle.score_twice(checkpoint, sequences, dtype, device, temperature, routes)
+        told = (dtype, self._model.oracle_device, temperature, routes)
+        return self._oracle.score_twice(checkpoint, sequences, *told, reported=[[row] for row in nats])
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
