@@ -24,7 +24,7 @@ NORM = Tolerance(
     source="fp32 sums of squares in another order: a trainer's norm was measured within 4e-6 of one rank's",
 )  # fmt: skip
 GRADIENT_NOISES = 5
-"""Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32."""
+"""Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32 (ADR 0102)."""
 LENGTH_NOISES = 2
 """Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
 UPDATE_NOISES = 6
@@ -69,7 +69,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 3e-5 of the tensor's greatest gradient in fp32, measured (docs/numerics.md); an
     extrapolated 7e-9 of clean comparisons reach it. More by what 1e-5 nats of each log-probability change it by, of a
     loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps. In bf16
-    five times the run's own noise: the greatest of all tensors and updates of the version. A length may be off by twice
+    five times the run's own noise: the greatest of all tensors and updates of the version, on sampled steps by one pass
+    of transformers, or by six where a gradient is not near. A length may be off by twice
     the noise of the tensor, or the median of its layer's or its kind's, if that is more; in an update of a training run
     by six times the greatest noise of its kind, or of any tensor in the update, whichever is less; it is not judged of
     fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by which LSS004

@@ -191,7 +191,7 @@ def _parts(
 
     def logits(number: int, batch: Batch, past: DynamicCache | None, length: int) -> torch.Tensor:
         model, moves = runs[number]
-        with _moved(model, generator) if moves else contextlib.nullcontext():
+        with moved(model, generator) if moves else contextlib.nullcontext():
             return logits_of(model, batch, past=past)[:, :length].double()
 
     def parts(
@@ -234,14 +234,14 @@ def _parts(
 
 
 @contextlib.contextmanager
-def _moved(model: Any, generator: torch.Generator) -> Iterator[None]:
+def moved(model: Any, generator: torch.Generator) -> Iterator[None]:
     """Within, embeddings are moved by a unit of rounding at most."""
 
-    def moved(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def move(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         share = torch.rand(output.shape, generator=generator, device=output.device, dtype=output.dtype)
         return output * (1 + (2 * share - 1) * torch.finfo(output.dtype).eps)
 
-    hook = model.get_input_embeddings().register_forward_hook(moved)
+    hook = model.get_input_embeddings().register_forward_hook(move)
     try:
         yield
     finally:

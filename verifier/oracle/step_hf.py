@@ -90,7 +90,7 @@ def judge_steps(
             "loss_noise": float(noise.mean()) + rounding,
             "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
-        for row, reduced in measured(old, expected, rounded, actual):
+        for row, reduced in measured(old, expected, groups_of(expected, rounded, actual), actual):
             if version and reduced is not None:
                 name = row["name"]
                 rates = _rates(rule, past, name)
@@ -109,14 +109,15 @@ def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float
 def measured(
     old: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
-    rounded: Mapping[str, torch.Tensor],
+    groups: Mapping[str, Mapping[str, Any]],
     actual: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Per tensor the fields of `GradientRecord` that are its own, and the trainer's gradient, float64.
 
+    `groups` are those of `groups_of`.
+
     The gradient is zero where neither side has one, and None where transformers has one and the trainer has not.
     """
-    groups = groups_of(expected, rounded, actual)
     for name, weight in old.items():
         gradient, reduced = expected.get(name, torch.zeros(())), None
         row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max())}

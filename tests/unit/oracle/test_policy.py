@@ -21,9 +21,11 @@ from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
+from verifier.oracle import policy_hf
 from verifier.oracle.batches_hf import Batch
 from verifier.oracle.logprob_hf import entropy_scale
 from verifier.oracle.policy_hf import _entropy, _logprobs, _loss, entropies, judge_updates, token_losses
+from verifier.oracle.step_hf import noise_of
 from verifier.runs.model_under_test import cache_folder
 from verifier.train.vocab_logprob import vocab_parallel_logprob
 
@@ -324,6 +326,36 @@ def test_a_token_at_a_clips_edge_is_in_doubt():
         found = _loss(checkpoint.path, [{**row, **columns}], objective, torch.float32)
         assert bool(found.doubts["model.norm.weight"].max() > 1e-3) is doubted, off
         assert bool(found.gradients["model.norm.weight"].any()) is (off > 0), off
+
+
+@pytest.mark.parametrize(("noises", "draws"), [(1.5, []), (3, [1, 2, 3, 4, 5])])
+def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_six_passes(tmp_path, monkeypatch, noises, draws):
+    """Of one token the gradient follows one number, and one pass may have nearly none by chance."""
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "bfloat16"))
+    (tmp_path / "weights-0").symlink_to(checkpoint.path)
+    tokens = torch.randint(4, 32, (9,), generator=torch.Generator().manual_seed(5))
+    row = {"tokens": tokens, "mask": (torch.arange(9) == 8).to(torch.uint8), "weight": torch.ones(9).double()}
+    save_file({**row, "lengths": torch.tensor([9])}, tmp_path / "inputs-1.safetensors")
+    objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
+    exact, one = (
+        _loss(checkpoint.path, [row], objective, dtype).gradients for dtype in (torch.float32, torch.bfloat16)
+    )
+    noise = noise_of(one, exact)
+    gradients = {name: exact[name].clone() for name in checkpoint.names()}
+    off = gradients["model.norm.weight"]
+    off[0] += noises * noise * off.abs().max()
+    save(tmp_path / "gradients-1", checkpoint, gradients)
+    drawn = []
+
+    def counted(*asked, _loss=_loss):
+        drawn.extend(asked[6:])
+        return _loss(*asked)
+
+    monkeypatch.setattr(policy_hf, "_loss", counted)
+    rows = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}])
+    assert drawn == draws
+    found = {row["gradient_noise"] for row in rows}
+    assert found == {noise} if not draws else min(found) > 1.05 * noise
 
 
 @pytest.mark.parametrize("slips", [False, True], ids=["within-the-noise", "one-token-beyond-it"])

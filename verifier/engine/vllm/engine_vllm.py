@@ -35,7 +35,7 @@ from verifier.engine.api import (
 )
 from verifier.engine.kv_cache import cache_bytes, most_on_gpu
 from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, words_of
-from verifier.engine.vllm.executor_vllm import ForkingExecutor
+from verifier.engine.vllm.executor_vllm import ForkingExecutor, wait_asleep
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -92,6 +92,8 @@ class VllmEngine(Engine):
         self._adapter: LoRARequest | None = None
         self._batch: RunningBatch | None = None
         self._held = None if config.lora_rank else 0
+        if not torch.cuda.is_available():
+            wait_asleep()
         self._llm = LLM(
             model=config.checkpoint,
             dtype=config.dtype,

@@ -22,25 +22,32 @@ class ForkingExecutor(MultiprocExecutor):
     A new interpreter is for OpenMP: it reads the cores that its threads are bound to when it begins. Workers of this
     executor have one thread and are bound to no core (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so nothing is to be read.
 
-    Driver and workers sleep while they wait for each other. vLLM's look for the next message for a second after each,
-    on cores that ranks of the trainer compute on. A version without such readers keeps its own way.
-
     Source:
-        vLLM 0.21, vllm/platforms/cpu.py (check_and_update_config), vllm/utils/ompmultiprocessing.py and
-        vllm/distributed/device_communicators/shm_broadcast.py.
+        vLLM 0.21, vllm/platforms/cpu.py (check_and_update_config) and vllm/utils/ompmultiprocessing.py.
     """
 
     def _init_executor(self) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        reader = getattr(shm_broadcast, "SpinCondition", None)
-        if reader is not None and "busy_loop_s" in inspect.signature(reader).parameters:  # workers inherit it
-            reader.wait = _asleep(reader.wait)
         super()._init_executor()
 
 
-def _asleep(wait: Callable[[Any, int | None], None]) -> Callable[[Any, int | None], None]:
-    def wait_asleep(condition: Any, timeout_ms: int | None = None) -> None:
-        condition.busy_loop_s = min(condition.busy_loop_s, _SPIN_S)
-        wait(condition, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+def wait_asleep() -> None:
+    """Have this process, and workers that are forked from it, sleep while they wait for messages of vLLM.
 
-    return wait_asleep
+    vLLM's readers look for the next message for a second after each: on a CPU they take a core from the worker that
+    they wait for, or from ranks of the trainer. A version without such readers keeps its own way.
+
+    Source:
+        vLLM 0.21, vllm/distributed/device_communicators/shm_broadcast.py.
+    """
+    reader = getattr(shm_broadcast, "SpinCondition", None)
+    if reader is not None and "busy_loop_s" in inspect.signature(reader).parameters:
+        reader.wait = _asleep(reader.wait)
+
+
+def _asleep(spinning: Callable[[Any, int | None], None]) -> Callable[[Any, int | None], None]:
+    def wait(condition: Any, timeout_ms: int | None = None) -> None:
+        condition.busy_loop_s = min(condition.busy_loop_s, _SPIN_S)
+        spinning(condition, _LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
+
+    return wait
