@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.reference_digest import lane_sums_numpy
 from verifier.plan import chunk_plan
 from verifier.plan.chunk_plan import TensorMeta, build_plan
 from verifier.plan.digest import Pieces, digest_tensor, digest_tensors, dtype_name
-from verifier.plan.digest_definition import BLOCK_BYTES, finish, lane_sums_numpy
+from verifier.plan.digest_definition import BLOCK_BYTES, finish
 from verifier.plan.digest_triton import STEP_BYTES, STEPS_PER_UNIT
 from verifier.transport.buffer import pack, unpack
 

@@ -1,4 +1,4 @@
-"""Definition of the content digest and its reference, which kernels on host and GPU equal bit for bit.
+"""Definition of the content digest, which kernels on host and GPU follow bit for bit.
 
 Equal digests mean equal bytes in equal places. Shape and dtype do not enter; checks compare them separately. So a view,
 a packed buffer and the tensor itself have one digest. It is fast rather than cryptographic: it finds mistakes, not
@@ -38,8 +38,6 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 PREFIX = "vd1:"
-_REFERENCE_BLOCKS = 256
-"""Number of blocks (4 MiB of data) that the reference widens to 64 bits at a time."""
 
 
 def mix(value: Any) -> Any:
@@ -74,21 +72,3 @@ def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[st
     words[:, 0], words[:, 1] = finish(low, high, np.asarray(sizes, dtype=np.uint64))
     text = words.tobytes().hex(" ", 16)
     return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []
-
-
-def lane_sums_numpy(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
-    """Return both lanes' sums of a uint8 vector [num_bytes] on the host: the reference.
-
-    It widens `_REFERENCE_BLOCKS` blocks at a time and so needs about 40 MiB of memory beside the data.
-    """
-    keys = KEYS.astype(np.uint64).reshape(2, ROWS // 2, 2, 1)
-    sums = np.zeros(2, dtype=np.uint64)
-    for first in range(0, -(-data.nbytes // BLOCK_BYTES), _REFERENCE_BLOCKS):
-        piece = np.asarray(data[first * BLOCK_BYTES : (first + _REFERENCE_BLOCKS) * BLOCK_BYTES])
-        words = np.pad(piece, (0, -piece.size % BLOCK_BYTES)).view(np.uint32).astype(np.uint64)
-        keyed = words.reshape(-1, 1, ROWS // 2, 2, COLUMNS) ^ keys
-        streams = (keyed[..., 0, :] * keyed[..., 1, :]).sum(axis=2)
-        number = np.arange(len(streams) * COLUMNS, dtype=np.uint64) + (first * COLUMNS + 1)
-        sums += mix(streams + number.reshape(-1, 1, COLUMNS) * GOLDEN).sum(axis=(0, 2))
-    low, high = sums.tolist()
-    return low, high

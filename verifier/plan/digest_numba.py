@@ -20,7 +20,7 @@ _WORDS_AHEAD = 1024
 
 
 def lane_sums_numba(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
-    """Return both lanes' sums of a uint8 vector [num_bytes] on the host; the same bits as `lane_sums_numpy`."""
+    """Return both lanes' sums of a uint8 vector [num_bytes] on the host."""
     array = np.asarray(data)
     whole = array.size // BLOCK_BYTES
     low = high = 0
