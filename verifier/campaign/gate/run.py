@@ -64,7 +64,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
-        write_whole(config.folder / CONFIG, _config_text(config))
+        write_whole(config.folder / CONFIG, resolved(config, {"folder": "the folder itself"}))
         with _pool(config, gpus) as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
@@ -135,11 +135,6 @@ def _not_run(config: GateConfig, cell: Cell) -> CellResult:
     return CellResult(
         cell=cell, status="not run", reason=f"it does not fit into the budget of {config.budget_minutes:g} minutes"
     )
-
-
-def _config_text(config: GateConfig) -> str:
-    """Every knob, as `--config` takes it again, the folder included."""
-    return resolved(config, {"folder": "the folder itself"})
 
 
 def _now() -> str:
