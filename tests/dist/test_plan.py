@@ -17,13 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from verifier.cli.plan import as_json, plan_of
+from verifier.cli.plan import as_json
 from verifier.config import EngineOptions, PlanConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.record import Record
 from verifier.core.records_weights import LoadedShard, PlanDigest, PlannedTensor
 from verifier.mesh import Mesh
+from verifier.model.named import sizes_alone
 from verifier.model.tiny import write_tiny
+from verifier.plan.run_plan import run_plan
 from verifier.runs.runner import Runner
 
 Case = tuple[str, Mesh, str, tuple[str, ...]]
@@ -44,9 +46,9 @@ def compare(case: Case, records: Iterable[Record]) -> None:
     """Assert that the plan of a case is what its ranks recorded."""
     name, mesh, dtype, fixes = case
     asked = PlanConfig(model=f"tiny:{name}", mesh=mesh, dtype=dtype, fixes=fixes, max_chunk_mib=64)
-    planned = plan_of(asked)
+    planned = run_plan(asked, sizes_alone(asked.model, asked.dtype))
     assert planned.contradictions == ()
-    said: dict[str, Any] = json.loads(as_json(asked, planned))
+    said: dict[str, Any] = json.loads(as_json(planned))
     of: dict[type, list[Any]] = defaultdict(list)
     for record in records:
         of[type(record)].append(record)

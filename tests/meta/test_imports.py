@@ -24,7 +24,7 @@ ROOMS = {
     "model": {"core", "mesh", "data", "platform"},
     "train": {"core", "mesh", "launch", "data", "algorithms", "model", "platform"},
     "export": {"core", "mesh", "model", "train", "platform"},
-    "plan": {"core", "mesh", "model", "export"},
+    "plan": {"core", "mesh", "config", "model", "export"},
     "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
     "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},

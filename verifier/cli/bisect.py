@@ -14,6 +14,8 @@ from verifier.core.finding import ExitCode
 from verifier.core.records_activations import Activation
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
+from verifier.mesh import Mesh
+from verifier.report.header import mesh_of
 
 ROWS = 12
 """Rows of the table on either side of the first difference; `--verbose` prints all."""
@@ -90,7 +92,8 @@ def render(found: FirstDifference, traces: Sequence[Trace], *, whole: bool = Fal
     manifest = traces[0].manifest
     theirs = "by transformers" if len(traces) == 1 else "in the other run"
     lines = [sentence(found, theirs), ""]
-    lines.append(f"{manifest.model}, {manifest.dtype}, mesh {_mesh(traces[0])}")
+    mesh = mesh_of(manifest) or Mesh()
+    lines.append(f"{manifest.model}, {manifest.dtype}, mesh {mesh.label()}")
     lines += _table(found, whole)
     for trace in traces:
         if not trace.manifest.complete:
@@ -101,13 +104,6 @@ def render(found: FirstDifference, traces: Sequence[Trace], *, whole: bool = Fal
     if len(traces) == 1 and not found.weights_compared:
         lines += ["", "gradients of weights were not compared: no layout says where they lie"]
     return "\n".join(lines) + "\n"
-
-
-def _mesh(trace: Trace) -> str:
-    from verifier.mesh import Mesh
-
-    sizes = trace.manifest.mesh
-    return Mesh(**{name: getattr(sizes, name) for name in sizes.__struct_fields__}).label() if sizes else "1 rank"
 
 
 def sentence(found: FirstDifference, theirs: str) -> str:

@@ -15,9 +15,8 @@ from verifier.model.named import sizes_alone
 from verifier.plan.chunk_plan import DTYPE_BYTES
 from verifier.plan.held_shards import Holding, is_expert
 from verifier.plan.misfit import ranges
-from verifier.plan.rank_memory import RankBytes, TrainerMemory
-from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, Target, run_plan
-from verifier.platform.upstream_fixes import MEGATRON_DECAY, selected
+from verifier.plan.rank_memory import RankBytes
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, run_plan
 
 
 def plan(config: PlanConfig, file: Path | None) -> int:
@@ -26,32 +25,17 @@ def plan(config: PlanConfig, file: Path | None) -> int:
     Raises:
         UsageError: a model that no hand-written row describes, or a file that cannot be written.
     """
-    found = plan_of(config)
-    show_results(lambda: as_text(config.model, found), (file, lambda: as_json(config, found)))
+    found = run_plan(config, sizes_alone(config.model, config.dtype))
+    show_results(lambda: as_text(found), (file, lambda: as_json(found)))
     return ExitCode.VIOLATED if found.contradictions else ExitCode.HOLDS
 
 
-def plan_of(config: PlanConfig) -> RunPlan:
-    """Return the plan that a config asks for; see `run_plan`."""
-    trainer = TrainerMemory(
-        dtype=config.dtype, distributed_optimizer=config.distributed_optimizer, tokens=config.tokens,
-        grad_reduce_in_fp32=config.grad_reduce_in_fp32, recompute=config.recompute,
-    )  # fmt: skip
-    target = Target(
-        trainer=trainer, gpu_gib=config.gpu_gib, transport=config.transport,
-        max_chunk_bytes=config.max_chunk_mib << 20,
-        transfer_gb_s=config.transfer_gb_s or MEASURED_GB_S[config.transport],
-        gather_gb_s=config.gather_gb_s or MEASURED_GB_S["nccl"],
-        rounds_decay=MEGATRON_DECAY not in selected(config.fixes),
-    )  # fmt: skip
-    return run_plan(sizes_alone(config.model, config.dtype), config.mesh, target)
-
-
-def as_text(model: str, found: RunPlan) -> str:
+def as_text(found: RunPlan) -> str:
     """Return the plan as text: a line per fact, a row per kind of pipeline stage, then contradictions or none."""
-    mesh, dtype = found.mesh, found.target.trainer.dtype
+    config, mesh = found.config, found.config.mesh
     lines = [
-        f"plan        {model}: {found.layout.family.name}, {mesh.label()}, {mesh.world_size:,} ranks, {dtype}",
+        f"plan        {config.model}: {found.layout.family.name}, {mesh.label()}, {mesh.world_size:,} ranks, "
+        f"{config.dtype}",
         f"model       {found.num_parameters:,} parameters, {_size(found.num_bytes)} in {len(found.specs):,} tensors",
         *(f"left out    {clause}" for clause in found.left_out),
     ]
@@ -69,7 +53,7 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
     unit, name = (GIB, "GiB") if max(item.total for item in made.memory) > GIB else (MIB, "MiB")
     yield f"{name} of a rank, least to greatest, by pipeline stage:"
     yield f"  {'stages':8} {'layers':>6} " + " ".join(f"{title:>12}" for title in titles)
-    sizes = found.mesh.stage_sizes(found.layout.sizes["layers"])
+    sizes = found.config.mesh.stage_sizes(found.layout.sizes["layers"])
     rows = []
     for stage, size in enumerate(sizes):
         held = [(item, memory) for item, memory in zip(made.holdings, made.memory, strict=True) if item.at.pp == stage]
@@ -80,19 +64,18 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
         stages = [stage for stage, _ in run]
         yield f"  {ranges(stages):8} {layers:>6} " + " ".join(f"{cell:>12}" for cell in cells)
     yield "  * estimated: " + _ESTIMATE
-    trainer, limit = found.target.trainer, found.target.gpu_gib * GIB
     sender = made.bytes_of(0, 0)
     yield (
         f"rank 0      sends, from {_size(made.sending)} of chunks besides: {_size(sender.total)} with "
-        f"{trainer.tokens:,} tokens in a micro-batch"
+        f"{found.config.tokens:,} tokens in a micro-batch"
     )
-    above = made.above(limit, lambda item: item.total)
+    above = made.above(found.config.gpu_gib * GIB, lambda item: item.total)
     fit = (
         "every rank fits, activations included"
         if not above
         else f"{len(above):,} ranks do not fit with their activations: {ranges(above, most=4)}"
     )
-    yield f"memory      of {found.target.gpu_gib:g} GiB a GPU, {fit}"
+    yield f"memory      of {found.config.gpu_gib:g} GiB a GPU, {fit}"
 
 
 MIB = 1 << 20
@@ -102,7 +85,6 @@ _ESTIMATE = "Korthikanti et al. 2022, section 4.1, without scores and dropout; e
 
 def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
     """Yield what travels, who owns it, and how long a sync takes at least."""
-    target = found.target
     for item in made.plans:
         if item.plan is not None:
             num_tensors, chunks = sum(len(chunk.names) for chunk in item.plan.chunks), item.plan.chunks
@@ -119,10 +101,10 @@ def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
     )
     yield (
         f"sync        at least {max(made.gather_s, made.transfer_s):.2f} s: gather {made.gather_s:.2f} s at "
-        f"{target.gather_gb_s:g} GB/s, {target.transport} to the engine {made.transfer_s:.2f} s at "
-        f"{target.transfer_gb_s:g} GB/s; one after the other {made.gather_s + made.transfer_s:.2f} s"
+        f"{found.gather_gb_s:g} GB/s, {found.config.transport} to the engine {made.transfer_s:.2f} s at "
+        f"{found.transfer_gb_s:g} GB/s; one after the other {made.gather_s + made.transfer_s:.2f} s"
     )
-    used = {"nccl": target.gather_gb_s, target.transport: target.transfer_gb_s}
+    used = {"nccl": found.gather_gb_s, found.config.transport: found.transfer_gb_s}
     if any(MEASURED_GB_S[name] == value for name, value in used.items()):
         measured = ", ".join(f"{name} {value:g}" for name, value in MEASURED_GB_S.items())
         yield f"            {measured} GB/s were measured within one host: {MEASURED_IN}"
@@ -138,12 +120,13 @@ def _span(values: list[float], unit: str = "") -> str:
     return least if least == greatest else f"{least}-{greatest}"
 
 
-def as_json(config: PlanConfig, found: RunPlan) -> str:
+def as_json(found: RunPlan) -> str:
     """Return the complete plan as JSON: every rank, every shard of each kind of rank, every tensor of the transfer."""
     values: dict[str, Any] = {
-        "config": config.to_dict(), "family": found.layout.family.name, "world_size": found.mesh.world_size,
-        "sound": not found.contradictions, "contradictions": found.contradictions, "left_out": found.left_out,
-        "parameters": found.num_parameters, "bytes": found.num_bytes, "chunk_bytes": found.chunk_bytes,
+        "config": found.config.to_dict(), "family": found.layout.family.name,
+        "world_size": found.config.mesh.world_size, "sound": not found.contradictions,
+        "contradictions": found.contradictions, "left_out": found.left_out, "parameters": found.num_parameters,
+        "bytes": found.num_bytes, "chunk_bytes": found.chunk_bytes,
     }  # fmt: skip
     if found.made is not None:
         values |= _made(found, found.made)
@@ -158,7 +141,7 @@ def _made(found: RunPlan, made: Made) -> dict[str, Any]:
         for rank in holding.ranks:
             ranks.append(
                 {
-                    "rank": rank, "coordinate": str(found.mesh.coordinate(rank)), "holding": index,
+                    "rank": rank, "coordinate": str(found.config.mesh.coordinate(rank)), "holding": index,
                     "parameters": {
                         "dense": holding.count(expert=False), "expert": holding.count(expert=True),
                     },
@@ -170,8 +153,8 @@ def _made(found: RunPlan, made: Made) -> dict[str, Any]:
     return {
         "activations": f"estimated: {_ESTIMATE}",
         "sync": {
-            "gather_s": made.gather_s, "transfer_s": made.transfer_s, "gather_gb_s": found.target.gather_gb_s,
-            "transfer_gb_s": found.target.transfer_gb_s, "measured_in": MEASURED_IN,
+            "gather_s": made.gather_s, "transfer_s": made.transfer_s, "gather_gb_s": found.gather_gb_s,
+            "transfer_gb_s": found.transfer_gb_s, "measured_in": MEASURED_IN,
         },
         "ranks": sorted(ranks, key=lambda item: item["rank"]),
         "holdings": [_holding(found, made, holding) for holding in made.holdings],

@@ -51,14 +51,9 @@ class Results:
     detail: Detail = Detail.USUAL
 
     @property
-    def files(self) -> tuple[Path | None, ...]:
-        """The three files."""
-        return self.json, self.junit, self.html
-
-    @property
     def takes_stdout(self) -> bool:
         """True if a file stands for stdout, which then gets no text."""
-        return STDOUT in self.files
+        return STDOUT in (self.json, self.junit, self.html)
 
 
 _OPTIONS = {

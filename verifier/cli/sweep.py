@@ -38,7 +38,7 @@ def sweep(config: SweepConfig, progress: Progress) -> int:
     if rows:
         show(summary.table(found.device, rows))
     if invalid:
-        show(f"{len(invalid):,} invalid:\n" + "".join(f"  {item.name}: {item.reason}\n" for item in invalid))
+        show(f"{len(invalid):,} invalid:\n" + "".join(f"  {item.what}: {item.reason}\n" for item in invalid))
     if all(row.status != "ok" for row in rows):
         why = rows[0] if rows else None
         reason = invalid[0].reason if why is None and invalid else "" if why is None else why.reason

@@ -89,7 +89,11 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         config = going_on(config, begin)
     try:
         with contextlib.ExitStack() as stack:
-            evidence = _evidence(stack.enter_context(started_judge())) if config.verify.steps else None
+            evidence = None
+            if config.verify.steps:
+                from verifier.probes.training.run_evidence import RunEvidence
+
+                evidence = RunEvidence(stack.enter_context(started_judge()), complain)
             if view is not None:
                 stack.enter_context(view.run(config.steps))
             summary = Trainer(config, progress, evidence or SILENT, view=view).run()
@@ -124,13 +128,6 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
     show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
     show(_unjudged(evidence))
     return code
-
-
-def _evidence(judge: ProcessJudge) -> RunEvidence:
-    """Observer of a judged run."""
-    from verifier.probes.training.run_evidence import RunEvidence
-
-    return RunEvidence(judge, complain)
 
 
 def _unjudged(evidence: RunEvidence | None) -> str:

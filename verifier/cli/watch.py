@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -31,20 +30,7 @@ _NAMED = 3
 """Changed files that are named."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """Outcome of a round."""
-
-    code: int
-    verdicts: Mapping[str, str]
-    """Code of a check -> its verdict; empty where nothing was judged."""
-
-
-def loop(
-    config: GoldenConfig | RoundtripConfig,
-    paths: Sequence[Path] | None,
-    results: Results,
-) -> int:
+def loop(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, results: Results) -> int:
     """Run the command that this process was started with in rounds, until a signal ends it.
 
     Args:
@@ -110,7 +96,7 @@ def _rounds(
         began = time.monotonic()
         try:
             imported = _note(config, edited, servers, kept)
-            played = _play(config, servers, kept, edited=number > 1)
+            judged = _play(config, servers, kept, edited=number > 1)
         except VerifierError as problem:
             complain(str(problem))
             kept.close()
@@ -119,8 +105,8 @@ def _rounds(
         else:
             libraries = f", with the import of {', '.join(imported)}" if imported else ""
             took = f"{time.monotonic() - began:.1f} s{libraries}"
-            show(f"\nwatch: round {number} took {took}{_news(verdicts, played.verdicts)}\n")
-            verdicts = played.verdicts or verdicts
+            show(f"\nwatch: round {number} took {took}{_news(verdicts, judged)}\n")
+            verdicts = judged or verdicts
         edited, seen = _edited(seen, look)
         store.discard(config.trace)
         if _runs_loop(edited):
@@ -161,8 +147,8 @@ def _note(
 
 def _play(
     config: GoldenConfig | RoundtripConfig, servers: WarmServers, kept: KeptBetweenRounds, *, edited: bool
-) -> Played:
-    """One round, in a process of its own that prints to where this one does."""
+) -> Mapping[str, str]:
+    """One round, in a process of its own that prints to where this one does; its verdicts, by the checks' codes."""
     words = _without_watch(sys.argv[1:])
     if not any(word.startswith(("--trace", "trace=")) for word in words):
         words.append(f"trace={config.trace}")
@@ -174,7 +160,8 @@ def _play(
     found = servers.play("verifier.cli.watch_round:play", arguments, deadline_s, [1, 2], kept.answer)
     if found["failed"]:
         kept.close()
-    return Played(code=found["code"], verdicts=found["verdicts"])
+    verdicts: Mapping[str, str] = found["verdicts"]
+    return verdicts
 
 
 def _without_watch(words: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ def play(
     channel: Channel, out: int, err: int, *fds: int, words: list[str], environment: dict[str, str],
     write_caches: bool, answers: str, lent: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    """Run one command, and send its exit code and the verdict of each check.
+    """Run one command, and send the verdict of each check.
 
     Args:
         channel: to the loop.
@@ -49,8 +49,8 @@ def play(
     }
     verdicts: dict[str, str] = {}
     used: list[RoundResources] = []
-    code = _command(words, partial(_resources, channel, Path(answers), found, used), verdicts)
-    channel.send({"code": code, "verdicts": verdicts, "failed": any(item.failed for item in used)})
+    _command(words, partial(_resources, channel, Path(answers), found, used), verdicts)
+    channel.send({"verdicts": verdicts, "failed": any(item.failed for item in used)})
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -58,21 +58,19 @@ def _stop(signum: int, frame: object) -> None:
     raise Stopped(signum)
 
 
-def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict[str, str]) -> int:
+def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict[str, str]) -> None:
     try:
         from verifier.cli import results
         from verifier.cli.app import run
-        from verifier.core.finding import ExitCode
         from verifier.runs import resources
     except Exception as problem:
         print(f"verifier: the edited code cannot be imported: {_where(problem)}", file=sys.stderr, flush=True)
-        return 4
+        return
     results.LISTENERS.append(
         lambda report: verdicts.update({item.code: item.verdict.name.lower() for item in report.outcomes})
     )
     resources.LENT.set(lend)
-    code = run(list(words))
-    return int(code) if code is not None else int(ExitCode.INTERNAL)
+    run(list(words))
 
 
 def _where(problem: Exception) -> str:

@@ -6,6 +6,7 @@ Every knob is declared here or in `Mesh`, once.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,11 @@ def next_trace(command: str, under: Path = Path("traces")) -> Path:
     """Return the first free ``<under>/<command>-<number>``: the name of a trace that the user did not name."""
     paths = (under / f"{command}-{number:04d}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
+
+
+def folder_name(model: str) -> str:
+    """Name of a folder for what is done with a model."""
+    return re.sub(r"[^\w.-]", "-", model.strip("/"))
 
 
 def claim_trace(trace: Path) -> Path:

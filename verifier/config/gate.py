@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, next_trace
+from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob, refuse
 from verifier.platform.upstream_fixes import require_known
@@ -120,10 +120,7 @@ class GateConfig(TimedConfig):
         spelled = {value: name for name, value in DTYPES.items()}
         object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
-            name = "".join(
-                letter if letter.isalnum() or letter in "-._" else "-" for letter in self.models[0].strip("/")
-            )
-            object.__setattr__(self, "folder", next_trace(name, GATES))
+            object.__setattr__(self, "folder", next_trace(folder_name(self.models[0]), GATES))
         TimedConfig.__post_init__(self)
         require_known(self.fixes)
 

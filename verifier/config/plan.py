@@ -8,7 +8,7 @@ from verifier.config.commands import DTYPES, CommandConfig, dtype_knob, fixes_kn
 from verifier.config.stored_dtype import stored_dtype
 from verifier.knob import group, knob
 from verifier.mesh import Mesh
-from verifier.platform.upstream_fixes import require_known
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, require_known, selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +53,8 @@ class PlanConfig(CommandConfig):
             object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
         CommandConfig.__post_init__(self)
         require_known(self.fixes)
+
+    @property
+    def rounds_decay(self) -> bool:
+        """True if decay rates of state-space layers have the weights' dtype in the trainer, as shipped."""
+        return MEGATRON_DECAY not in selected(self.fixes)

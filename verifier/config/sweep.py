@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, TimedConfig
+from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name
 from verifier.config.megatron import MegatronOptions
 from verifier.config.stored_dtype import stored_dtype
 from verifier.knob import group, knob, refuse
@@ -69,8 +69,7 @@ class SweepConfig(ModelConfig):
             wide = self.model.startswith(_WIDE)
             object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model, DTYPES.values()))
         if self.run == Path():
-            name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.model.strip("/"))
-            object.__setattr__(self, "run", RUNS / f"sweep-{name}")
+            object.__setattr__(self, "run", RUNS / f"sweep-{folder_name(self.model)}")
         TimedConfig.__post_init__(self)
 
     def _refuse_contradictions(self) -> None:

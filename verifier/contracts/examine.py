@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-import verifier
 from verifier.contracts.table import Contract, by_module, contracts_of
 from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
 from verifier.launch.stack_failure import Place
 from verifier.platform import Tier
 from verifier.platform.pins import differing, installed_versions, running_set
+from verifier.platform.provenance import code_digest
 
 DEADLINE_S = 600.0
 """Deadline of one module's process; each takes 5 to 40 s on two cores."""
@@ -167,8 +167,5 @@ def _file(tier: Tier, kept: Path) -> Path:
 
 @cache
 def _key(tier: Tier) -> str:
-    root, digest = Path(verifier.__file__).parent, hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([tier, sys.prefix, installed_versions()]).encode())
-    for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
+    known = json.dumps([tier, sys.prefix, installed_versions(), code_digest()])
+    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()

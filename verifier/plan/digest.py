@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verifier.errors import ContractError
-from verifier.plan.digest_definition import PREFIX, finish, finish_all, lane_sums_numpy
+from verifier.plan.digest_definition import finish_all
 
 if TYPE_CHECKING:
     import torch
@@ -72,29 +71,22 @@ def _digests_of(data: Sequence[Any]) -> list[str]:
     """Return the digests of uint8 vectors of one device, or of arrays."""
     sizes = [item.nbytes for item in data]
     are_arrays = isinstance(data[0], np.ndarray)
-    if not are_arrays and data[0].is_cuda and _installed("triton"):
+    if not are_arrays and data[0].is_cuda and _has_triton():
         from verifier.plan.digest_triton import LINE_BYTES, lane_sums_of_pieces, table_of
 
         aligned = [item if item.data_ptr() % LINE_BYTES == 0 else item.clone() for item in data]
         begins = [item.data_ptr() - aligned[0].data_ptr() for item in aligned]
         table = table_of(begins, begins, sizes).to(aligned[0].device)
         return finish_all(lane_sums_of_pieces(aligned[0], table, len(sizes)).cpu(), sizes)
-    lane_sums = lane_sums_numpy
-    if _installed("numba"):
-        from verifier.plan.digest_numba import lane_sums_numba
+    from verifier.plan.digest_numba import lane_sums_numba
 
-        lane_sums = lane_sums_numba
-    elif not are_arrays and sys.modules["torch"].cuda.is_initialized() and _installed("triton") and all(sizes):
-        # Without numba the GPU digests host memory some twenty times faster than the host does.
-        return [digest for item in data for digest in _digests_of([item.cuda()])]
     held = data if are_arrays else [item.cpu() for item in data]
-    words = [finish(*lane_sums(item), size) for item, size in zip(held, sizes, strict=True)]
-    return [f"{PREFIX}{first:016x}{second:016x}" for first, second in words]
+    return finish_all(np.stack([lane_sums_numba(item) for item in held]), sizes)
 
 
 @functools.cache
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class Digests:
@@ -139,7 +131,7 @@ class Pieces:
         Args:
             buffer: uint8 vector; on a GPU its address is a multiple of 16 bytes.
         """
-        if buffer.is_cuda and _installed("triton"):
+        if buffer.is_cuda and _has_triton():
             from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
 
             if self._table is None or self._table.device != buffer.device:

@@ -1,4 +1,4 @@
-"""Definition of the content digest and its reference, which kernels on host and GPU equal bit for bit.
+"""Definition of the content digest, which kernels on host and GPU follow bit for bit.
 
 Equal digests mean equal bytes in equal places. Shape and dtype do not enter; checks compare them separately. So a view,
 a packed buffer and the tensor itself have one digest. It is fast rather than cryptographic: it finds mistakes, not
@@ -23,7 +23,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,59 +36,31 @@ BLOCK_BYTES = 4 * ROWS * COLUMNS
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
 PREFIX = "vd1:"
-_REFERENCE_BLOCKS = 256
-"""Number of blocks (4 MiB of data) that the reference widens to 64 bits at a time."""
 
 
-def mix(value: Any) -> Any:
-    """Apply the finaliser of splitmix64 to an int below 2^64 or to an array of uint64, whose products wrap."""
-    value = value ^ value >> 30
-    value = _wrapped(value * MIX_1)
-    value = value ^ value >> 27
-    value = _wrapped(value * MIX_2)
+def mix(value: np.ndarray) -> np.ndarray:
+    """Apply the finaliser of splitmix64 to an array of uint64, whose products wrap."""
+    value = (value ^ value >> 30) * MIX_1
+    value = (value ^ value >> 27) * MIX_2
     return value ^ value >> 31
-
-
-def _wrapped(value: Any) -> Any:
-    """Return an int mod 2^64; an array of uint64 has wrapped by itself."""
-    return value & _MASK if isinstance(value, int) else value
 
 
 KEYS = (mix(np.arange(1, 2 * ROWS + 1, dtype=np.uint64) * GOLDEN) >> 32).astype(np.uint32).reshape(2, ROWS)
 """Keys of the two lanes, one per row of a block."""
 
 
-def finish(low: Any, high: Any, num_bytes: Any) -> tuple[Any, Any]:
-    """Return the two words of the digest from both lanes' sums and the length, as ints or as arrays of uint64."""
-    first = mix(_wrapped(low + mix(_wrapped(num_bytes + GOLDEN))))
-    second = mix(_wrapped(high + first * MIX_1))
-    return mix(_wrapped(first + second * MIX_2)), second
+def finish_all(sums: torch.Tensor | np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[str]:
+    """Return the digests of many pieces from both lanes' sums and their bytes.
 
-
-def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[str]:
-    """Return the digests of many pieces from both lanes' sums, int64 [num_pieces, 2] on the host, and their bytes."""
+    Args:
+        sums: [num_pieces, 2], int64 on the host, or uint64.
+        sizes: size of each piece, in bytes.
+    """
     words = np.empty(sums.shape, dtype=">u8")
-    low, high = sums.numpy().view(np.uint64).T
-    words[:, 0], words[:, 1] = finish(low, high, np.asarray(sizes, dtype=np.uint64))
+    low, high = np.asarray(sums).view(np.uint64).T
+    first = mix(low + mix(np.asarray(sizes, dtype=np.uint64) + GOLDEN))
+    second = mix(high + first * MIX_1)
+    words[:, 0], words[:, 1] = mix(first + second * MIX_2), second
     text = words.tobytes().hex(" ", 16)
     return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []
-
-
-def lane_sums_numpy(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
-    """Return both lanes' sums of a uint8 vector [num_bytes] on the host: the reference.
-
-    It widens `_REFERENCE_BLOCKS` blocks at a time and so needs about 40 MiB of memory beside the data.
-    """
-    keys = KEYS.astype(np.uint64).reshape(2, ROWS // 2, 2, 1)
-    sums = np.zeros(2, dtype=np.uint64)
-    for first in range(0, -(-data.nbytes // BLOCK_BYTES), _REFERENCE_BLOCKS):
-        piece = np.asarray(data[first * BLOCK_BYTES : (first + _REFERENCE_BLOCKS) * BLOCK_BYTES])
-        words = np.pad(piece, (0, -piece.size % BLOCK_BYTES)).view(np.uint32).astype(np.uint64)
-        keyed = words.reshape(-1, 1, ROWS // 2, 2, COLUMNS) ^ keys
-        streams = (keyed[..., 0, :] * keyed[..., 1, :]).sum(axis=2)
-        number = np.arange(len(streams) * COLUMNS, dtype=np.uint64) + (first * COLUMNS + 1)
-        sums += mix(streams + number.reshape(-1, 1, COLUMNS) * GOLDEN).sum(axis=(0, 2))
-    low, high = sums.tolist()
-    return low, high

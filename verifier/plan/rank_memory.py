@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from verifier.config import PlanConfig
 from verifier.export.names import PARAMS, Cut, ModelLayout
 from verifier.mesh import Mesh
 from verifier.model.families import Scope
@@ -17,19 +18,6 @@ _MOMENTS = 8
 """Bytes of Adam's two moments of a parameter, fp32 each."""
 BUFFERS = {"nccl": 4, "ipc": 5}
 """Chunks that the sender's GPU holds at a time: three ahead and one being packed; by IPC also one being read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerMemory:
-    """Settings of the trainer that decide what a rank holds."""
-
-    dtype: str
-    distributed_optimizer: bool = True
-    grad_reduce_in_fp32: bool = True
-    tokens: int = 4096
-    """Tokens of a micro-batch of one data-parallel rank."""
-    recompute: str = "none"
-    """"none" or "full": activations that the backward pass computes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +46,13 @@ class RankBytes:
 
 
 def rank_bytes(
-    holding: Holding, mesh: Mesh, trainer: TrainerMemory, dtype_of: Callable[[str], str], *, transfer: int,
-    activations: int,
-) -> RankBytes:  # fmt: skip
+    holding: Holding, config: PlanConfig, dtype_of: Callable[[str], str], *, transfer: int, activations: int
+) -> RankBytes:
     """Return the bytes of each rank of a holding.
 
     Args:
         holding: shards of the ranks.
-        mesh: parallel sizes.
-        trainer: settings of the trainer.
+        config: of the plan.
         dtype_of: dtype of a checkpoint tensor on a rank, by its name.
         transfer: bytes of a transfer's buffers.
         activations: bytes of activations.
@@ -81,10 +67,11 @@ def rank_bytes(
         for place, size in zip(holding.places, holding.elements, strict=True)
     )
     dense, expert = holding.count(expert=False), holding.count(expert=True)
-    wide = trainer.dtype == "float32"
-    gradient = _FP32 if wide or trainer.grad_reduce_in_fp32 else DTYPE_BYTES[trainer.dtype]
+    wide = config.dtype == "float32"
+    gradient = _FP32 if wide or config.grad_reduce_in_fp32 else DTYPE_BYTES[config.dtype]
     state = _MOMENTS + (0 if wide else _FP32)
-    parts, expert_parts = (mesh.dp * mesh.cp, mesh.expert_dp) if trainer.distributed_optimizer else (1, 1)
+    mesh = config.mesh
+    parts, expert_parts = (mesh.dp * mesh.cp, mesh.expert_dp) if config.distributed_optimizer else (1, 1)
     return RankBytes(
         weights=weights, gradients=gradient * (dense + expert),
         optimizer=state * (math.ceil(dense / parts) + math.ceil(expert / expert_parts)),
@@ -102,7 +89,7 @@ def join_bytes(holdings: tuple[Holding, ...], mesh: Mesh, itemsize: int) -> int:
     return 2 * largest * itemsize
 
 
-def activation_bytes(layout: ModelLayout, mesh: Mesh, stage: int, trainer: TrainerMemory, top_k: int) -> int:
+def activation_bytes(layout: ModelLayout, config: PlanConfig, stage: int, top_k: int) -> int:
     """Estimate the activations that a rank of a pipeline stage keeps at its peak, in bytes.
 
     Every linear layer, norm and activation function keeps its input, attention its query, key, value and output; of
@@ -115,20 +102,20 @@ def activation_bytes(layout: ModelLayout, mesh: Mesh, stage: int, trainer: Train
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.1: 34 s b h
         bytes of a layer without its scores, of which 2 are masks of dropout that these models do not have.
     """
-    itemsize = DTYPE_BYTES[trainer.dtype]
-    tokens = trainer.tokens / (mesh.tp * mesh.cp)
+    mesh, itemsize = config.mesh, DTYPE_BYTES[config.dtype]
+    tokens = config.tokens / (mesh.tp * mesh.cp)
     hidden, wide = layout.sizes["hidden"], 0
     kept = 0.0
     for chunk in range(mesh.vpp):
         for layer in mesh.layers_of(stage, chunk, layout.sizes["layers"]):
             elements = layer_elements(layout, layer, top_k)
             wide = max(wide, elements)
-            kept += hidden if trainer.recompute == "full" else elements
+            kept += hidden if config.recompute == "full" else elements
     if mesh.vpp > 1:  # chunks of a micro-batch that have begun before the first backward pass
         in_flight = min(2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp + 1, 2 * mesh.pp * mesh.vpp) / mesh.vpp
     else:
         in_flight = float(mesh.pp - stage)
-    kept = kept * in_flight + (wide if trainer.recompute == "full" else 0)
+    kept = kept * in_flight + (wide if config.recompute == "full" else 0)
     logits = (itemsize + _FP32) * layout.sizes["vocab"] if stage == mesh.pp - 1 else 0
     return math.ceil(tokens * (itemsize * kept + logits))
 

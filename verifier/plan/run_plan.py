@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from verifier.config import PlanConfig
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
-from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of
 from verifier.model.mesh_fit import architecture_of
 from verifier.model.missed_row import unmet
-from verifier.plan.chunk_plan import DTYPE_BYTES, MAX_GPU_CHUNK_BYTES, chunk_bytes_of
+from verifier.plan.chunk_plan import DTYPE_BYTES, chunk_bytes_of
 from verifier.plan.export_stream import RanksPlan, Streams, plans_of
 from verifier.plan.held_shards import Holding, Ownership, holdings_of, ownership_of
 from verifier.plan.misfit import contradictions, plan_errors
-from verifier.plan.rank_memory import BUFFERS, RankBytes, TrainerMemory, activation_bytes, join_bytes, rank_bytes
+from verifier.plan.rank_memory import BUFFERS, RankBytes, activation_bytes, join_bytes, rank_bytes
 
 GIB = 1 << 30
 MEASURED_GB_S = {"nccl": 312.3, "ipc": 248.6}
@@ -36,29 +36,13 @@ _LEFT_OUT = {
 """Key of config.json -> what the plan does without."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Settings that a plan is made for, besides model and mesh."""
-
-    trainer: TrainerMemory
-    gpu_gib: float = 80.0
-    transport: str = "nccl"
-    max_chunk_bytes: int = MAX_GPU_CHUNK_BYTES
-    transfer_gb_s: float = MEASURED_GB_S["nccl"]
-    """Bandwidth from rank 0 to the engine."""
-    gather_gb_s: float = MEASURED_GB_S["nccl"]
-    """Bandwidth at which a rank gets what other ranks hold."""
-    rounds_decay: bool = True
-    """Decay rates of state-space layers have the weights' dtype in the trainer, as shipped; off: float32."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A model on a mesh, the contradictions between the two, and what follows from both."""
 
-    config: Mapping[str, JSON]
-    mesh: Mesh
-    target: Target
+    config: PlanConfig
+    sizes: Mapping[str, JSON]
+    """config.json, without what the plan does without."""
     layout: ModelLayout
     specs: tuple[TensorSpec, ...]
     """Every tensor of the checkpoint."""
@@ -77,12 +61,12 @@ class RunPlan:
     @cached_property
     def _wide(self) -> frozenset[str]:
         """Names of the tensors that ranks hold in float32, whatever the dtype."""
-        kept = (Content.SCORE_BIAS,) if self.target.rounds_decay else _WIDE
+        kept = (Content.SCORE_BIAS,) if self.config.rounds_decay else _WIDE
         return frozenset(spec.name for spec in self.specs if spec.content in kept)
 
     def dtype_of(self, name: str) -> str:
         """Return the dtype in which ranks hold and export a tensor."""
-        return "float32" if name in self._wide else self.target.trainer.dtype
+        return "float32" if name in self._wide else self.config.dtype
 
     @cached_property
     def num_parameters(self) -> int:
@@ -98,9 +82,19 @@ class RunPlan:
     def chunk_bytes(self) -> int:
         """Greatest size of a chunk, in bytes; it follows from what the checkpoint's files hold."""
         sizes = ((math.prod(spec.shape), spec.content) for spec in self.specs)
-        dtype = self.target.trainer.dtype
+        dtype = self.config.dtype
         stored = sum(size * DTYPE_BYTES["float32" if content in _WIDE else dtype] for size, content in sizes)
-        return chunk_bytes_of(stored, self.target.max_chunk_bytes)
+        return chunk_bytes_of(stored, self.config.max_chunk_mib << 20)
+
+    @property
+    def transfer_gb_s(self) -> float:
+        """Bandwidth from rank 0 to the engine, GB/s."""
+        return self.config.transfer_gb_s or MEASURED_GB_S[self.config.transport]
+
+    @property
+    def gather_gb_s(self) -> float:
+        """Bandwidth at which a rank gets what other ranks hold, GB/s."""
+        return self.config.gather_gb_s or MEASURED_GB_S["nccl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,24 +129,27 @@ class Made:
         )
 
 
-def run_plan(config: Mapping[str, JSON], mesh: Mesh, target: Target) -> RunPlan:
+def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
     """Plan a model on a mesh.
+
+    Args:
+        config: of the command.
+        sizes: config.json of the model.
 
     Raises:
         UsageError: no row describes the model, or a size in config.json is absent or no positive integer.
     """
     left_out = [
-        sentence.format(config[key], dtype=target.trainer.dtype) for key, sentence in _LEFT_OUT.items()
-        if config.get(key)
-    ]  # fmt: skip
-    config = {key: value for key, value in config.items() if key not in _LEFT_OUT}
-    layout = layout_of(config)
+        sentence.format(sizes[key], dtype=config.dtype) for key, sentence in _LEFT_OUT.items() if sizes.get(key)
+    ]
+    sizes = {key: value for key, value in sizes.items() if key not in _LEFT_OUT}
+    layout, mesh = layout_of(sizes), config.mesh
     if layout is None:
-        raise UsageError(_no_row(config))
-    specs = tuple(tensors_of(layout.family, config))
+        raise UsageError(_no_row(sizes))
+    specs = tuple(tensors_of(layout.family, sizes))
     plan = RunPlan(
-        config=config, mesh=mesh, target=target, layout=layout, specs=specs, left_out=tuple(left_out),
-        contradictions=tuple(contradictions(config, mesh)),
+        config=config, sizes=sizes, layout=layout, specs=specs, left_out=tuple(left_out),
+        contradictions=tuple(contradictions(sizes, mesh)),
     )  # fmt: skip
     if plan.contradictions:
         return plan
@@ -161,12 +158,12 @@ def run_plan(config: Mapping[str, JSON], mesh: Mesh, target: Target) -> RunPlan:
     except UsageError as refusal:
         return replace(plan, contradictions=(str(refusal),))
     made = make(plan, holdings)
-    limit = target.gpu_gib * GIB
+    limit = config.gpu_gib * GIB
     found = [*made.ownership.errors(plan.shapes), *plan_errors(made.plans, plan.shapes)]
     if ranks := made.above(limit, lambda item: item.certain):
         worst = max(made.bytes_of(index, holding.ranks[0]).certain for index, holding in enumerate(made.holdings))
         found.append(
-            f"{len(ranks):,} of {mesh.world_size:,} ranks do not fit a GPU of {target.gpu_gib:g} GiB, activations "
+            f"{len(ranks):,} of {mesh.world_size:,} ranks do not fit a GPU of {config.gpu_gib:g} GiB, activations "
             f"apart: the largest needs {worst / GIB:,.1f} GiB"
         )
     return replace(plan, contradictions=tuple(found), made=made)
@@ -174,29 +171,29 @@ def run_plan(config: Mapping[str, JSON], mesh: Mesh, target: Target) -> RunPlan:
 
 def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
     """Return what follows from what the ranks hold."""
-    mesh, target, trainer = plan.mesh, plan.target, plan.target.trainer
+    config, mesh = plan.config, plan.config.mesh
     streams = Streams(mesh, holdings, plan.layout.tied)
     plans = tuple(plans_of(streams, plan.dtype_of, plan.chunk_bytes))
-    top_k = size_if_any(plan.config, "num_experts_per_tok") or 1
-    activations = [activation_bytes(plan.layout, mesh, stage, trainer, top_k) for stage in range(mesh.pp)]
+    top_k = size_if_any(plan.sizes, "num_experts_per_tok") or 1
+    activations = [activation_bytes(plan.layout, config, stage, top_k) for stage in range(mesh.pp)]
     bytes_of = partial(
-        rank_bytes, mesh=mesh, trainer=trainer, dtype_of=plan.dtype_of,
-        transfer=join_bytes(holdings, mesh, DTYPE_BYTES[trainer.dtype]),
+        rank_bytes, config=config, dtype_of=plan.dtype_of,
+        transfer=join_bytes(holdings, mesh, DTYPE_BYTES[config.dtype]),
     )  # fmt: skip
     memory = tuple(bytes_of(holding, activations=activations[holding.at.pp]) for holding in holdings)
     largest = max((chunk.num_bytes for item in plans if item.plan for chunk in item.plan.chunks), default=0)
     least = min(item.weights for item in memory)
     return Made(
         holdings=holdings, ownership=ownership_of(holdings), plans=plans, memory=memory,
-        sending=BUFFERS[target.transport] * largest,
-        gather_s=max(0, plan.num_bytes - least) / target.gather_gb_s / 1e9,
-        transfer_s=plan.num_bytes / target.transfer_gb_s / 1e9,
+        sending=BUFFERS[config.transport] * largest,
+        gather_s=max(0, plan.num_bytes - least) / plan.gather_gb_s / 1e9,
+        transfer_s=plan.num_bytes / plan.transfer_gb_s / 1e9,
     )  # fmt: skip
 
 
-def _no_row(config: Mapping[str, JSON]) -> str:
+def _no_row(sizes: Mapping[str, JSON]) -> str:
     """Sentence on why no row describes a model."""
-    row = next((item for item in FAMILIES.values() if item.model_type == config.get("model_type")), None)
+    row = next((item for item in FAMILIES.values() if item.model_type == sizes.get("model_type")), None)
     if row is None:
-        return f"no hand-written row describes {architecture_of(config)}: a plan is made for {', '.join(FAMILIES)}"
-    return f"the hand-written row {row.name} does not hold for this model: config.json has {unmet(row, config)}"
+        return f"no hand-written row describes {architecture_of(sizes)}: a plan is made for {', '.join(FAMILIES)}"
+    return f"the hand-written row {row.name} does not hold for this model: config.json has {unmet(row, sizes)}"

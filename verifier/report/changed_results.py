@@ -12,16 +12,11 @@ from verifier.core import store
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.report import report_of
-from verifier.report.gate_result import CellResult, GateResult
+from verifier.report.gate_result import BADNESS, CellResult, GateResult
 from verifier.report.pages import gate_at
 from verifier.report.render_text import first_line
 from verifier.report.trace_charts import measures_of
 
-RANK = {
-    "PASS": 0, "holds": 0, "caught": 0, "waived": 1, "not run": 1, "inconclusive": 1, "INCONCLUSIVE": 1,
-    "violated": 2, "missed": 2, "failed": 2, "FAIL": 2,
-}  # fmt: skip
-"""Verdict -> how bad it is. What one result does not have is "not run"."""
 MOVED = 0.05
 """Share by which a measured number differs before it is told; repeated runs differ in the last bits."""
 
@@ -67,7 +62,7 @@ class VerdictChange:
     @property
     def worse(self) -> bool:
         """Test for a verdict that is worse than before."""
-        return RANK[self.after] > RANK[self.before]
+        return BADNESS[self.after] > BADNESS[self.before]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +90,7 @@ class ResultChange:
     @property
     def worse(self) -> bool:
         """Test for a change for the worse: a verdict, or something that held and is judged no more."""
-        return RANK[self.decision[1]] > RANK[self.decision[0]] or any(item.worse for item in self.verdicts)
+        return BADNESS[self.decision[1]] > BADNESS[self.decision[0]] or any(item.worse for item in self.verdicts)
 
 
 def result_of(path: Path) -> ResultStanding:
@@ -207,11 +202,11 @@ def render_text(change: ResultChange) -> str:
     """Versions that differ, then verdicts that got worse and better, numbers, and the answer."""
     lines = [f"old: {change.old}", f"new: {change.new}"]
     lines += [f"  {name}: {before} -> {after}" for name, (before, after) in change.made_by.items()]
-    worse = sorted((item for item in change.verdicts if item.worse), key=lambda item: -RANK[item.after])
+    worse = sorted((item for item in change.verdicts if item.worse), key=lambda item: -BADNESS[item.after])
     parts = {
         "worse": [_line(item) for item in worse],
-        "better": [_line(item) for item in change.verdicts if RANK[item.after] < RANK[item.before]],
-        "other": [_line(item) for item in change.verdicts if RANK[item.after] == RANK[item.before]],
+        "better": [_line(item) for item in change.verdicts if BADNESS[item.after] < BADNESS[item.before]],
+        "other": [_line(item) for item in change.verdicts if BADNESS[item.after] == BADNESS[item.before]],
         "numbers": [_of(item.cell, f"{item.what}: {item.before} -> {item.after}") for item in change.numbers],
     }
     for title, said in parts.items():

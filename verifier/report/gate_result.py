@@ -16,6 +16,12 @@ Kind = Literal["golden", "roundtrip", "train", "faults"]
 Status = Literal["holds", "violated", "inconclusive", "failed", "not run"]
 Decision = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
+BADNESS = {
+    "PASS": 0, "holds": 0, "caught": 0, "waived": 1, "not run": 1, "inconclusive": 1, "INCONCLUSIVE": 1,
+    "violated": 2, "missed": 2, "failed": 2, "FAIL": 2,
+}  # fmt: skip
+"""Verdict -> how bad it is. What one result does not have is "not run"."""
+
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One judged run of the matrix."""

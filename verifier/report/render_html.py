@@ -9,22 +9,10 @@ from typing import Any
 
 from verifier.core.outputs import printable
 from verifier.report.charts import Chart, svg
-from verifier.report.gate_result import CheckVerdict, WaiverUse
+from verifier.report.gate_result import BADNESS, CheckVerdict, WaiverUse
 
-TONES = {
-    "holds": "good",
-    "caught": "good",
-    "PASS": "good",
-    "violated": "bad",
-    "missed": "bad",
-    "failed": "bad",
-    "FAIL": "bad",
-    "inconclusive": "unsure",
-    "INCONCLUSIVE": "unsure",
-    "waived": "unsure",
-    "not run": "none",
-}
-"""Verdict, status or decision -> the class of its colour in the style sheet."""
+TONES = ("good", "unsure", "bad")
+"""Class of a colour in the style sheet, by `BADNESS`."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -102,7 +90,7 @@ def html(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["svg"] = lambda chart: Markup(svg(chart))  # noqa: S704  (ElementTree has escaped every text)
-    environment.filters["tone"] = TONES.__getitem__
+    environment.filters["tone"] = lambda verdict: "none" if verdict == "not run" else TONES[BADNESS[verdict]]
     style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))  # noqa: S704  (a file of this package)
     text: str = environment.get_template("page.html.jinja").render(page=page, style=style)
     return text

@@ -32,7 +32,7 @@ def render_json(report: Report) -> str:
         "not_judged": list(report.not_judged),
         "widened": list(report.widened),
         "unreached": list(report.unreached),
-        "resembles": [msgspec.to_builtins(item) for item in alike.faults] if (alike := report.resembles) else [],
+        "resembles": msgspec.to_builtins(report.resembles),
         "cause": _cause(report),
         "ended_by": why_it_ended(report.manifest),
         "switched_off": list(report.switched_off),

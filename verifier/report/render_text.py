@@ -13,6 +13,7 @@ from verifier.report.detail import Detail
 from verifier.report.grouping import grouped
 from verifier.report.header import header, located
 from verifier.report.report import Report, excess, explanation, why_it_ended
+from verifier.report.resemblance import named
 
 MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
@@ -174,7 +175,7 @@ def _answer(report: Report) -> str:
     lines = [_conclusion(report)]
     if report.violated:
         if alike := report.resembles:
-            lines.append(printable(f"resembles: {alike}"))
+            lines.append(printable(f"resembles: {named(alike)}"))
         first = report.violated[0]
         assert first.finding is not None
         found = first.finding.first

@@ -14,7 +14,7 @@ from verifier.core.plugins import LOADED
 from verifier.core.records_run import StackFailure
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
-from verifier.report.resemblance import Resemblance, resemblance
+from verifier.report.resemblance import KnownFault, resembling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +112,11 @@ class Report:
         return bool(ran) and not any(item.num_compared for item in self.outcomes)
 
     @property
-    def resembles(self) -> Resemblance | None:
-        """Faults that violate the same checks, first in the same stage; None where the run was not judged whole."""
-        violated = self.violated
-        if not violated or self.switched_off or not self.manifest.complete:
-            return None
-        assert violated[0].finding is not None
-        found = resemblance([item.code for item in violated], violated[0].finding.first_bad_stage.label)
-        return found if found.faults else None
+    def resembles(self) -> tuple[KnownFault, ...]:
+        """Faults that violate the same checks, first in the same stage; none where the run was not judged whole."""
+        if (stage := self.first_bad_stage) is None or self.switched_off or not self.manifest.complete:
+            return ()
+        return resembling([item.code for item in self.violated], stage.label)
 
 
 def _place(outcome: Outcome) -> tuple[int, ...]:

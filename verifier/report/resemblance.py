@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -34,19 +33,7 @@ def known_faults() -> tuple[KnownFault, ...]:
     return msgspec.json.decode(text, type=tuple[KnownFault, ...])
 
 
-@dataclass(frozen=True, slots=True)
-class Resemblance:
-    """Faults that show as this run does: the same checks are violated, and the same stage is bad first."""
-
-    faults: tuple[KnownFault, ...]
-
-    def __str__(self) -> str:
-        named = [f"`{item.fault}` ({item.link or item.reproduces})" for item in self.faults[:MAX_NAMED]]
-        left = len(self.faults) - len(named)
-        return ", ".join(named) + (f", and {left} more" if left else "")
-
-
-def resemblance(violated: Collection[str], first_bad: str) -> Resemblance:
+def resembling(violated: Collection[str], first_bad: str) -> tuple[KnownFault, ...]:
     """Look up the faults whose last trial violated exactly these checks, first in this stage.
 
     Args:
@@ -54,4 +41,11 @@ def resemblance(violated: Collection[str], first_bad: str) -> Resemblance:
         first_bad: label of a stage.
     """
     codes = tuple(sorted(violated))
-    return Resemblance(tuple(item for item in known_faults() if (item.caught, item.first_bad) == (codes, first_bad)))
+    return tuple(item for item in known_faults() if (item.caught, item.first_bad) == (codes, first_bad))
+
+
+def named(faults: Sequence[KnownFault]) -> str:
+    """Return the first faults with their issues, and how many more there are."""
+    shown = [f"`{item.fault}` ({item.link or item.reproduces})" for item in faults[:MAX_NAMED]]
+    left = len(faults) - len(shown)
+    return ", ".join(shown) + (f", and {left} more" if left else "")

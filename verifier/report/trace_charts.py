@@ -105,16 +105,10 @@ def measures_of(trace: Trace) -> dict[str, float]:
             of = f"trainer against engine, `{item.name}`, version {item.version}"
             found[f"{of}: mean, nats"] = float(item.gaps.mean())
             found[f"{of}: greatest, nats"] = float(item.gaps.max())
-    for version, worst in _worst_gradients(trace).items():
-        found[f"greatest gradient gap of version {version}, times the bound"] = worst
-    return found
-
-
-def _worst_gradients(trace: Trace) -> dict[int, float]:
-    worst: dict[int, float] = {}
     for _, version, ratio in _gradient_ratios(trace):
-        worst[version] = max(worst.get(version, 0.0), ratio)
-    return worst
+        gap = f"greatest gradient gap of version {version}, times the bound"
+        found[gap] = max(found.get(gap, 0.0), ratio)
+    return found
 
 
 def _of_scored(found: Sequence[Scored]) -> Iterator[Chart]:

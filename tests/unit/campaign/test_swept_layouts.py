@@ -11,7 +11,7 @@ from verifier.model.named import config_of
 def found(sizes=None, **knobs):
     config = SweepConfig(**{"model": "tiny:qwen3", "recompute": "none", **knobs})
     valid, invalid = layouts_of(config, {**config_of(config.model, config.dtype), **(sizes or {})}, "cpu")
-    return [layout.name for layout in valid], {item.name: item.reason for item in invalid}
+    return [layout.name for layout in valid], {item.what: item.reason for item in invalid}
 
 
 def test_every_division_of_two_ranks_is_tried():

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from verifier.campaign.sweep.layouts import InvalidLayout
 from verifier.campaign.sweep.rows import SweepRow, opened_rows
 from verifier.campaign.sweep.summary import answer, as_json, table
 from verifier.config import SweepConfig
 from verifier.errors import UsageError
+from verifier.report.gate_result import LeftOut
 
 
 def row(layout, max_tokens, tokens_per_s=None, status="ok", **sizes):
@@ -93,7 +93,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 
 
 def test_the_summary_names_fastest_layout_and_largest_budget(tmp_path):
-    invalid = [InvalidLayout(name="tp3", reason="tp = 3 does not divide the 8 heads")]
+    invalid = [LeftOut(what="tp3", reason="tp = 3 does not divide the 8 heads")]
     summary = json.loads(as_json(config(tmp_path), "cpu", ROWS, invalid))
     assert summary["fastest"]["knobs"] == {"mesh.dp": 2, "megatron.recompute": "none", "batch.max_tokens": 1024}
     assert summary["largest_budget"]["max_tokens"] == 2048

@@ -2,7 +2,8 @@
 
 import torch
 
-from verifier.plan.digest_definition import BLOCK_BYTES, lane_sums_numpy
+from tests.reference_digest import lane_sums_numpy
+from verifier.plan.digest_definition import BLOCK_BYTES
 from verifier.plan.digest_triton import LINE_BYTES, STEP_BYTES, STEPS_PER_UNIT, _pieces_kernel, table_of
 
 SIZES = [

@@ -8,16 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import reference_digest
+from tests.reference_digest import lane_sums_numpy
 from verifier.errors import ContractError
-from verifier.plan import digest as digest_module
-from verifier.plan import digest_definition
 from verifier.plan.digest import Pieces, digest_tensor, digest_tensors
-from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, KEYS, ROWS, finish, finish_all, lane_sums_numpy
+from verifier.plan.digest_definition import BLOCK_BYTES, COLUMNS, KEYS, ROWS, finish_all
 
 EDGES = [0, 1, 2, 3, 4, 5, 511, 512, 513, 1024, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES + 7]
 
@@ -28,8 +29,7 @@ def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def reference(data: torch.Tensor) -> str:
-    first, second = finish(*lane_sums_numpy(data), data.numel())
-    return f"vd1:{first:016x}{second:016x}"
+    return finish_all(np.array([lane_sums_numpy(data)], np.uint64), [data.numel()])[0]
 
 
 MASK = (1 << 64) - 1
@@ -108,15 +108,8 @@ def test_host_path_equals_reference(num_bytes, offset, seed):
 
 
 def test_reference_in_several_pieces():
-    data = bytes_of(2 * digest_definition._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
+    data = bytes_of(2 * reference_digest._REFERENCE_BLOCKS * BLOCK_BYTES + 12345)
     assert digest_tensor(data) == reference(data)
-
-
-def test_without_numba_the_reference_answers(monkeypatch):
-    data = bytes_of(40_000)
-    expected = digest_tensor(data)
-    monkeypatch.setattr(digest_module, "_installed", lambda package: False)
-    assert digest_tensor(data) == expected
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

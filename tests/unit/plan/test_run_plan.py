@@ -12,37 +12,40 @@ from pathlib import Path
 
 import pytest
 
+from verifier.config import PlanConfig
 from verifier.errors import UsageError
 from verifier.export.sharding import ParamPlacement
 from verifier.mesh import Mesh
 from verifier.model.tiny import tiny_config
 from verifier.plan import run_plan as plans
-from verifier.plan.chunk_plan import MAX_CHUNK_BYTES
 from verifier.plan.held_shards import holdings_of
 from verifier.plan.misfit import plan_errors, ranges
-from verifier.plan.rank_memory import BUFFERS, TrainerMemory, activation_bytes, layer_elements, rank_bytes
-from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Target, run_plan
+from verifier.plan.rank_memory import BUFFERS, activation_bytes, layer_elements, rank_bytes
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, run_plan
 from verifier.transport.cuda_ipc import SLOTS
 from verifier.transport.wire import AHEAD
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = Path(__file__).parent / "published"
 DEEPSEEK = Mesh(tp=8, pp=16, ep=32, dp=8, last_stage_layers=1)
-BF16 = Target(trainer=TrainerMemory(dtype="bfloat16"))
+
+
+def bf16(mesh, **knobs):
+    return PlanConfig(**{"model": "any", "dtype": "bfloat16", "mesh": mesh} | knobs)
 
 
 def published(name, **changes):
     return json.loads((PUBLISHED / name / "config.json").read_text()) | changes
 
 
-def tiny(mesh, name="qwen3-moe", target=None, **changes):
-    target = target or Target(trainer=TrainerMemory(dtype="float32"), max_chunk_bytes=MAX_CHUNK_BYTES)
-    return run_plan(tiny_config(name, "float32") | changes, mesh, target)
+def tiny(mesh, name="qwen3-moe", **knobs):
+    config = PlanConfig(**{"model": "any", "dtype": "float32", "mesh": mesh, "max_chunk_mib": 64} | knobs)
+    return run_plan(config, tiny_config(name, "float32"))
 
 
 @pytest.fixture(scope="module")
 def deepseek():
-    return run_plan(published("deepseek-v3"), DEEPSEEK, BF16)
+    return run_plan(bf16(DEEPSEEK), published("deepseek-v3"))
 
 
 def test_deepseek_v3_has_671_billion_parameters(deepseek):
@@ -59,7 +62,7 @@ def test_deepseek_v3_has_671_billion_parameters(deepseek):
 
 @pytest.mark.slow
 def test_qwen3_235b_has_235_billion_parameters():
-    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=8), BF16)  # the model is the same where the mesh is wrong
+    plan = run_plan(bf16(Mesh(tp=8)), published("qwen3-235b-a22b"))  # the model is the same where the mesh is wrong
     attention = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096 + 2 * 128
     layer = attention + 2 * 4096 + 128 * 3 * 4096 * 1536 + 128 * 4096
     assert plan.num_parameters == 94 * layer + 2 * 151936 * 4096 + 4096 == 235_093_634_560
@@ -87,8 +90,8 @@ def test_memory_of_a_rank_is_that_of_its_parameters_by_hand(deepseek):
     assert memory.weights == 2 * (dense + expert) + 4 * 4 * 256
     assert memory.gradients == 4 * (dense + expert)
     assert memory.optimizer == 12 * (math.ceil(dense / 8) + expert // 2)  # dp = 8; 64 ranks hold 32 parts of experts
-    alone = TrainerMemory(dtype="bfloat16", distributed_optimizer=False, grad_reduce_in_fp32=False)
-    memory = rank_bytes(holding, DEEPSEEK, alone, deepseek.dtype_of, transfer=0, activations=0)
+    alone = bf16(DEEPSEEK, distributed_optimizer=False, grad_reduce_in_fp32=False)
+    memory = rank_bytes(holding, alone, deepseek.dtype_of, transfer=0, activations=0)
     assert (memory.gradients, memory.optimizer) == (2 * (dense + expert), 12 * (dense + expert))
 
 
@@ -112,17 +115,18 @@ def test_activations_are_those_of_the_paper():
         "architectures": ["NemotronHForCausalLM"], "hidden_size": hidden, "num_hidden_layers": 2, "vocab_size": 512,
         "num_attention_heads": 8, "head_dim": 128, "intermediate_size": 4 * hidden, "hybrid_override_pattern": "*-",
     }  # fmt: skip
-    trainer = TrainerMemory(dtype="bfloat16", tokens=100)
-    plan = run_plan(gpt, Mesh(), Target(trainer=trainer))
+    config = bf16(Mesh(), tokens=100)
+    plan = run_plan(config, gpt)
     per_token = sum(layer_elements(plan.layout, layer, 1) for layer in range(2))
     assert 2 * per_token == (34 - 2) * hidden
     logits = 100 * 6 * 512
-    assert activation_bytes(plan.layout, Mesh(), 0, trainer, 1) == 100 * 32 * hidden + logits
-    assert activation_bytes(plan.layout, Mesh(tp=4), 0, trainer, 1) == 25 * 32 * hidden + logits // 4
-    first, last = (activation_bytes(plan.layout, Mesh(pp=2), stage, trainer, 1) for stage in (0, 1))
+    assert activation_bytes(plan.layout, config, 0, 1) == 100 * 32 * hidden + logits
+    assert activation_bytes(plan.layout, replace(config, mesh=Mesh(tp=4)), 0, 1) == 25 * 32 * hidden + logits // 4
+    stages = replace(config, mesh=Mesh(pp=2))
+    first, last = (activation_bytes(plan.layout, stages, stage, 1) for stage in (0, 1))
     assert (first, last) == (100 * 12 * hidden * 2, 100 * 20 * hidden + logits)
-    full = replace(trainer, recompute="full")
-    assert activation_bytes(plan.layout, Mesh(), 0, full, 1) == 100 * (2 * 2 + 20) * hidden + logits
+    full = replace(config, recompute="full")
+    assert activation_bytes(plan.layout, full, 0, 1) == 100 * (2 * 2 + 20) * hidden + logits
 
 
 def test_measured_bandwidths_are_those_of_the_recorded_run():
@@ -136,8 +140,8 @@ def test_measured_bandwidths_are_those_of_the_recorded_run():
 
 def test_time_of_a_sync_is_bytes_by_bandwidth(deepseek):
     assert deepseek.made.transfer_s == pytest.approx(1342.05e9 / 312.3e9, rel=1e-5)
-    target = replace(BF16, transfer_gb_s=10.0, gather_gb_s=5.0)
-    one, two = (tiny(mesh, target=target) for mesh in (Mesh(), Mesh(pp=2)))
+    knobs = {"dtype": "bfloat16", "max_chunk_mib": 1024, "transfer_gb_s": 10.0, "gather_gb_s": 5.0}
+    one, two = (tiny(mesh, **knobs) for mesh in (Mesh(), Mesh(pp=2)))
     assert one.made.transfer_s == two.made.transfer_s == one.num_bytes / 10e9
     assert one.made.gather_s == 0.0  # one rank holds everything
     least = min(two.made.bytes_of(index, 1).weights for index in range(2))
@@ -184,13 +188,13 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_size_that_does_not_divide_is_named(case):
     (name, mesh), sentence = CONTRADICTIONS[case]
-    plan = run_plan(published(name), mesh, BF16)
+    plan = run_plan(bf16(mesh), published(name))
     assert sentence in plan.contradictions
     assert plan.made is None
 
 
 def test_every_contradiction_is_named_at_once():
-    plan = run_plan(published("qwen3-235b-a22b"), Mesh(tp=6, pp=5, ep=3, dp=3), BF16)
+    plan = run_plan(bf16(Mesh(tp=6, pp=5, ep=3, dp=3)), published("qwen3-235b-a22b"))
     assert [sentence.partition(" ")[0] for sentence in plan.contradictions] == ["tp", "tp", "tp", "ep", "94", "the"]
     assert plan.contradictions[1].endswith(
         " does not divide the 4 key-value heads of Qwen3MoeForCausalLM, and is no multiple of them"
@@ -202,14 +206,14 @@ def test_ranks_that_do_not_fit_are_a_contradiction_without_their_activations():
     mesh = Mesh(pp=2, first_stage_layers=1)
     plan = tiny(mesh)
     small, large = sorted(plan.made.bytes_of(index, index).certain for index in range(2))
-    between = replace(plan.target, gpu_gib=(small + large) / 2 / GIB)
-    (sentence,) = tiny(mesh, target=between).contradictions
-    limit = f"{between.gpu_gib:g}"
+    between = (small + large) / 2 / GIB
+    (sentence,) = tiny(mesh, gpu_gib=between).contradictions
+    limit = f"{between:g}"
     assert sentence == f"1 of 2 ranks do not fit a GPU of {limit} GiB, activations apart: the largest needs 0.0 GiB"
-    assert tiny(mesh, target=between).made.above(between.gpu_gib * GIB, lambda item: item.certain) == [1]
-    roomy = replace(plan.target, gpu_gib=1.01 * large / GIB)
-    assert tiny(mesh, target=roomy).contradictions == ()  # an estimate of activations contradicts nothing
-    assert tiny(mesh, target=roomy).made.above(roomy.gpu_gib * GIB, lambda item: item.total) == [0, 1]
+    assert tiny(mesh, gpu_gib=between).made.above(between * GIB, lambda item: item.certain) == [1]
+    roomy = 1.01 * large / GIB
+    assert tiny(mesh, gpu_gib=roomy).contradictions == ()  # an estimate of activations contradicts nothing
+    assert tiny(mesh, gpu_gib=roomy).made.above(roomy * GIB, lambda item: item.total) == [0, 1]
 
 
 class Changed:
@@ -308,9 +312,9 @@ def test_ranks_whose_plans_differ():
 
 def test_a_model_without_a_row_is_refused():
     with pytest.raises(UsageError, match="no hand-written row describes GemmaForCausalLM: a plan is made for qwen3"):
-        run_plan({"architectures": ["GemmaForCausalLM"]}, Mesh(), BF16)
+        run_plan(bf16(Mesh()), {"architectures": ["GemmaForCausalLM"]})
     with pytest.raises(UsageError, match="`moe_latent_size` = 1024, where it needs none"):
-        run_plan(published("hybrid-108-layers", moe_latent_size=1024), Mesh(), BF16)
+        run_plan(bf16(Mesh()), published("hybrid-108-layers", moe_latent_size=1024))
 
 
 def test_ranges():

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.reference_digest import lane_sums_numpy
 from verifier.errors import ContractError
 from verifier.plan import digest
 from verifier.plan.chunk_plan import Chunk, TensorMeta, build_plan
 from verifier.plan.digest import Digests, digest_tensors
-from verifier.plan.digest_definition import finish_all, lane_sums_numpy
+from verifier.plan.digest_definition import finish_all
 from verifier.transport import buffer
 from verifier.transport.buffer import pack, unpack
 

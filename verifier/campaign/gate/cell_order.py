@@ -9,7 +9,9 @@ nothing was said of count three times. An engine other than the last one costs i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable
 
 from verifier.report.gate_result import Cell
 
@@ -45,12 +47,13 @@ def estimate_s(cell: Cell, last_engine: str = "") -> float:
 
 def ranks_of(mesh: str) -> int:
     """Ranks of the mesh with a label."""
-    sizes = {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in mesh.split()
-             if part[0].isalpha() and part[-1].isdigit()}  # fmt: skip
-    ranks = 1
-    for axis in ("tp", "pp", "cp", "dp"):
-        ranks *= sizes.get(axis, 1)
-    return ranks
+    sizes = _sizes(mesh)
+    return math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "dp"))
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Axis -> size, of a label such as "tp2 ep2"; those of size 1 are not in it."""
+    return {axis: int(size) for axis, size in re.findall(r"\b([a-z]+)(\d+)\b", mesh)}
 
 
 def _worth(cell: Cell, said: set[str]) -> float:
@@ -60,13 +63,8 @@ def _worth(cell: Cell, said: set[str]) -> float:
 
 
 def _things(cell: Cell) -> set[str]:
-    axes = [*mesh_axes(cell.mesh), f"dtype {cell.dtype}", f"model {cell.model}"]
+    axes = [*(f"axis {name}" for name in _sizes(cell.mesh)), f"dtype {cell.dtype}", f"model {cell.model}"]
     named = (("engine", cell.engine), ("transport", cell.transport), ("algorithm", cell.algorithm))
     axes += [f"{name} {value}" for name, value in (*named, ("stage", cell.stage)) if value]
     kind = f"kind {cell.kind}"
     return {kind, *axes, *(f"{kind}/{axis}" for axis in axes)}
-
-
-def mesh_axes(mesh: str) -> Sequence[str]:
-    """Names of the axes of a mesh with more than one rank or stage."""
-    return [f"axis {part.rstrip('0123456789')}" for part in mesh.split() if part[0].isalpha() and part[-1].isdigit()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 
 from msgspec.structs import replace
 
@@ -51,14 +52,14 @@ def waived(
 
     An expired waiver marks nothing. Findings of injected faults are never waived.
     """
-    counts, expired_counts = [0] * len(waivers), [0] * len(waivers)
+    counts, late = [0] * len(waivers), [0] * len(waivers)
     found = []
     for result in cells:
         findings = []
         for finding in result.findings:
             index = _waiver_of(finding, result.cell, waivers, today)
             if index is not None and waivers[index].expired(today):
-                expired_counts[index] += 1
+                late[index] += 1
                 index = None
             elif index is not None:
                 counts[index] += 1
@@ -68,13 +69,9 @@ def waived(
         covered = result.status == "violated" and whole and all(item.waived_by is not None for item in violated)
         found.append(replace(result, findings=tuple(findings), waived=covered))
     uses = [
-        WaiverUse(
-            check=item.check, family=item.family, model=item.model, issue=item.issue, owner=item.owner,
-            reason=item.reason, until=item.until, expired=item.expired(today), num_waived=counts[place],
-            num_expired=expired_counts[place],
-        )
+        WaiverUse(**asdict(item), expired=item.expired(today), num_waived=counts[place], num_expired=late[place])
         for place, item in enumerate(waivers)
-    ]  # fmt: skip
+    ]
     return found, uses
 
 

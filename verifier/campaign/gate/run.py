@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from functools import partial
+from typing import TYPE_CHECKING
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
@@ -14,7 +15,7 @@ from verifier.campaign.gate.cell_order import FIRST_S, estimate_s, ordered
 from verifier.campaign.gate.decision import decided, require_known_waivers, waived
 from verifier.campaign.gate.gate_ledger import CONFIG, GateLedger, identity_of, opened_ledger
 from verifier.campaign.gate.matrix import Matrix, matrix_of
-from verifier.campaign.gate.workers import Pool, WorkerPool, places_of
+from verifier.campaign.gate.workers import WorkerPool, places_of
 from verifier.config import GateConfig
 from verifier.config.load import resolved
 from verifier.core.outputs import write_whole
@@ -27,6 +28,9 @@ from verifier.platform.provenance import code_digest, gpu_names, host, this_code
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
 from verifier.report.progress import Progress
 from verifier.report.render_json import gate_json
+
+if TYPE_CHECKING:
+    from verifier.campaign.gate.nodes import NodePool
 
 
 def planned(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:
@@ -60,7 +64,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
-        write_whole(config.folder / CONFIG, _config_text(config))
+        write_whole(config.folder / CONFIG, resolved(config, {"folder": "the folder itself"}))
         with _pool(config, gpus) as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
@@ -78,7 +82,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     return result
 
 
-def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[Pool]:
+def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[WorkerPool | NodePool]:
     """Workers on this machine, or one on each node of a Ray cluster."""
     folder = config.folder.absolute()
     if not config.ray.use:
@@ -89,8 +93,8 @@ def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[Poo
 
 
 def _run(
-    config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str], pool: Pool,
-    progress: Progress,
+    config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str],
+    pool: WorkerPool | NodePool, progress: Progress,
 ) -> None:  # fmt: skip
     """Run what the ledger lacks, in order, as far as the budget goes."""
     begun_at = time.monotonic()
@@ -131,11 +135,6 @@ def _not_run(config: GateConfig, cell: Cell) -> CellResult:
     return CellResult(
         cell=cell, status="not run", reason=f"it does not fit into the budget of {config.budget_minutes:g} minutes"
     )
-
-
-def _config_text(config: GateConfig) -> str:
-    """Every knob, as `--config` takes it again, the folder included."""
-    return resolved(config, {"folder": "the folder itself"})
 
 
 def _now() -> str:

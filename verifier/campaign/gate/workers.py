@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,20 +26,6 @@ GRACE_S = 30.0
 _FIRST_S = 120.0
 """Seconds that its imports may take."""
 _STOP_S = 15.0
-
-
-class Pool(Protocol):
-    """Workers of a gate, wherever they run."""
-
-    @property
-    def busy(self) -> Sequence[object]:
-        """Workers that run a cell."""
-
-    def begin(self, cell: Cell, deadline_s: float) -> bool:
-        """Begin a cell if there is room for it now."""
-
-    def wait(self, progress: Progress) -> list[CellResult]:
-        """Wait for the workers; results of the cells that have ended."""
 
 
 class CellWorker:

@@ -16,6 +16,7 @@ from verifier.mesh.mesh import axes_of
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
 from verifier.platform import Tier
+from verifier.report.gate_result import LeftOut
 from verifier.train.token_layout import Alignment
 from verifier.trainer.fitting import require_fit
 
@@ -49,14 +50,6 @@ class SweptLayout:
         return -(-asked // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InvalidLayout:
-    """Sizes that cannot be trained with, and why."""
-
-    name: str
-    reason: str
-
-
 def train_config(config: SweepConfig, layout: SweptLayout, max_tokens: int) -> TrainConfig:
     """Return the config of the training run whose steps a trial takes."""
     size = layout.mesh.dp * layout.micro_batches(config.micro_batches)
@@ -67,9 +60,7 @@ def train_config(config: SweepConfig, layout: SweptLayout, max_tokens: int) -> T
     )  # fmt: skip
 
 
-def layouts_of(
-    config: SweepConfig, sizes: Mapping[str, Any], tier: Tier
-) -> tuple[list[SweptLayout], list[InvalidLayout]]:
+def layouts_of(config: SweepConfig, sizes: Mapping[str, Any], tier: Tier) -> tuple[list[SweptLayout], list[LeftOut]]:
     """Return the layouts to try, and those that are refused before anything starts.
 
     Args:
@@ -81,7 +72,7 @@ def layouts_of(
         UsageError: `--mesh` that cannot be read, or more ranks than can be started.
     """
     valid: list[SweptLayout] = []
-    invalid: list[InvalidLayout] = []
+    invalid: list[LeftOut] = []
     for name, axes in _asked(config, sizes):
         try:
             mesh = Mesh.fitting(**axes)
@@ -92,7 +83,7 @@ def layouts_of(
                 require_fit(train_config(config, layout, first_budget(config, layout)), sizes, tier)
             valid += [layout for layout in found if layout not in valid]
         except UsageError as refused:
-            invalid.append(InvalidLayout(name=name, reason=str(refused)))
+            invalid.append(LeftOut(what=name, reason=str(refused)))
     return valid, invalid
 
 

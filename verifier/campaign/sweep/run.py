@@ -15,14 +15,7 @@ from typing import Any
 import msgspec
 
 from verifier.campaign.sweep.budget_search import next_budget
-from verifier.campaign.sweep.layouts import (
-    InvalidLayout,
-    SweptLayout,
-    first_budget,
-    layouts_of,
-    longest_of,
-    train_config,
-)
+from verifier.campaign.sweep.layouts import SweptLayout, first_budget, layouts_of, longest_of, train_config
 from verifier.campaign.sweep.rows import Status, SweepRow, SweepRows, memory_file, opened_rows
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import write_whole
@@ -34,6 +27,7 @@ from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_installed
+from verifier.report.gate_result import LeftOut
 from verifier.report.progress import Progress
 from verifier.runs.resources import Deadline
 from verifier.train import memory
@@ -53,7 +47,7 @@ class SweepResult:
 
     rows: list[SweepRow]
     """Rows of the layouts that were asked for; a continued folder may hold more."""
-    invalid: list[InvalidLayout]
+    invalid: list[LeftOut]
     device: str
 
 

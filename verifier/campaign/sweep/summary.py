@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verifier.campaign.sweep.budget_search import TOLERANCE
-from verifier.campaign.sweep.layouts import InvalidLayout, SweptLayout
+from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.campaign.sweep.rows import SweepRow
 from verifier.config.sweep import SweepConfig
+from verifier.report.gate_result import LeftOut
 from verifier.report.tables import framed
 
 
@@ -57,7 +58,7 @@ def words_of(row: SweepRow) -> str:
 
 
 def as_json(
-    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[InvalidLayout]
+    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[LeftOut]
 ) -> str:  # fmt: skip
     """Return the content of sweep.json."""
     found = summaries(rows)
@@ -76,7 +77,7 @@ def as_json(
             }
             for item in found
         ],
-        "invalid": [{"layout": item.name, "status": "invalid", "reason": item.reason} for item in invalid],
+        "invalid": [{"layout": item.what, "status": "invalid", "reason": item.reason} for item in invalid],
     }  # fmt: skip
     return json.dumps(value, indent=1) + "\n"
 
@@ -124,10 +125,10 @@ def answer(rows: Sequence[SweepRow]) -> str:
     )
 
 
-def listed(valid: Sequence[SweptLayout], invalid: Sequence[InvalidLayout]) -> str:
+def listed(valid: Sequence[SweptLayout], invalid: Sequence[LeftOut]) -> str:
     """Return every layout that would be tried, and every other one with its reason."""
-    width = max((len(item.name) for item in invalid), default=0)
+    width = max((len(item.what) for item in invalid), default=0)
     lines = [f"{len(valid):,} layouts to try:"]
     lines += [f"  {layout.name}" for layout in valid]
-    lines += [f"{len(invalid):,} invalid:", *(f"  {item.name:<{width}}  {item.reason}" for item in invalid)]
+    lines += [f"{len(invalid):,} invalid:", *(f"  {item.what:<{width}}  {item.reason}" for item in invalid)]
     return "\n".join(lines) + "\n"

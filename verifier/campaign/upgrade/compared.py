@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verifier.campaign.upgrade.environments import EnvironmentResult, Ran, looked_at, made, present
+from verifier.campaign.upgrade.environments import EnvironmentResult, Ran, looked_at, made
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
@@ -87,7 +88,7 @@ def compare(asked: Sequence[str], model: str, progress: Progress) -> Change:
     progress("making the environment")
     python = made(asked)
     with tempfile.TemporaryDirectory(prefix="verifier-upgrade-") as name:
-        before = looked_at(present(), model, Path(name, "before"), lambda text: progress(f"before: {text}"))
+        before = looked_at([sys.executable], model, Path(name, "before"), lambda text: progress(f"before: {text}"))
         for ran in before.gate.values():
             if ran.exit_code == ExitCode.USAGE and ran.failure is not None:
                 raise UsageError(ran.failure.message.removeprefix("verifier: "))

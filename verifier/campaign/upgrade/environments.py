@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,11 +108,6 @@ def looked_at(python: Sequence[str], model: str, folder: Path, progress: Progres
         gate[command] = _gate([*python, "-m", "verifier", command, "--model", model, *options], folder / command)
     packages = json.loads(_run([*python, "-c", _PACKAGES]).stdout)
     return EnvironmentResult(packages=packages, contracts=contracts, gate=gate)
-
-
-def present() -> list[str]:
-    """Beginning of commands that run in the environment of this process."""
-    return [sys.executable]
 
 
 def _gate(command: Sequence[str], trace: Path) -> Ran:

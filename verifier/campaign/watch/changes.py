@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,33 +21,21 @@ def stamps(roots: Iterable[Path]) -> dict[Path, Stamp]:
     """
     found: dict[Path, Stamp] = {}
     for root in roots:
-        if root.is_dir():
-            found.update(_under(str(root)))
-        else:
-            found.update(_stamp(str(root)))
+        for file in _under(str(root)) if root.is_dir() else [str(root)]:
+            with contextlib.suppress(OSError):  # it has gone away meanwhile
+                status = os.stat(file)
+                found[Path(file)] = status.st_mtime_ns, status.st_size
     return found
 
 
-def _under(folder: str) -> Iterator[tuple[Path, Stamp]]:
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:  # it has gone away meanwhile
-        return
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name.endswith("~") or entry.name == "__pycache__":
-            continue
-        if entry.is_dir():
-            yield from _under(entry.path)
-        else:
-            yield from _stamp(entry.path)
+def _under(root: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = filter(_counts, folders)
+        yield from (os.path.join(folder, name) for name in filter(_counts, names))
 
 
-def _stamp(path: str) -> Iterator[tuple[Path, Stamp]]:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return
-    yield Path(path), (status.st_mtime_ns, status.st_size)
+def _counts(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith("~") and name != "__pycache__"
 
 
 def changed(before: Mapping[Path, Stamp], after: Mapping[Path, Stamp]) -> list[Path]:

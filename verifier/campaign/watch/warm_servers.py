@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class WarmServer:
         """Files of loaded modules that were changed since, which children import again."""
         self._loaded: frozenset[str] = frozenset()
         self.started = False
-        self._server = self._new()
+        self.server = self._new()
 
     def _new(self) -> ForkServer:
         item = self.libraries
@@ -79,19 +79,13 @@ class WarmServer:
 
     def start(self) -> None:
         """Begin to import, unless that was begun."""
-        self._server.start()
+        self.server.start()
         self.started = True
-
-    def fork(
-        self, function: str, arguments: Mapping[str, Any], log: Path, fds: Sequence[int] = ()
-    ) -> tuple[Child, Channel]:
-        """See `ForkServer.fork`."""
-        return self._server.fork(function, arguments, log_path=log, fds=fds)
 
     def lend(self, log: Path) -> tuple[Child, Channel]:
         """Fork a fork server for one round, which imports our modules as they are now."""
         arguments = {"preloads": list(self.libraries.then), "changed": sorted(self.changed)}
-        return self.fork("verifier.campaign.watch.reloading:serve", arguments, log)
+        return self.server.fork("verifier.campaign.watch.reloading:serve", arguments, log_path=log)
 
     def note(self, changed: Collection[Path], log: Path) -> bool:
         """Look at files that were changed; True if that ended the process, so that the next round imports all again."""
@@ -108,7 +102,8 @@ class WarmServer:
         return False
 
     def _ask(self, changed: list[str], log: Path) -> Any:
-        child, channel = self.fork("verifier.campaign.watch.reloading:tell", {"changed": changed}, log)
+        tell = "verifier.campaign.watch.reloading:tell"
+        child, channel = self.server.fork(tell, {"changed": changed}, log_path=log)
         try:
             return channel.receive(_ASK_S)
         except (ChannelClosed, DeadlinePassed) as problem:
@@ -119,18 +114,8 @@ class WarmServer:
 
     def close(self) -> None:
         """End it with all its children; `start` begins anew."""
-        self._server.close()
-        self.changed, self._loaded, self.started, self._server = set(), frozenset(), False, self._new()
-
-
-@contextlib.contextmanager
-def ending(child: Child, channel: Channel) -> Iterator[None]:
-    """End a child of a round afterwards."""
-    try:
-        yield
-    finally:
-        channel.close()
-        child.stop(_END_S)
+        self.server.close()
+        self.changed, self._loaded, self.started, self.server = set(), frozenset(), False, self._new()
 
 
 class WarmServers:
@@ -200,13 +185,16 @@ class WarmServers:
                 log = self._folder / f"{name}.log"
                 log.write_bytes(b"")
                 child, channel = server.lend(log)
-                stack.enter_context(ending(child, channel))
+                stack.callback(child.stop, _END_S)
+                stack.callback(channel.close)
                 lent.append({"name": name, "pid": child.pid, "log": str(log)})
                 wires.append(channel)
             log = self._folder / "round.log"
             numbers = [*fds, *(wire.fileno() for wire in wires)]
-            player, told = self._servers["oracles"].fork(function, {**arguments, "lent": lent}, log, numbers)
-            stack.enter_context(ending(player, told))
+            oracles = self._servers["oracles"].server
+            player, told = oracles.fork(function, {**arguments, "lent": lent}, log_path=log, fds=numbers)
+            stack.callback(player.stop, _END_S)
+            stack.callback(told.close)
             for wire in wires:
                 wire.close()  # the round has its own
             until = time.monotonic() + deadline_s
