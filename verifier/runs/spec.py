@@ -95,6 +95,8 @@ class RunSpec:
 
     config: GoldenConfig | RoundtripConfig
     """Config of the command that the user called."""
+    recipe: str = "roundtrip"
+    """Method of `session_megatron.Session` that is the session."""
     checkpoint: str
     tier: Tier
     trace: str
