@@ -17,7 +17,7 @@ from verifier.engine import sender
 from verifier.engine.client import EngineClient
 from verifier.engine.link_megatron import EngineLink
 from verifier.export.derived import DerivedLayout
-from verifier.export.names import ModelLayout, layout_of
+from verifier.export.names import ModelLayout
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.runs.spec import RunSpec
@@ -59,9 +59,8 @@ class RankRun:
 
     @cached_property
     def layout(self) -> ModelLayout | DerivedLayout | None:
-        """Layout of its family, else the derived one; None where there is neither."""
-        derived = None if self.spec.layout is None else DerivedLayout.from_json(self.spec.layout)
-        return layout_of(self.source.config) or derived
+        """See `RankSpec.layout_for`."""
+        return self.spec.layout_for(self.source)
 
     def say(self, text: str) -> None:
         """Show one line of progress, from rank 0."""

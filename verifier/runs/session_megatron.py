@@ -14,7 +14,7 @@ from verifier.core.record import real
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
-from verifier.launch.child import resolve
+from verifier.launch.child import entered
 from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
 from verifier.platform import Tier
@@ -58,9 +58,7 @@ def run(context: RankContext) -> dict[str, float]:
         if number:
             provider_megatron.teardown()
         with contextlib.ExitStack() as stack:
-            if spec.within:
-                function, *arguments = spec.within
-                stack.enter_context(resolve(function)(spec, context, *arguments))
+            stack.enter_context(entered(spec.within, spec, context))
             with in_stage(Stage.TRANSPORT):
                 session = Session(stack.enter_context(rank_run(spec, context)))
             getattr(session, spec.recipe)()
