@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from verifier.config import BisectConfig, EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig
+from verifier.core.manifest import Manifest
 from verifier.core.outputs import require_writable
 from verifier.core.stage import Stage, in_stage
 from verifier.core.store import recording, require_room
@@ -78,13 +79,10 @@ class Runner:
         notes = self._notes(model, until)
         model = with_layout(model, config, placement, self.resources, until, self._progress)
         manifest = manifest_of(config, model, placement)
-        with (
-            work_folder("run") as work,
-            recording([config.trace], manifest, self._logs(work), record_failure, notes) as complete,
-        ):
-            spec = run_spec(
+        with self._recording([config.trace], manifest, notes) as (work, complete):
+            spec = self._spec(
                 config, model, placement, recipe="golden", trace=str(config.trace), work=str(work),
-                source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
+                source_from_manifest=recorded is not None,
             )  # fmt: skip
             self._run_ranks([spec], work, until)
             if recorded is not None:
@@ -121,10 +119,7 @@ class Runner:
         model = with_layout(model, config, placement, resources, until, self._progress, within)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with (
-            work_folder("run") as work,
-            recording(traces, manifest, self._logs(work), record_failure, notes) as complete,
-        ):
+        with self._recording(traces, manifest, notes) as (work, complete):
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -135,11 +130,10 @@ class Runner:
                     engine = resources.engine(engine_config(config, model, placement), until)
             notes += self._notes(model, until)  # Megatron was imported while the engine started
             specs = [
-                run_spec(
+                self._spec(
                     config, model, placement, workload=workload or made_up(config, model.checkpoint.config),
                     trace=str(phase.trace), within=phase.within, work=tempfile.mkdtemp(dir=work), restore_first=warm,
                     engine_socket=None if engine is None else str(engine.process.socket_path),
-                    deadline_s=resources.collective_deadline_s,
                 )
                 for phase in phases
             ]  # fmt: skip
@@ -188,14 +182,11 @@ class Runner:
             synced_versions=(), engine="", engine_ranks=0,
         )  # fmt: skip
         workload = made_up(asked, model.checkpoint.config)
-        with (
-            work_folder("bisect") as work,
-            recording([config.trace], manifest, self._logs(work), record_failure) as complete,
-        ):
+        with self._recording([config.trace], manifest) as (work, complete):
             resources.oracle(model.checkpoint.path, until)  # it starts while Megatron is imported
-            spec = run_spec(
+            spec = self._spec(
                 asked, model, placement, recipe="bisect", workload=workload, trace=str(config.trace), work=str(work),
-                within=within, deadline_s=resources.collective_deadline_s,
+                within=within,
             )  # fmt: skip
             self._run_ranks([spec], work, until)
             resources.release(None)
@@ -238,10 +229,23 @@ class Runner:
             known[path] = notes_of(model, self.resources.launcher(until), until)
         return known[path]
 
-    def _logs(self, work: Path) -> Callable[[], dict[str, bytes]]:
-        """A reader of the logs of a run's ranks and engines."""
-        ranks = work / "ranks"
-        return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
+    @contextlib.contextmanager
+    def _recording(
+        self, traces: Sequence[Path], manifest: Manifest, notes: Sequence[str] = ()
+    ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+        """Make the traces and a work folder; yields it, and what completes a trace. See `recording`."""
+        with work_folder("run") as work:
+
+            def logs() -> dict[str, bytes]:
+                ranks = sorted((work / "ranks").glob("*.log"))
+                return {file.stem: end_of(file) for file in ranks} | self.resources.engine_logs()
+
+            with recording(traces, manifest, logs, record_failure, notes) as complete:
+                yield work, complete
+
+    def _spec(self, *given: Any, **session: Any) -> RunSpec:
+        """See `run_spec`."""
+        return run_spec(*given, deadline_s=self.resources.collective_deadline_s, **session)
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         with in_stage(Stage.LOAD):

@@ -133,12 +133,11 @@ class RunEvidence(Observer):
         self.suspicions = Suspicions(folder.suspicions, steps)
 
     def on_model(
-        self, model: ModelUnderTest, resources: Callable[[], Resources], until: Deadline,
-        progress: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, model: ModelUnderTest, resources: Resources, until: Deadline, progress: Callable[[str], None]
+    ) -> None:
         """Start the oracle, or measure what it would, once."""
         if not unsampled_because(self._config, model):
-            self._oracle = resources().oracle(model.checkpoint.path, until)
+            self._oracle = resources.oracle(model.checkpoint.path, until)
         if measures_rounding(self._config, model):
             progress("measuring what float32 rounds of log-probabilities")
             self.noise = first_rounding(model, until)
