@@ -17,7 +17,6 @@ from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered
 from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
-from verifier.platform import Tier
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
 from verifier.probes.activations_megatron import ActivationProbe
@@ -35,7 +34,7 @@ from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
 from verifier.train import recompute_megatron, step_megatron
-from verifier.trainer import preload_megatron
+from verifier.trainer.preload_megatron import preload as preload
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -44,11 +43,6 @@ REPLAYED, RECOMPUTED = (1, 3), (2, 3)
 """Versions, modulo 4, whose steps replay routes, and recompute activations; 0 is the idle step's."""
 RESUMED = 2
 """Version before whose step the optimizer is written, made anew and read again."""
-
-
-def preload(tier: Tier | None = None) -> None:
-    """Import everything before ranks are forked; see `verifier.trainer.preload_megatron`."""
-    preload_megatron.preload(tier)
 
 
 def run(context: RankContext) -> dict[str, float]:
