@@ -12,7 +12,7 @@ from verifier.launch.rank import JobSpec
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
 from verifier.runs.spec import told_of
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
 PRELOAD = "verifier.trainer.preload_megatron:preload"
 """Function that a launcher's process calls before it forks ranks."""
@@ -50,7 +50,9 @@ def start_ranks(
         observer: see `WorkerSpec.observer`.
         num_gpus: see `JobSpec.num_gpus`.
     """
-    spec = WorkerSpec(**told_of(model), config=config, within=within, observer=observer)
+    spec = WorkerSpec(
+        **told_of(model), config=config, optimizer=optimizer_settings(config), within=within, observer=observer
+    )  # fmt: skip
     job = JobSpec(
         function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size, run_dir=folder / "logs",
         args=spec.to_json(), deadline_s=until.left("the ranks were started"),

@@ -38,7 +38,7 @@ from verifier.trainer.state_megatron import Facts, reference_facts, replaced, st
 from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
-from verifier.trainer.worker_spec import CALLS, WorkerSpec, loss_of, optimizer_settings
+from verifier.trainer.worker_spec import CALLS, WorkerSpec, loss_of
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -97,7 +97,7 @@ class TrainerWorker:
             seed=config.seed, deadline_s=spec.deadline_s, fixes=spec.fixes,
             adapt=None if lora is None else partial(lora_megatron.attach, lora=lora),
         )  # fmt: skip
-        settings = optimizer_megatron.StepSettings(**optimizer_settings(config))
+        settings = optimizer_megatron.StepSettings(**spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, settings)
         self._source = open_checkpoint(spec.checkpoint)

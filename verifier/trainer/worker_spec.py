@@ -24,6 +24,8 @@ class WorkerSpec(RankSpec):
     """Everything that a rank needs to know before its first call."""
 
     config: TrainConfig
+    optimizer: dict[str, Any]
+    """Fields of `StepSettings`."""
     observer: str = ""
     """"package.module:Class" of a `RankObserver`; empty for a run that nobody looks at."""
 
