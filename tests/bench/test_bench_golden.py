@@ -137,7 +137,7 @@ def golden_peak_bytes(launcher: ForkLauncher, checkpoint: Path, folder: Path, dt
     trace = store.create(folder / "trace", MANIFEST)
     spec = RunSpec(
         config=GoldenConfig(model=str(checkpoint), trace=trace, dtype=dtype),
-        checkpoint=str(checkpoint), tier="cpu", trace=str(trace), work=str(folder),
+        checkpoint=str(checkpoint), tier="cpu", trace=str(trace), work=str(folder), recipe="golden",
     )  # fmt: skip
     with PeakMemory(launcher.pid) as peak:
         launcher.run(

@@ -14,7 +14,7 @@ from verifier.core.finding import ExitCode
 from verifier.faults.catalog import CATALOG
 from verifier.faults.injection import INJECTED
 from verifier.mesh import Mesh
-from verifier.runs.bisection import bisect
+from verifier.runs.runner import Runner
 
 ROTARY, QKV = "layers.0.self_attention.rotary_query", "layers.0.self_attention.linear_qkv"
 CORE = "layers.0.self_attention.core_attention"
@@ -91,7 +91,7 @@ def traced(resources, tmp_path, model, mesh, fault=None):
     marks = tmp_path / "marks"
     marks.mkdir()
     config = BisectConfig(model=model, mesh=mesh, dtype="float32", trace=tmp_path / "trace")
-    path = bisect(config, resources, print, (INJECTED, fault, str(marks)) if fault else ())
+    path = Runner(resources, print).bisect(config, (INJECTED, fault, str(marks)) if fault else ())
     assert fault is None or list(marks.iterdir()), "the fault never fired"
     return path
 

@@ -115,7 +115,7 @@ def test_one_other_digest_is_named_with_its_rank(spoiled, trainer_launcher, caps
 
 
 def test_the_command_takes_the_config_from_the_run(sft, spoiled, trainer_launcher, monkeypatch, capsys):
-    monkeypatch.setattr("verifier.trainer.replay.ForkLauncher", lambda **_: nullcontext(trainer_launcher))
+    monkeypatch.setattr("verifier.runs.resources.ForkLauncher", lambda **_: nullcontext(trainer_launcher))
     assert command(["train", "--replay", str(sft), "--step", "3"]) == 0
     said = capsys.readouterr().out
     assert said == "gradients of step 3: 47 tensors, bitwise as recorded (from the checkpoint of step 2)\n"

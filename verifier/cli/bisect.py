@@ -33,13 +33,13 @@ def run(config: BisectConfig, *, verbose: bool) -> int:
         VerifierError: a process died or hung.
     """
     from verifier.report.progress import shown_progress
-    from verifier.runs.bisection import bisect
     from verifier.runs.resources import Resources
+    from verifier.runs.runner import Runner
 
     with tempfile.TemporaryDirectory() as folder:
         within = () if config.fault is None else _injection(config.fault, folder)
         with shown_progress("bisect") as progress, Resources() as resources:
-            bisect(config, resources, progress, within)
+            Runner(resources, progress).bisect(config, within)
         fired = any(Path(folder).iterdir())
     code = judge([config.trace], verbose=verbose)
     if within and not fired:

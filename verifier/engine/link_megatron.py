@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from verifier.engine import sender
 from verifier.engine.api import Poisoned
 from verifier.engine.client import EngineClient
+from verifier.engine.replicas import clients_of
 from verifier.plan.chunk_plan import ChunkPlan
 
 if TYPE_CHECKING:
@@ -43,6 +46,41 @@ class EngineLink:
     """Level at which the engine sleeps while the trainer steps; 0: never."""
     asleep: EngineClient | None = None
     """The client of an engine that sleeps."""
+
+    @classmethod
+    def of(cls, transport: str, sleep_level: int) -> EngineLink:
+        """A link that is not connected, of every rank.
+
+        Args:
+            transport: of weights: "gloo", "nccl" or "ipc".
+            sleep_level: level at which the engine sleeps while the trainer steps.
+        """
+        if transport != "ipc":
+            return cls(sleep_level=sleep_level)
+        from verifier.transport.cuda_ipc import TrainerRounds
+
+        return cls(sleep_level=sleep_level, rounds=TrainerRounds())
+
+    def connect(
+        self, stack: contextlib.ExitStack, sockets: Sequence[str], num_ranks: int, transport: str, deadline_s: float,
+        met: Callable[[EngineClient], None] = lambda client: None,
+    ) -> None:  # fmt: skip
+        """Connect rank 0 to the engines, and have them join a transfer group; both end with the stack.
+
+        Args:
+            stack: of who has the link.
+            sockets: of the engines' processes.
+            num_ranks: ranks of all engines together.
+            transport: see `of`.
+            deadline_s: seconds that a request, or a rank of an engine, may take.
+            met: called with the client before the group is made.
+        """
+        from verifier.transport.gloo import Listener
+
+        client = self.client = stack.enter_context(contextlib.closing(clients_of(sockets, deadline_s)))
+        met(client)
+        listener = Listener(num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
+        self.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, self.rounds)))
 
     def rest(self, level: int | None = None) -> None:
         """Have the engine give up its GPU memory until the next transfer, or `wake`. A collective.

@@ -163,6 +163,15 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def entered(within: Sequence[str], *given: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context manager that a function of this name makes, called with `given` and its further arguments, if any."""
+    if not within:
+        return contextlib.nullcontext()
+    function, *arguments = within
+    found: contextlib.AbstractContextManager[Any] = resolve(function)(*given, *arguments)
+    return found
+
+
 def resolve(name: str) -> Callable[..., Any]:
     """The function that "package.module:function" names.
 

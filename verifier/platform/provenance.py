@@ -8,7 +8,11 @@ import platform
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from verifier import __version__
+from verifier.core.plugins import installed_plugins
+from verifier.platform.pins import installed_versions
 
 
 class Code(NamedTuple):
@@ -71,3 +75,12 @@ def gpu_names(tier: str) -> tuple[str, ...]:
     import torch
 
     return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+@cache
+def origin_of(command_line: str, tier: str) -> dict[str, Any]:
+    """Fields of a manifest on what ran, and where: command line, this package, the machine, installed versions."""
+    return {
+        "command_line": command_line, "verifier": __version__, "commit": this_code().commit, "host": host(),
+        "tier": tier, "gpus": gpu_names(tier), "versions": installed_versions(), "plugins": installed_plugins(),
+    }  # fmt: skip

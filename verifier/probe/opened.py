@@ -13,15 +13,12 @@ from typing import Any
 
 import msgspec
 
-import verifier
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.plugins import installed_plugins
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Role
 from verifier.errors import UsageError
-from verifier.platform.pins import installed_versions
-from verifier.platform.provenance import gpu_names, host, this_code
+from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.recorder import LoopRecorder
 from verifier.probe.sealed import now
@@ -74,10 +71,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         store.create(
             path,
             Manifest(
-                command="probe", command_line=shlex.join(map(str, sys.argv)), verifier=verifier.__version__,
-                commit=this_code().commit, began=now(), host=host(), gpus=gpu_names(_tier()), tier=_tier(),
-                model=str(model), dtype=dtype, mesh=sizes, world_size=size, engine=engine,
-                versions=installed_versions(), plugins=installed_plugins(),
+                **origin_of(shlex.join(map(str, sys.argv)), _tier()), command="probe", began=now(), model=str(model),
+                dtype=dtype, mesh=sizes, world_size=size, engine=engine,
                 config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip

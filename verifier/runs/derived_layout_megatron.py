@@ -22,7 +22,7 @@ import torch.distributed as dist
 from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout, Held, derive, held_by
 from verifier.export.live_weights import LiveWeights
-from verifier.launch.child import resolve
+from verifier.launch.child import entered
 from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -41,10 +41,7 @@ def run(context: RankContext) -> dict[str, Any]:
     numbering = numbering_of(source, args["dtype"])
     if isinstance(numbering, str):
         raise ContractError(f"no numbered checkpoint of {source.path}: {numbering}")
-    with contextlib.ExitStack() as stack:
-        if args["within"]:
-            function, *arguments = args["within"]
-            stack.enter_context(resolve(function)(None, context, *arguments))
+    with entered(args["within"], None, context):
         with _written(folder, source, numbering, ZEROS) as path:
             trainer = provider_megatron.build(
                 path, Mesh(**args["mesh"]), dtype=args["dtype"], tier=args["tier"], deadline_s=args["deadline_s"],

@@ -30,7 +30,7 @@ from verifier.probes.training.sampled_step import require_judgeable
 from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest, open_model
-from verifier.runs.resources import Deadline
+from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
 from verifier.trainer.continuation import Continuation
 from verifier.trainer.controller import Trainer
@@ -95,8 +95,7 @@ def preflight(
     with contextlib.ExitStack() as stack:
         if launcher is None:
             progress("importing Megatron")
-            deadline_s = until.left("importing Megatron")
-            launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
+            launcher = stack.enter_context(Resources(preload=PRELOAD)).launcher(until)
         ranks = None if own.ray.use else launcher
         evidence = RunEvidence(judge)
         Trainer(own, progress, evidence, launcher=ranks, whole_answers=True).run()

@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 from verifier.core.record import Role
 from verifier.core.store import Recorder
-from verifier.engine import sender
-from verifier.engine.client import EngineClient
 from verifier.engine.link_megatron import EngineLink
 from verifier.export.derived import DerivedLayout
-from verifier.export.names import ModelLayout, layout_of
+from verifier.export.names import ModelLayout
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.runs.spec import RunSpec
@@ -59,9 +57,8 @@ class RankRun:
 
     @cached_property
     def layout(self) -> ModelLayout | DerivedLayout | None:
-        """Layout of its family, else the derived one; None where there is neither."""
-        derived = None if self.spec.layout is None else DerivedLayout.from_json(self.spec.layout)
-        return layout_of(self.source.config) or derived
+        """See `RankSpec.layout_for`."""
+        return self.spec.layout_for(self.source)
 
     def say(self, text: str) -> None:
         """Show one line of progress, from rank 0."""
@@ -80,7 +77,7 @@ class RankRun:
 @contextlib.contextmanager
 def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
     """A session's context, open until the session ends; a collective with the engine's ranks."""
-    link, trace, deadline_s = EngineLink(), Path(spec.trace), spec.deadline_s
+    trace, link = Path(spec.trace), EngineLink()
     engines: Sequence[Recorder] = ()
     with contextlib.ExitStack() as stack:
 
@@ -89,19 +86,9 @@ def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
 
         probe = recorder("trainer", context.rank)
         if spec.engine_socket is not None:
-            link.sleep_level = spec.roundtrip.engine.sleep_level
-            if spec.transport == "ipc":
-                from verifier.transport.cuda_ipc import TrainerRounds
-
-                link.rounds = TrainerRounds()
+            options = spec.roundtrip.engine
+            link = EngineLink.of(spec.transport, options.sleep_level)
             if context.rank == 0:
-                from verifier.transport.gloo import Listener
-
-                client = EngineClient(spec.engine_socket, deadline_s=deadline_s)
-                link.client = stack.enter_context(contextlib.closing(client))
-                num_ranks = spec.roundtrip.engine.tp
-                engines = [recorder("engine", rank) for rank in range(num_ranks)]
-                closed = Path(spec.engine_socket).parent
-                listener = Listener(num_ranks, deadline_s=deadline_s, kind=spec.transport, folder=closed)
-                link.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
+                engines = [recorder("engine", rank) for rank in range(options.tp)]
+                link.connect(stack, [spec.engine_socket], options.tp, spec.transport, spec.deadline_s)
         yield RankRun(spec=spec, context=context, probe=probe, link=link, engines=engines)

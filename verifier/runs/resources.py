@@ -74,6 +74,7 @@ class Resources:
     Args:
         warm: keep everything until the end.
         launcher: one whose owner ends it, with Megatron imported; None starts one.
+        preload: function that a launcher's process calls before it forks ranks.
         oracles: what transformers is forked from, for oracle and engine; None gives each an interpreter of its own.
         collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
     """
@@ -83,12 +84,13 @@ class Resources:
         *,
         warm: bool = False,
         launcher: ForkLauncher | None = None,
+        preload: str = "verifier.runs.session_megatron:preload",
         oracles: ForkServer | None = None,
         collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     ) -> None:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
-        self._launcher = launcher
+        self._launcher, self._preload = launcher, preload
         self._vigil = Vigil() if launcher is None else launcher.vigil
         self._fork_server: ForkServer | None = None
         self._oracles = oracles
@@ -113,10 +115,8 @@ class Resources:
     def launcher(self, until: Deadline) -> ForkLauncher:
         """The process that ranks are forked from; it imports Megatron while the caller goes on."""
         if self._launcher is None:
-            launcher = ForkLauncher(
-                preload="verifier.runs.session_megatron:preload", load_deadline_s=until.left("importing Megatron"),
-                vigil=self._vigil,
-            )  # fmt: skip
+            deadline_s = until.left("importing Megatron")
+            launcher = ForkLauncher(preload=self._preload, load_deadline_s=deadline_s, vigil=self._vigil)
             self._launcher = self._stack.enter_context(launcher)
         return self._launcher
 

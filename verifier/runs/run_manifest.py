@@ -5,21 +5,41 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from functools import cache
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from verifier import __version__
-from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.contracts.examine import declared
 from verifier.core.manifest import Facts, Manifest, MeshSizes
-from verifier.core.plugins import installed_plugins
-from verifier.platform.pins import installed_versions
-from verifier.platform.provenance import gpu_names, host, this_code
+from verifier.platform import Tier
+from verifier.platform.provenance import origin_of
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of, refuse_impossible
 from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.runs.spec import Placement
+
+
+def identity_of(config: GoldenConfig | RoundtripConfig | TrainConfig, model: ModelUnderTest) -> Manifest:
+    """Manifest of a run of a command, with what the process, the machine, the config and the model say."""
+    return Manifest(
+        **origin_of(shlex.join(["verifier", *sys.argv[1:]]), model.tier),
+        **_looked_at(model.tier),
+        model=config.model,
+        dtype=model.dtype,
+        mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes),
+        world_size=model.mesh.world_size,
+        config=config.to_dict(),
+        layout=model.layout_kind,
+    )
+
+
+@cache
+def _looked_at(tier: Tier) -> dict[str, Any]:
+    """Fields of a manifest on the contracts of the versions that run, which stay while the run does."""
+    return declared(tier, cache_folder() / "contracts")
 
 
 def manifest_of(
@@ -37,24 +57,10 @@ def manifest_of(
     """
     sizes, run = model.checkpoint.config, _facts_of(model, config)
     refuse_impossible(sizes, run)
-    manifest = Manifest(
+    manifest = replace(
+        identity_of(config, model),
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
-        command_line=shlex.join(["verifier", *sys.argv[1:]]),
-        verifier=__version__,
-        commit=this_code().commit,
-        host=host(),
-        gpus=gpu_names(model.tier),
-        model=config.model,
-        dtype=model.dtype,
-        mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes),
-        world_size=model.mesh.world_size,
         num_gpus=placement.trainer_gpus,
-        tier=model.tier,
-        versions=installed_versions(),
-        plugins=installed_plugins(),
-        **declared(model.tier, cache_folder() / "contracts"),
-        config=config.to_dict(),
-        layout=model.layout_kind,
         stand_ins=tuple(stand_ins_of(sizes, run)),
         upstream_bugs=tuple(bugs_of(sizes, run)),
         facts=Facts(

@@ -1,16 +1,19 @@
-"""One run from its config to its trace: `verifier golden`, `roundtrip` and `noise`, every test of them, every trial."""
+"""One run from its config to its trace: `verifier golden`, `roundtrip`, `bisect` and `noise`, and every trial."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verifier.config import GoldenConfig, NoiseConfig, RoundtripConfig
+import msgspec
+
+from verifier.config import BisectConfig, EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig
+from verifier.core.manifest import Manifest
 from verifier.core.outputs import require_writable
 from verifier.core.stage import Stage, in_stage
 from verifier.core.store import recording, require_room
@@ -19,6 +22,7 @@ from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of
 from verifier.mesh import Mesh
+from verifier.oracle.activations import record_activations
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
 from verifier.probes.engine_state import held_by
@@ -31,7 +35,7 @@ from verifier.runs.resources import LENT, Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
-from verifier.runs.workload import Workload
+from verifier.runs.workload import Workload, oracle_rows
 
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0
@@ -75,13 +79,10 @@ class Runner:
         notes = self._notes(model, until)
         model = with_layout(model, config, placement, self.resources, until, self._progress)
         manifest = manifest_of(config, model, placement)
-        with (
-            work_folder("run") as work,
-            recording([config.trace], manifest, self._logs(work), record_failure, notes) as complete,
-        ):
-            spec = run_spec(
-                config, model, placement, trace=str(config.trace), work=str(work),
-                source_from_manifest=recorded is not None, deadline_s=self.resources.collective_deadline_s,
+        with self._recording([config.trace], manifest, notes) as (work, complete):
+            spec = self._spec(
+                config, model, placement, recipe="golden", trace=str(config.trace), work=str(work),
+                source_from_manifest=recorded is not None,
             )  # fmt: skip
             self._run_ranks([spec], work, until)
             if recorded is not None:
@@ -118,10 +119,7 @@ class Runner:
         model = with_layout(model, config, placement, resources, until, self._progress, within)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with (
-            work_folder("run") as work,
-            recording(traces, manifest, self._logs(work), record_failure, notes) as complete,
-        ):
+        with self._recording(traces, manifest, notes) as (work, complete):
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -132,11 +130,10 @@ class Runner:
                     engine = resources.engine(engine_config(config, model, placement), until)
             notes += self._notes(model, until)  # Megatron was imported while the engine started
             specs = [
-                run_spec(
+                self._spec(
                     config, model, placement, workload=workload or made_up(config, model.checkpoint.config),
                     trace=str(phase.trace), within=phase.within, work=tempfile.mkdtemp(dir=work), restore_first=warm,
                     engine_socket=None if engine is None else str(engine.process.socket_path),
-                    deadline_s=resources.collective_deadline_s,
                 )
                 for phase in phases
             ]  # fmt: skip
@@ -161,6 +158,48 @@ class Runner:
             if failure is not None:
                 raise failure
         return phases[-1].trace
+
+    def bisect(self, config: BisectConfig, within: Sequence[str] = ()) -> Path:
+        """Record what every module of trainer and oracle puts out, forward and backward; returns the trace.
+
+        Args:
+            config: model, mesh, seed.
+            within: see `RunSpec.within`.
+        """
+        until = Deadline(config.timeout_s)
+        asked = RoundtripConfig(
+            model=config.model, trace=config.trace, mesh=config.mesh, dtype=config.dtype, cycles=1, seed=config.seed,
+            engine=EngineOptions(kind="hf"), fixes=config.fixes, timeout_s=config.timeout_s,
+        )  # fmt: skip
+        require_room(config.trace)
+        model = open_for_roundtrip(asked)
+        if model.tier != "cpu":
+            raise UsageError("bisect compares in fp32, which Transformer Engine does not attend in: run it on a CPU")
+        placement, resources = place(asked, model.tier), self.resources
+        model = with_layout(model, asked, placement, resources, until, self._progress, within)
+        manifest = msgspec.structs.replace(
+            manifest_of(asked, model, placement, tokens_only=True), command="bisect", config=config.to_dict(),
+            synced_versions=(), engine="", engine_ranks=0,
+        )  # fmt: skip
+        workload = made_up(asked, model.checkpoint.config)
+        with self._recording([config.trace], manifest) as (work, complete):
+            resources.oracle(model.checkpoint.path, until)  # it starts while Megatron is imported
+            spec = self._spec(
+                asked, model, placement, recipe="bisect", workload=workload, trace=str(config.trace), work=str(work),
+                within=within,
+            )  # fmt: skip
+            self._run_ranks([spec], work, until)
+            resources.release(None)
+            self._progress("the same by transformers in fp32")
+            oracle, batch = resources.oracle(model.checkpoint.path, until), oracle_rows(workload.batches[0])
+            objective = msgspec.to_builtins(workload.objective)
+            rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
+            with in_stage(Stage.LOGPROB):
+                record_activations(
+                    oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh
+                )  # fmt: skip
+            complete(config.trace)
+        return config.trace
 
     def noise(self, config: NoiseConfig) -> Floor:
         """Measure what bf16 alone does to a model's log-probabilities; store it under ``golden/noise`` if asked to."""
@@ -190,10 +229,23 @@ class Runner:
             known[path] = notes_of(model, self.resources.launcher(until), until)
         return known[path]
 
-    def _logs(self, work: Path) -> Callable[[], dict[str, bytes]]:
-        """A reader of the logs of a run's ranks and engines."""
-        ranks = work / "ranks"
-        return lambda: {file.stem: end_of(file) for file in sorted(ranks.glob("*.log"))} | self.resources.engine_logs()
+    @contextlib.contextmanager
+    def _recording(
+        self, traces: Sequence[Path], manifest: Manifest, notes: Sequence[str] = ()
+    ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+        """Make the traces and a work folder; yields it, and what completes a trace. See `recording`."""
+        with work_folder("run") as work:
+
+            def logs() -> dict[str, bytes]:
+                ranks = sorted((work / "ranks").glob("*.log"))
+                return {file.stem: end_of(file) for file in ranks} | self.resources.engine_logs()
+
+            with recording(traces, manifest, logs, record_failure, notes) as complete:
+                yield work, complete
+
+    def _spec(self, *given: Any, **session: Any) -> RunSpec:
+        """See `run_spec`."""
+        return run_spec(*given, deadline_s=self.resources.collective_deadline_s, **session)
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:
         with in_stage(Stage.LOAD):

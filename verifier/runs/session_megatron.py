@@ -14,12 +14,12 @@ from verifier.core.record import real
 from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
-from verifier.launch.child import resolve
+from verifier.launch.child import entered
 from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
-from verifier.platform import Tier
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
+from verifier.probes.activations_megatron import ActivationProbe
 from verifier.probes.arguments_megatron import given_arguments
 from verifier.probes.configs_megatron import record_provider, record_stated
 from verifier.probes.engine_state import held_by, record_views
@@ -34,7 +34,7 @@ from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
 from verifier.train import recompute_megatron, step_megatron
-from verifier.trainer import preload_megatron
+from verifier.trainer.preload_megatron import preload as preload
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
@@ -45,11 +45,6 @@ RESUMED = 2
 """Version before whose step the optimizer is written, made anew and read again."""
 
 
-def preload(tier: Tier | None = None) -> None:
-    """Import everything before ranks are forked; see `verifier.trainer.preload_megatron`."""
-    preload_megatron.preload(tier)
-
-
 def run(context: RankContext) -> dict[str, float]:
     """Rank function of every run: its sessions, one after another."""
     for number, record in enumerate(context.args["sessions"]):
@@ -57,12 +52,10 @@ def run(context: RankContext) -> dict[str, float]:
         if number:
             provider_megatron.teardown()
         with contextlib.ExitStack() as stack:
-            if spec.within:
-                function, *arguments = spec.within
-                stack.enter_context(resolve(function)(spec, context, *arguments))
+            stack.enter_context(entered(spec.within, spec, context))
             with in_stage(Stage.TRANSPORT):
                 session = Session(stack.enter_context(rank_run(spec, context)))
-            (session.golden if spec.workload is None else session.cycles)()
+            getattr(session, spec.recipe)()
     return {"peak_gib": math.ceil(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 * 100) / 100}
 
 
@@ -87,7 +80,33 @@ class Session:
         with in_stage(Stage.EXPORT):
             self._weights.export_only(0)
 
-    def cycles(self) -> None:
+    def bisect(self) -> None:
+        """Score one batch and compute its gradients, every module watched; nothing is stepped."""
+        run, workload = self._run, self._workload
+        self._build()
+        batch, trainer, objective = workload.batches[0], self._trainer, workload.objective
+        sequences = {row.id: at for at, row in enumerate(batch)}
+
+        def probe(step: str) -> ActivationProbe:
+            return ActivationProbe(run.probe, trainer, run.mesh, run.rank, sequences, step)
+
+        run.say(f"scoring {len(batch)} sequences, every module watched")
+        watch = probe("score")
+        with in_stage(Stage.LOGPROB), watch.watching():
+            found = step_megatron.score(
+                trainer, rollouts_of(batch), temperature=objective.temperature, on_shards=watch
+            )  # fmt: skip
+        watch.scored(found)
+        run.say("forward and backward, every module watched")
+        watch = probe("train")
+        with in_stage(Stage.LOSS), watch.watching():
+            step_megatron.backward(
+                trainer, rollouts_of(batch), loss=watch.loss(policy_loss(objective, 1)),
+                temperature=objective.temperature, micro_batch_size=workload.micro_batch_size, on_shards=watch,
+            )  # fmt: skip
+        self._weights.hand_on_gradients(1)
+
+    def roundtrip(self) -> None:
         """Everything, in the order of the data flow; without an engine what needs no export."""
         run = self._run
         self._load()
@@ -127,14 +146,19 @@ class Session:
             return [score, sync, update]
         return [sync, update, score]
 
-    def _load(self, *, training: bool = True) -> None:
-        """Build and load the trainer; record what ranks hold, what they must hold, and what steps have to do."""
-        run, spec = self._run, self._run.spec
-        adapters = " with adapters" if spec.lora_rank else ""
+    def _build(self, *, training: bool = True) -> None:
+        """Build the trainer and load the source."""
+        run = self._run
+        adapters = " with adapters" if run.spec.lora_rank else ""
         run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")
         with in_stage(Stage.LOAD):
             self._weights.build(training=training)
-        self._trainer, live = self._weights.trainer, self._weights.live
+        self._trainer = self._weights.trainer
+
+    def _load(self, *, training: bool = True) -> None:
+        """Build and load the trainer; record what ranks hold, what they must hold, and what steps have to do."""
+        self._build(training=training)
+        run, spec, live = self._run, self._run.spec, self._weights.live
         if spec.tier == "cuda" and (found := another_cudnn()):
             run.say(found)
         record_expected(run.probe, live, run.source)

@@ -12,10 +12,14 @@ import msgspec
 from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.engine.api import EngineConfig
 from verifier.errors import UsageError
+from verifier.export.derived import DerivedLayout
+from verifier.export.names import ModelLayout, layout_of
+from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, MAX_GPU_CHUNK_BYTES, chunk_bytes_of
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
+from verifier.runs.resources import COLLECTIVE_DEADLINE_S
 from verifier.runs.workload import Workload
 
 
@@ -90,19 +94,48 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """One session of the trainer's ranks; JSON there and back."""
+class RankSpec:
+    """Orders that the ranks of every run get; JSON there and back."""
 
-    config: GoldenConfig | RoundtripConfig
+    config: GoldenConfig | RoundtripConfig | TrainConfig
     """Config of the command that the user called."""
     checkpoint: str
+    """Hugging Face checkpoint of version 0."""
     tier: Tier
+    layout: Mapping[str, Any] | None = None
+    """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
+    within: Sequence[str] = ()
+    """"package.module:function" and its further arguments: a context manager, entered around the rank's work."""
+    deadline_s: float = COLLECTIVE_DEADLINE_S
+    """Seconds that a rank waits for others, and rank 0 for the engine."""
+
+    @property
+    def fixes(self) -> list[str]:
+        """Ids of the upstream fixes that the ranks install, `all` spelled out."""
+        return sorted(selected(self.config.fixes))
+
+    def layout_for(self, source: Checkpoint) -> ModelLayout | DerivedLayout | None:
+        """Layout of the family of the opened checkpoint, else the derived one; None where there is neither."""
+        return layout_of(source.config) or (None if self.layout is None else DerivedLayout.from_json(self.layout))
+
+
+def told_of(model: ModelUnderTest) -> dict[str, Any]:
+    """Fields of `RankSpec` on a model."""
+    layout = None if model.derived is None else model.derived.to_json()
+    return {"checkpoint": str(model.checkpoint.path), "tier": model.tier, "layout": layout}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec(RankSpec):
+    """One session of a recipe."""
+
+    config: GoldenConfig | RoundtripConfig
+    recipe: str = "roundtrip"
+    """Method of `session_megatron.Session` that is the session."""
     trace: str
     """Trace directory, which the parent has created: of several sessions each has its own."""
     work: str
     """Existing directory for what processes hand to each other: live shards, gradients, exported checkpoints."""
-    within: Sequence[str] = ()
-    """"package.module:function" and its further arguments: a context manager, entered around the session."""
     workload: Workload | None = None
     """Rollouts to score and train on, and prompts; None for golden."""
     gradients: bool = False
@@ -116,19 +149,10 @@ class RunSpec:
     """GPUs of the host that the ranks take, in turn; 0: all."""
     restore_first: bool = False
     """Send version 0 to the engine before anything else, so that it holds what this run expects of it."""
-    layout: Mapping[str, Any] | None = None
-    """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
     saves: bool = False
     """Have megatron-bridge write the last export to files too, and record what a reader finds there."""
     source_from_manifest: bool = False
     """The expected tensors are recorded elsewhere, so the source is not digested."""
-    deadline_s: float = 180.0
-    """Seconds that rank 0 waits for the engine."""
-
-    @property
-    def fixes(self) -> list[str]:
-        """Ids of the upstream fixes that the ranks install, `all` spelled out."""
-        return sorted(selected(self.config.fixes))
 
     @property
     def roundtrip(self) -> RoundtripConfig:
@@ -179,8 +203,8 @@ def run_spec(
     """Spec of one session; `session` is what differs from session to session, or between uses of the resources."""
     most = MAX_CHUNK_BYTES if placement.transport == "gloo" else MAX_GPU_CHUNK_BYTES
     return RunSpec(
-        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier,
+        **told_of(model), config=config,
         chunk_bytes=chunk_bytes_of(model.checkpoint.num_bytes, most),
         transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_gradients,
-        saves=model.is_saved, layout=None if model.derived is None else model.derived.to_json(), **session,
+        saves=model.is_saved, **session,
     )  # fmt: skip

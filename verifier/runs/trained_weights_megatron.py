@@ -41,6 +41,7 @@ from verifier.train import lora_megatron, router_replay_megatron
 from verifier.train.lora_megatron import SCALING, LoraSpec
 from verifier.train.optimizer_megatron import named_gradients
 from verifier.train.step_megatron import params_synced
+from verifier.trainer.adapters_megatron import joined
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -90,10 +91,10 @@ class TrainedWeights:
         """
         if self._run.layout is None:
             return {}
-        shards = self._run.folder(folder)
-        live.dump(shards, live.tensors() if tensors is None else tensors)
-        dist.barrier()
-        return live.join(shards, gradients=tensors is not None) if self._run.rank == 0 else {}
+        shards, rank = self._run.work / folder, self._run.rank
+        return joined(
+            live, live.tensors() if tensors is None else tensors, shards, rank, gradients=tensors is not None
+        )  # fmt: skip
 
     def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand tensors on to other processes; who holds none hands on nothing."""

@@ -116,11 +116,6 @@ class Checkpoints:
         return sorted(int(item.name) for item in self._folder.iterdir() if re.fullmatch(r"\d{6,}", item.name))
 
 
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, in order, by the names of those that have a manifest."""
-    return sorted(int(file.parent.name) for file in folder.glob(f"*/{MANIFEST}") if file.parent.name.isdigit())
-
-
 def read_state(folder: Path) -> RunState:
     """Read a checkpoint's state after a look at every byte of it.
 

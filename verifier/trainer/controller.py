@@ -103,15 +103,18 @@ class Trainer:
             self._continuation = Continuation(config, folder, self._progress, self._observer)
             done, metrics = self._continuation.rewind()
             folder.write_config(config)
-            launcher = self._open_launcher(stack)
+            if self._resources is None:
+                own = self._launcher if isinstance(self._launcher, ForkLauncher) else None
+                self._resources = stack.enter_context(Resources(launcher=own, preload=PRELOAD))
+            resources, launcher = self._resources, self._open_launcher(self._resources, stack)
             if self._rollouts is not None:
                 ranks_here = None if self._cluster is None else self._cluster.ranks_here
                 self._placement = place(config, model.tier, ranks_here)
             gpus = self._placement.trainer_gpus
             model = with_run_layout(config, model, launcher, folder.path, until, self._progress, num_gpus=gpus)
             self._model = model
-            self._observer.on_model(model, lambda: self._on_this_host(launcher, stack), until, self._progress)
-            engine = self._start_engine(launcher, stack)
+            self._observer.on_model(model, resources, until, self._progress)
+            engine = self._start_engine(resources, stack)
             if isinstance(launcher, ForkLauncher):
                 self._model = model = replace(model, notes=notes_of(model, launcher, until))
             with in_stage(Stage.LOAD):
@@ -150,7 +153,7 @@ class Trainer:
             folder.finish(config.steps, steps=summary.steps, loss=summary.loss, accuracy=summary.accuracy)
         return summary
 
-    def _open_launcher(self, stack: contextlib.ExitStack) -> Launcher:
+    def _open_launcher(self, resources: Resources, stack: contextlib.ExitStack) -> Launcher:
         """The launcher that was given, or one that imports Megatron while the caller goes on."""
         config, until = self._config, self._until
         if self._launcher is not None:
@@ -166,7 +169,7 @@ class Trainer:
             self._cluster.load(PRELOAD, until.left("importing Megatron"))
             return self._cluster
         self._progress("importing Megatron")
-        return stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=until.left("importing Megatron")))
+        return resources.launcher(until)
 
     def _call(self, name: str, **arguments: Any) -> list[Any]:
         return self._job.call(name, self._until.left(f"`{name}` was called"), **arguments)
@@ -190,7 +193,7 @@ class Trainer:
         self._ahead = AheadRollouts(config, self._rollouts, self._until)
         return GrpoPlan(config, self._ahead, batch_of, observer)
 
-    def _start_engine(self, launcher: Launcher, stack: contextlib.ExitStack) -> Engines | None:
+    def _start_engine(self, resources: Resources, stack: contextlib.ExitStack) -> Engines | None:
         """Start the engine that samples, if the run has one, while Megatron is imported."""
         if self._rollouts is None:
             return None
@@ -208,17 +211,9 @@ class Trainer:
         if self._cluster is not None:
             engine = ClusterEngines(asked, self._cluster, *given, restarts=restarts)
         else:
-            engine = HostEngines(asked, self._on_this_host(launcher, stack), *given, restarts=restarts)
+            engine = HostEngines(asked, resources, *given, restarts=restarts)
         stack.callback(engine.close)
         return engine
-
-    def _on_this_host(self, launcher: Launcher, stack: contextlib.ExitStack) -> Resources:
-        """Engines and oracle of this host, each started when it is first asked for."""
-        if self._resources is None:
-            self._resources = stack.enter_context(
-                Resources(launcher=launcher if isinstance(launcher, ForkLauncher) else None)
-            )
-        return self._resources
 
     def _connect(self, engine: Engines, rollouts: EngineRollouts, loop: StepLoop) -> None:
         """Let controller and ranks talk to the engine, and to those that it is started as again."""

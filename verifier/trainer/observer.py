@@ -336,9 +336,8 @@ class Observer:
         """The folder holds the whole run of so many steps already."""
 
     def on_model(
-        self, model: ModelUnderTest, resources: Callable[[], Resources], until: Deadline,
-        progress: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, model: ModelUnderTest, resources: Resources, until: Deadline, progress: Callable[[str], None]
+    ) -> None:
         """The model's layout is known, and neither ranks nor engines have started."""
 
     def on_resume(self, step: int) -> None:

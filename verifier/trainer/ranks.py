@@ -11,6 +11,7 @@ from verifier.launch.fork_launcher import ForkJob
 from verifier.launch.rank import JobSpec
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
+from verifier.runs.spec import told_of
 from verifier.trainer.worker_spec import WorkerSpec, optimizer_settings
 
 PRELOAD = "verifier.trainer.preload_megatron:preload"
@@ -50,9 +51,7 @@ def start_ranks(
         num_gpus: see `JobSpec.num_gpus`.
     """
     spec = WorkerSpec(
-        config=config, checkpoint=str(model.checkpoint.path), tier=model.tier, optimizer=optimizer_settings(config),
-        collective_deadline_s=COLLECTIVE_DEADLINE_S, within=within, observer=observer,
-        layout=None if model.derived is None else model.derived.to_json(),
+        **told_of(model), config=config, optimizer=optimizer_settings(config), within=within, observer=observer
     )  # fmt: skip
     job = JobSpec(
         function="verifier.trainer.worker_megatron:run", world_size=config.mesh.world_size, run_dir=folder / "logs",

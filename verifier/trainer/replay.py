@@ -17,9 +17,8 @@ from verifier.config.profile import ProfileOptions
 from verifier.config.training import CheckpointOptions, EvaluationOptions, TrainConfig, VerifyOptions
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
-from verifier.launch.fork_launcher import ForkLauncher
 from verifier.runs.model_under_test import open_model
-from verifier.runs.resources import Deadline
+from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
@@ -118,8 +117,7 @@ def replay_step(
         )  # fmt: skip
         if launcher is None:
             progress("importing Megatron")
-            deadline_s = until.left("importing Megatron")
-            launcher = stack.enter_context(ForkLauncher(preload=PRELOAD, load_deadline_s=deadline_s))
+            launcher = stack.enter_context(Resources(preload=PRELOAD)).launcher(until)
         job = start_ranks(own, model, launcher, folder, until, progress, within=within)
         stack.callback(job.kill)
 

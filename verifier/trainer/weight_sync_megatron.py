@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
 
 from verifier.engine import sender
 from verifier.engine.client import EngineGone
 from verifier.engine.link_megatron import EngineLink
-from verifier.engine.replicas import clients_of
 from verifier.errors import ContractError
 from verifier.export import gather_megatron
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
-from verifier.train.step_megatron import device_of
+from verifier.platform.gather_json import gather_json
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, TransferObserver
 
@@ -66,38 +62,20 @@ class WeightSync:
             ContractError: the ranks hold different plans, so nothing is sent.
         """
         self.close()
-        self._link, self.lost = EngineLink(), ""
-        link, self._num_ranks = self._link, options.tp * options.replicas
-        link.sleep_level = options.sleep_level
-        if transport == "ipc":
-            from verifier.transport.cuda_ipc import TrainerRounds
-
-            link.rounds = TrainerRounds()
+        self._link, self.lost = EngineLink.of(transport, options.sleep_level), ""
+        self._num_ranks = options.tp * options.replicas
+        met = partial(self._observer.on_connect, sleeps=bool(options.sleep_level))
         if self._rank == 0:
             try:
-                self._meet(sockets, transport, deadline_s)
+                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met)
             except EngineGone as problem:
                 self.lost = str(problem)
         else:
-            self._observer.on_connect(None, sleeps=bool(link.sleep_level))
+            met(None)
         chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
         self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
-        number = torch.tensor(int(self._plan.digest.partition(":")[2][:15], 16), device=device_of(self._trainer))
-        greatest, least = number.clone(), number.clone()
-        dist.all_reduce(greatest, dist.ReduceOp.MAX)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        if int(greatest) != int(least):
+        if len({*gather_json(self._plan.digest)}) > 1:
             raise ContractError("the ranks hold different chunk plans: nothing is sent")
-
-    def _meet(self, sockets: Sequence[str], transport: str, deadline_s: float) -> None:
-        """Connect rank 0 to the engines."""
-        from verifier.transport.gloo import Listener
-
-        link, client = self._link, clients_of(sockets, deadline_s)
-        link.client = self._open.enter_context(contextlib.closing(client))
-        self._observer.on_connect(client, sleeps=bool(link.sleep_level))
-        listener = Listener(self._num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
-        link.group = self._open.enter_context(contextlib.closing(sender.connect(client, listener, link.rounds)))
 
     def sync(
         self, version: int, note: Note | None, running: sender.Running = "none", *, again: bool = False,

@@ -17,13 +17,10 @@ from verifier.core.stage import Stage, in_stage
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.sender import Running
 from verifier.export import gather_megatron
-from verifier.export.derived import DerivedLayout
 from verifier.export.live_weights import LiveWeights
-from verifier.export.names import layout_of
-from verifier.launch.child import resolve
+from verifier.launch.child import entered, resolve
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
-from verifier.platform.upstream_fixes import selected
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
@@ -52,9 +49,7 @@ def run(context: RankContext) -> None:
     spec = WorkerSpec.from_json(context.args)
     router_order_megatron.install()
     with contextlib.ExitStack() as stack:
-        if spec.within:
-            function, *arguments = spec.within
-            stack.enter_context(resolve(function)(spec, context, *arguments))
+        stack.enter_context(entered(spec.within, spec, context))
         worker = TrainerWorker(spec, context)
         context.serve({name: partial(worker.answer, name) for name in CALLS})
 
@@ -99,15 +94,14 @@ class TrainerWorker:
         self._trainer = provider_megatron.build(
             spec.checkpoint, config.mesh, dtype=config.dtype, tier=spec.tier,
             data_parallel=data_parallel_of(config.megatron), overrides=provider_overrides(config),
-            seed=config.seed, deadline_s=spec.collective_deadline_s, fixes=sorted(selected(config.fixes)),
+            seed=config.seed, deadline_s=spec.deadline_s, fixes=spec.fixes,
             adapt=None if lora is None else partial(lora_megatron.attach, lora=lora),
         )  # fmt: skip
         settings = optimizer_megatron.StepSettings(**spec.optimizer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=settings)
         self._scheduler = optimizer_megatron.make_step_scheduler(self._optimizer, settings)
         self._source = open_checkpoint(spec.checkpoint)
-        derived = None if spec.layout is None else DerivedLayout.from_json(spec.layout)
-        layout, rank = layout_of(self._source.config) or derived, self._context.rank
+        layout, rank = spec.layout_for(self._source), self._context.rank
         self._whole = self._live = LiveWeights(self._trainer.chunks, layout, config.mesh, rank)
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
@@ -232,7 +226,7 @@ class TrainerWorker:
             self._sync = AdapterSync(adapters, rank, self._config.run / "adapters", self._observer)
         elif self._sync is None:
             self._sync = WeightSync(self._trainer, self._source, rank, adapters, self._observer)
-        self._sync.connect(sockets, engine, transport, self._spec.collective_deadline_s)
+        self._sync.connect(sockets, engine, transport, self._spec.deadline_s)
         if engine.sleep_level and isinstance(self._sync, WeightSync):
             device = step_megatron.device_of(self._trainer)
             self._turns = Turns(self._sync, device, self._tensors, self._observer)

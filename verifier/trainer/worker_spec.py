@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from verifier.algorithms.loss_options import LossOptions
 from verifier.config.training import TrainConfig
 from verifier.core.stage import Stage
-from verifier.platform import Tier
+from verifier.runs.spec import RankSpec
 
 CALLS = {
     "load": Stage.LOAD, "connect": Stage.TRANSPORT, "score": Stage.LOGPROB, "train": Stage.TRAIN,
@@ -20,21 +20,12 @@ CALLS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
+class WorkerSpec(RankSpec):
     """Everything that a rank needs to know before its first call."""
 
     config: TrainConfig
-    checkpoint: str
-    """Hugging Face checkpoint of version 0."""
-    tier: Tier
     optimizer: dict[str, Any]
     """Fields of `StepSettings`."""
-    collective_deadline_s: float
-    """Seconds that a rank waits for others."""
-    layout: Mapping[str, Any] | None = None
-    """The layout that was derived for a model without a row, as `DerivedLayout.to_json` gives it."""
-    within: Sequence[str] = ()
-    """"package.module:function" and its further arguments: a context manager, entered around all calls."""
     observer: str = ""
     """"package.module:Class" of a `RankObserver`; empty for a run that nobody looks at."""
 
@@ -54,19 +45,6 @@ def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
     values = asdict(config.optimizer)
     updates = config.steps * (config.grpo.updates if config.algorithm == "grpo" else 1)
     return {**values, "decay_steps": max(updates, config.optimizer.warmup_steps + 1)}
-
-
-def loss_terms(config: TrainConfig) -> dict[str, Any]:
-    """Fields of `LossTerms`."""
-    options = config.grpo
-    if config.algorithm == "sft":
-        return {"loss": "cross_entropy", "clip_low": 0.0, "clip_high": 0.0}
-    return {
-        "loss": options.loss, "clip_low": options.clip_low, "clip_high": options.clip_high,
-        "dual_clip": options.dual_clip, "kl_weight": options.kl_weight if options.kl_in == "loss" else 0.0,
-        "kl_kind": options.kl_kind, "entropy_weight": options.entropy_weight,
-        "temperature": options.temperature,
-    }  # fmt: skip
 
 
 def loss_of(config: TrainConfig) -> tuple[str, LossOptions]:

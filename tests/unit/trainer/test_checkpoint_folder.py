@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verifier.trainer.checkpoint_folder import Checkpoints, RunState, steps_in
+from verifier.trainer.checkpoint_folder import Checkpoints, RunState
 
 
 def saved(folder: Path, steps: list[int], keep: int) -> Checkpoints:
@@ -20,7 +20,7 @@ def saved(folder: Path, steps: list[int], keep: int) -> Checkpoints:
 def test_the_last_checkpoints_stay_and_a_run_goes_on_from_the_newest(tmp_path):
     """In the order of their steps: as text 1,000,000 comes before 900,000."""
     found, refused = saved(tmp_path / "a", [2, 10, 900_000, 1_000_000], keep=2).last_whole()
-    assert steps_in(tmp_path / "a") == [900_000, 1_000_000]
+    assert {item.name for item in (tmp_path / "a").iterdir()} == {"900000", "1000000"}
     assert found is not None
     assert (found.step, refused) == (1_000_000, {})
 

@@ -30,11 +30,12 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.probes.training.data_as_read import DataAsRead
 from verifier.probes.training.run_evidence import RunEvidence
+from verifier.probes.training.sampled_step import objective_of
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan
-from verifier.trainer.worker_spec import loss_of, loss_terms
+from verifier.trainer.worker_spec import loss_of
 
 SIZES = ("data.batch_size=4", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2", "data.num_examples=20",
          "evaluation.num_problems=0")  # fmt: skip
@@ -167,7 +168,7 @@ def weighed(given: Advantages, updates: list[OptimizerUpdate], knobs: Mapping[st
 @pytest.mark.parametrize("words", CASES)
 def test_the_loss_has_the_terms_of_the_config_and_its_record_the_same(words, tmp_path):
     config = config_of(tmp_path, words)
-    (name, options), terms, knobs = loss_of(config), loss_terms(config), config.grpo
+    (name, options), terms, knobs = loss_of(config), objective_of(config), config.grpo
     weight = knobs.kl_weight if knobs.kl_in == "loss" else 0.0
     right = {
         "clip_low": knobs.clip_low, "clip_high": knobs.clip_high, "dual_clip": knobs.dual_clip, "kl_weight": weight,

@@ -39,6 +39,7 @@ from verifier.probes.training.rollout_evidence import (
 from verifier.probes.training.sampled_step import (
     SampledStep,
     is_sampled,
+    objective_of,
     record_scored,
     require_judgeable,
     unsampled_because,
@@ -58,7 +59,7 @@ from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_batch import SampledBatch
 from verifier.trainer.token_versions import has_fresh
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.worker_spec import loss_terms, optimizer_settings
+from verifier.trainer.worker_spec import optimizer_settings
 
 JUDGED_BEHIND = 2
 """Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""
@@ -132,12 +133,11 @@ class RunEvidence(Observer):
         self.suspicions = Suspicions(folder.suspicions, steps)
 
     def on_model(
-        self, model: ModelUnderTest, resources: Callable[[], Resources], until: Deadline,
-        progress: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, model: ModelUnderTest, resources: Resources, until: Deadline, progress: Callable[[str], None]
+    ) -> None:
         """Start the oracle, or measure what it would, once."""
         if not unsampled_because(self._config, model):
-            self._oracle = resources().oracle(model.checkpoint.path, until)
+            self._oracle = resources.oracle(model.checkpoint.path, until)
         if measures_rounding(self._config, model):
             progress("measuring what float32 rounds of log-probabilities")
             self.noise = first_rounding(model, until)
@@ -267,7 +267,7 @@ class RunEvidence(Observer):
         ))  # fmt: skip
         probe.emit(KnobsAsked(name="config", version=step, values=asked(config)))
         probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(config)))
-        probe.emit(LossTerms(name="loss", version=step, **loss_terms(config)))
+        probe.emit(LossTerms(name="loss", version=step, **objective_of(config)))
         self._close()
         self._updates, self._begins = updates, self._begins and not updates
         self._taken += len(updates)

@@ -419,9 +419,12 @@ def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) 
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:
-    """The loss that a config asks for, as `verifier.oracle.policy_hf` takes it."""
+    """The loss that a config asks for: fields of `LossTerms`, and what `verifier.oracle.policy_hf` takes."""
     if config.algorithm == "sft":
-        return {"loss": "cross_entropy", "temperature": 1.0, "kl_weight": 0.0, "entropy_weight": 0.0}
+        return {
+            "loss": "cross_entropy", "temperature": 1.0, "clip_low": 0.0, "clip_high": 0.0, "kl_weight": 0.0,
+            "entropy_weight": 0.0,
+        }  # fmt: skip
     options = config.grpo
     return {
         "loss": options.loss, "temperature": options.temperature, "clip_low": options.clip_low,

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import msgspec
 
-import verifier
 from verifier.config.training import TrainConfig
-from verifier.contracts.examine import declared
-from verifier.core.manifest import Facts, Manifest, MeshSizes
-from verifier.core.plugins import installed_plugins
+from verifier.core.manifest import Facts, Manifest
 from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias
-from verifier.platform import Tier
-from verifier.platform.pins import installed_versions
-from verifier.platform.provenance import gpu_names, host, this_code
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.probes.training.sampled_step import unsampled_because
 from verifier.probes.training.spot import has_spot, why_no_spot
-from verifier.runs.model_under_test import ModelUnderTest, cache_folder
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.run_manifest import identity_of
 
 MAX_CUT_BYTES = 2**28
 """Largest checkpoint whose exports a GPU's ranks copy to the host at every sync."""
@@ -83,13 +74,10 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
     synced = live and bool(happened.updates)
     engine_bugs = replace(bugs, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else bugs
     first = happened.sent and happened.step == 1 and not config.lora.rank
-    return Manifest(
-        command="train", command_line=shlex.join(["verifier", *sys.argv[1:]]), verifier=verifier.__version__,
-        commit=this_code().commit, host=host(), gpus=gpu_names(model.tier), model=config.model,
-        dtype=model.dtype, mesh=msgspec.convert(model.mesh.to_dict(), MeshSizes), world_size=model.mesh.world_size,
-        tier=model.tier, notes=model.notes if happened.loaded else (), **_installed(model.tier),
-        config=config.to_dict(), layout=model.layout_kind, stand_ins=tuple(stand_ins_of(sizes, engine_bugs)),
-        upstream_bugs=tuple(bugs_of(sizes, bugs)), facts=_with_model(config, model, happened),
+    return msgspec.structs.replace(
+        identity_of(config, model), command="train", notes=model.notes if happened.loaded else (),
+        stand_ins=tuple(stand_ins_of(sizes, engine_bugs)), upstream_bugs=tuple(bugs_of(sizes, bugs)),
+        facts=_with_model(config, model, happened),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
         synced_versions=(*((happened.step - 1,) if happened.sent else ()), happened.step) if synced else (),
@@ -110,10 +98,3 @@ def _with_model(config: TrainConfig, model: ModelUnderTest, happened: Facts) -> 
         has_reference=trained and grpo.has_reference, has_turns=trained and grpo.has_turns,
         adapters_sent=bool(config.lora.engine_rank(samples=live)), estimators=(grpo.advantage,) if trained else (),
     )  # fmt: skip
-
-
-@cache
-def _installed(tier: Tier) -> dict[str, Any]:
-    """Fields of a manifest on the versions that run, which stay while the run does."""
-    found = {"versions": installed_versions(), "plugins": installed_plugins()}
-    return {**found, **declared(tier, cache_folder() / "contracts")}
