@@ -13,8 +13,6 @@ from verifier.errors import UsageError
 
 LEVELS = ("token", "sequence", "geometric")
 """Ratio of a token: its own; the product over its sequence; the geometric mean over its sequence."""
-DIVISORS = ("old", "engine")
-"""Log-probabilities that the ratio of a loss may divide by: the trainer's before the step, or those that sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +27,6 @@ class CorrectionOptions:
     """Level of the ratio old / engine that multiplies the advantage; None: 1."""
     cap: float | None = 2.0
     """Greatest weight; None does not truncate."""
-    floor: float = 0.0
-    """Least weight."""
     mask: str | None = None
     """Level of the ratio that decides whether a token stays; None: all do."""
     mask_low: float = 0.5
@@ -44,38 +40,8 @@ class CorrectionOptions:
                 raise UsageError(f"the level of the importance {name} is `{level}` (known: {', '.join(LEVELS)})")
         if self.cap is not None and not 0 < self.cap < math.inf:
             raise UsageError(f"the cap of importance weights is {self.cap}: give a positive number, or none")
-        if not 0 <= self.floor <= (self.cap or self.floor) < math.inf:
-            raise UsageError(f"the floor of importance weights is {self.floor}, the cap {self.cap}: 0 <= floor <= cap")
         if not 0 <= self.mask_low <= self.mask_high:
             raise UsageError(f"the importance mask keeps ratios from {self.mask_low} to {self.mask_high}: swap them")
-
-
-def check_divisor(divisor: str, options: CorrectionOptions, *, staleness: int) -> None:
-    """Refuse a divisor of the ratio that ignores staleness, or that corrects for the engine twice.
-
-    Args:
-        divisor: log-probability that the ratio divides by, one of `DIVISORS`.
-        options: weights and masks between `old` and `engine`.
-        staleness: greatest number of versions that a rollout may be behind the weights it trains.
-
-    Raises:
-        UsageError: names both knobs.
-
-    Source:
-        SkyRL#1315, miles#1829.
-    """
-    if divisor not in DIVISORS:
-        raise UsageError(f"the divisor of the ratio is `{divisor}` (known: {', '.join(DIVISORS)})")
-    if divisor == "old" and staleness and options.weight is None and options.mask is None:
-        raise UsageError(
-            f"the ratio divides by `old` and rollouts may be {staleness} versions stale, with neither importance "
-            "weight nor mask: nothing corrects for the weights that sampled; divide by `engine`, or set one of the two"
-        )
-    if divisor == "engine" and options.weight is not None:
-        raise UsageError(
-            f"the ratio divides by `engine` and importance weights are by {options.weight}: the step would correct for "
-            "the engine twice; divide by `old`, or leave the weights out"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,8 +56,6 @@ class Correction:
     """Tokens in the loss mask; the numbers below are of these."""
     num_capped: int
     """Tokens whose ratio was above the cap."""
-    num_floored: int
-    """Tokens whose ratio was below the floor."""
     num_masked: int
     """Tokens that were masked."""
     num_clamped: int
@@ -136,7 +100,7 @@ def correction(
         trainer/ppo/rollout_corr_helper.py; SkyRL, utils/off_policy_correction_utils.py.
     """
     factors, kept = [], []
-    counts = dict.fromkeys(("num_tokens", "num_capped", "num_floored", "num_masked", "num_clamped"), 0)
+    counts = dict.fromkeys(("num_tokens", "num_capped", "num_masked", "num_clamped"), 0)
     for name, own, other, given in zip(ids, old, engine, masks, strict=True):
         mask = np.asarray(given, bool)
         difference = log_ratio(*(
@@ -146,19 +110,18 @@ def correction(
         weight, clamped = _ratio(difference, options.weight)
         judged, clamped_too = _ratio(difference, options.mask)
         cap = math.inf if options.cap is None else options.cap
-        stays, capped, floored = np.ones(len(weight), bool), np.zeros(len(weight), bool), np.zeros(len(weight), bool)
+        stays, capped = np.ones(len(weight), bool), np.zeros(len(weight), bool)
         if options.mask:
             stays = (options.mask_low <= judged) & (judged <= options.mask_high)
         if options.weight:
-            capped, floored = weight > cap, weight < options.floor
-            weight = weight.clip(options.floor, cap)
+            capped, weight = weight > cap, weight.clip(0.0, cap)
         factor, keep = np.zeros(len(mask)), np.zeros(len(mask), bool)
         factor[mask], keep[mask] = np.where(stays, weight, 0.0), stays
         factors.append(factor)
         kept.append(keep)
         for key, rows in (
-            ("num_tokens", mask), ("num_capped", capped), ("num_floored", floored),
-            ("num_masked", ~stays), ("num_clamped", clamped | clamped_too),
+            ("num_tokens", mask), ("num_capped", capped), ("num_masked", ~stays),
+            ("num_clamped", clamped | clamped_too),
         ):  # fmt: skip
             counts[key] += int(rows.sum())
     return Correction(factors=factors, kept=kept, **counts)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from verifier.algorithms.off_policy import Correction, CorrectionOptions, check_divisor, correction
+from verifier.algorithms.off_policy import Correction, CorrectionOptions, correction
 from verifier.errors import UsageError
 
 RATIOS = np.array([0.25, 4.0, 1.0, 8.0])
@@ -22,19 +22,18 @@ def corrected(ratios=RATIOS, **options) -> Correction:
 @pytest.mark.parametrize(
     ("options", "factors", "counts"),
     [
-        ({}, [1, 1, 1, 0], (0, 0, 0)),
-        ({"weight": "token"}, [0.25, 2, 1, 0], (1, 0, 0)),
-        ({"weight": "token", "floor": 0.5}, [0.5, 2, 1, 0], (1, 1, 0)),
-        ({"weight": "token", "cap": None, "mask": "token", "mask_low": 0.5, "mask_high": 2.0}, [0, 0, 1, 0], (0, 0, 2)),
-        ({"weight": "token", "mask": "token", "mask_high": 9.0}, [0, 2, 1, 0], (1, 0, 1)),
-        ({"weight": "sequence"}, [1, 1, 1, 0], (0, 0, 0)),
-        ({"mask": "geometric", "mask_low": 0.99, "mask_high": 1.01}, [1, 1, 1, 0], (0, 0, 0)),
+        ({}, [1, 1, 1, 0], (0, 0)),
+        ({"weight": "token"}, [0.25, 2, 1, 0], (1, 0)),
+        ({"weight": "token", "cap": None, "mask": "token", "mask_low": 0.5, "mask_high": 2.0}, [0, 0, 1, 0], (0, 2)),
+        ({"weight": "token", "mask": "token", "mask_high": 9.0}, [0, 2, 1, 0], (1, 1)),
+        ({"weight": "sequence"}, [1, 1, 1, 0], (0, 0)),
+        ({"mask": "geometric", "mask_low": 0.99, "mask_high": 1.01}, [1, 1, 1, 0], (0, 0)),
     ],
 )
 def test_factors_by_hand(options, factors, counts):
     got = corrected(**options)
     np.testing.assert_allclose(got.factors[0], factors, rtol=1e-14)
-    assert (got.num_capped, got.num_floored, got.num_masked) == counts
+    assert (got.num_capped, got.num_masked) == counts
     assert (got.num_tokens, got.num_clamped) == (3, 0)
     assert not got.kept[0][3]
 
@@ -86,23 +85,9 @@ def test_a_logprob_that_is_none_is_refused_by_name(which, whose, value):
         ({"mask": "batch"}, "the importance mask is `batch`"),
         ({"cap": 0.0}, "the cap of importance weights is 0.0"),
         ({"cap": math.nan}, "the cap of importance weights is nan"),
-        ({"floor": 3.0}, "the floor of importance weights is 3.0, the cap 2.0"),
-        ({"floor": -1.0, "cap": None}, "the floor of importance weights is -1.0"),
         ({"mask_low": 2.0, "mask_high": 1.0}, "keeps ratios from 2.0 to 1.0"),
     ],
 )
 def test_options_that_exclude_everything_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         CorrectionOptions(**options)
-
-
-def test_a_divisor_that_ignores_staleness_is_refused():
-    check_divisor("old", CorrectionOptions(), staleness=0)
-    check_divisor("old", CorrectionOptions(mask="token"), staleness=2)
-    check_divisor("engine", CorrectionOptions(), staleness=2)
-    with pytest.raises(UsageError, match="divides by `old` and rollouts may be 2 versions stale"):
-        check_divisor("old", CorrectionOptions(), staleness=2)
-    with pytest.raises(UsageError, match="would correct for the engine twice"):
-        check_divisor("engine", CorrectionOptions(weight="token"), staleness=0)
-    with pytest.raises(UsageError, match=r"the divisor of the ratio is `current` \(known: old, engine\)"):
-        check_divisor("current", CorrectionOptions(), staleness=0)
