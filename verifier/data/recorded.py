@@ -170,8 +170,8 @@ def _decoded(line: str) -> RolloutRow:
 
 def _check_tokens(row: RolloutRow, vocab_size: int | None) -> None:
     rollout_of(row)
-    for at, token in enumerate(row.tokens) if vocab_size is not None else ():
-        if token >= vocab_size:
+    for at, token in enumerate(row.tokens):
+        if vocab_size is not None and token >= vocab_size:
             where = f"outside of the vocabulary of {vocab_size:,}"
             raise UsageError(f"rollout `{row.id}`: token {at} has id {token}, {where}")
     if not math.isfinite(row.reward):
