@@ -39,7 +39,7 @@ def trained(batch, recipe, layout):
                        token_counts=[mask.sum() for mask in masks])  # fmt: skip
     weights = token_weights(masks, [s.group for s in batch], recipe.how, recipe.constant)
     factors = correction([str(row) for row in range(len(batch))], [np.array(s.old) for s in batch],
-                         [np.array(s.engine) for s in batch], masks, recipe.off_policy).factors  # fmt: skip
+                         [np.array(s.engine) for s in batch], masks, recipe.off_policy)  # fmt: skip
     random, terms = np.random.default_rng(layout.seed), []
     gradients = [[np.zeros(len(mask)), np.zeros(len(mask))] for mask in masks]
     for members in layout.micro_batches:

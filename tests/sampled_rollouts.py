@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.recorded import write_recorded
 from verifier.data.arithmetic import arithmetic_examples
 from verifier.data.encode import encode_prompt
-from verifier.data.recorded import RolloutRow, write_recorded
+from verifier.data.recorded import RolloutRow
 from verifier.data.tokenizer import open_tokenizer
 from verifier.rewards.answer import answer_reward
 

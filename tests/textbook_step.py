@@ -79,7 +79,6 @@ def recipes(draw):
         ),
         CorrectionOptions(
             weight=draw(st.sampled_from(levels)), cap=draw(st.sampled_from([None, 1.1, 2.0])),
-            floor=draw(st.sampled_from([0.0, 0.9])),
             mask=draw(st.sampled_from(levels)), mask_low=0.7, mask_high=1.4,
         ),
     )  # fmt: skip
@@ -116,7 +115,7 @@ def textbook_factors(sequence, options):
     for t in rows:
         weight = 1.0
         if options.weight:
-            weight = max(options.floor, levels[options.weight][t])
+            weight = levels[options.weight][t]
             weight = weight if options.cap is None else min(options.cap, weight)
         inside = options.mask is None or options.mask_low <= levels[options.mask][t] <= options.mask_high
         result[t] = weight if inside else 0.0

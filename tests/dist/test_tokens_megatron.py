@@ -105,7 +105,7 @@ def test_rows_are_those_of_megatrons_own_slicing(cp, trainer_launcher, tmp_path)
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_logprob_and_entropy_with_the_vocabulary_split_over_ranks(num_ranks, trainer_launcher, tmp_path):
-    """Two columns pad the vocabulary, one row is ignored, the temperature is 0.7."""
+    """One row is ignored, the temperature is 0.7."""
     for worst in trainer_launcher.run("tokens_functions:logprob_over_ranks", world_size=num_ranks, run_dir=tmp_path):
         assert max(worst["float64"]) < 1e-12
         # Sums of 21 exponentials in another order, of numbers up to 40: a few units of 2^-24 * 40; times row weights.

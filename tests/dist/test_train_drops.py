@@ -12,12 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
+from tests.recorded import write_recorded
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_trainer import TrainerStep
-from verifier.data.recorded import read_recorded, write_recorded
+from verifier.data.recorded import read_recorded
 from verifier.faults.training_trial import GRPO_KNOBS, DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
+from tests.recorded import write_recorded
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_tokens import GivenRoutes, UsedRoutes
 from verifier.core.records_trainer import RouterBalance
-from verifier.data.recorded import read_recorded, write_recorded
+from verifier.data.recorded import read_recorded
 from verifier.errors import UsageError
 from verifier.faults.route_faults import ROUTES
 from verifier.faults.training_trial import DeferredJudge

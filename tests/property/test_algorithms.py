@@ -138,11 +138,7 @@ def test_any_finite_or_minus_infinite_logprobs_give_finite_losses_and_gradients(
 )  # fmt: skip
 def test_any_finite_or_minus_infinite_logprobs_give_finite_importance_factors(rows, weight, mask, cap):
     own, other, inside = ([row[at] for row in rows] for at in range(3))
-    result = correction(["a"], [np.array(own)], [np.array(other)], [np.array(inside, bool)],
+    (factors,) = correction(["a"], [np.array(own)], [np.array(other)], [np.array(inside, bool)],
                         CorrectionOptions(weight=weight, mask=mask, cap=cap))  # fmt: skip
-    assert np.isfinite(result.factors[0]).all()
-    assert (result.factors[0][~np.array(inside, bool)] == 0).all()
-    beyond = [max(a, FLOOR) - max(b, FLOOR) for a, b, i in rows if i]
-    if "token" in (weight, mask):
-        assert result.num_clamped >= sum(abs(d) > LIMIT for d in beyond)
-    assert result.num_tokens == len(beyond)
+    assert np.isfinite(factors).all()
+    assert (factors[~np.array(inside, bool)] == 0).all()

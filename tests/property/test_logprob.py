@@ -150,18 +150,6 @@ def test_poison_in_ignored_rows_changes_nothing(problem: dict, poison: float) ->
         assert (got[ignored] == 0).all()
 
 
-@given(problem=problems(), padding=st.integers(1, 5), value=st.sampled_from([0.0, 99.0, float("nan")]))
-def test_columns_that_pad_the_vocabulary_are_out_of_the_softmax(problem: dict, padding: int, value: float) -> None:
-    labels, logits = problem["labels"], problem["logits"].float()
-    wide = torch.cat([logits, torch.full((len(logits), padding), value)], 1)
-    before = graded(lambda x: vocab_parallel_logprob(x, labels), logits)
-    after = graded(lambda x: vocab_parallel_logprob(x, labels, vocab_size=logits.shape[1]), wide)
-    assert torch.equal(after[0], before[0])
-    assert torch.equal(after[1], before[1])
-    assert torch.equal(after[2][:, : logits.shape[1]], before[2])
-    assert (after[2][:, logits.shape[1] :] == 0).all()
-
-
 def test_a_column_of_minus_infinity_has_no_share() -> None:
     logits = torch.tensor([[1.0, -float("inf"), 2.0]])
     logprob, entropy, grad = graded(lambda x: vocab_parallel_logprob(x, torch.tensor([2])), logits)

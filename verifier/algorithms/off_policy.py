@@ -13,8 +13,6 @@ from verifier.errors import UsageError
 
 LEVELS = ("token", "sequence", "geometric")
 """Ratio of a token: its own; the product over its sequence; the geometric mean over its sequence."""
-DIVISORS = ("old", "engine")
-"""Log-probabilities that the ratio of a loss may divide by: the trainer's before the step, or those that sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +27,6 @@ class CorrectionOptions:
     """Level of the ratio old / engine that multiplies the advantage; None: 1."""
     cap: float | None = 2.0
     """Greatest weight; None does not truncate."""
-    floor: float = 0.0
-    """Least weight."""
     mask: str | None = None
     """Level of the ratio that decides whether a token stays; None: all do."""
     mask_low: float = 0.5
@@ -44,58 +40,8 @@ class CorrectionOptions:
                 raise UsageError(f"the level of the importance {name} is `{level}` (known: {', '.join(LEVELS)})")
         if self.cap is not None and not 0 < self.cap < math.inf:
             raise UsageError(f"the cap of importance weights is {self.cap}: give a positive number, or none")
-        if not 0 <= self.floor <= (self.cap or self.floor) < math.inf:
-            raise UsageError(f"the floor of importance weights is {self.floor}, the cap {self.cap}: 0 <= floor <= cap")
         if not 0 <= self.mask_low <= self.mask_high:
             raise UsageError(f"the importance mask keeps ratios from {self.mask_low} to {self.mask_high}: swap them")
-
-
-def check_divisor(divisor: str, options: CorrectionOptions, *, staleness: int) -> None:
-    """Refuse a divisor of the ratio that ignores staleness, or that corrects for the engine twice.
-
-    Args:
-        divisor: log-probability that the ratio divides by, one of `DIVISORS`.
-        options: weights and masks between `old` and `engine`.
-        staleness: greatest number of versions that a rollout may be behind the weights it trains.
-
-    Raises:
-        UsageError: names both knobs.
-
-    Source:
-        SkyRL#1315, miles#1829.
-    """
-    if divisor not in DIVISORS:
-        raise UsageError(f"the divisor of the ratio is `{divisor}` (known: {', '.join(DIVISORS)})")
-    if divisor == "old" and staleness and options.weight is None and options.mask is None:
-        raise UsageError(
-            f"the ratio divides by `old` and rollouts may be {staleness} versions stale, with neither importance "
-            "weight nor mask: nothing corrects for the weights that sampled; divide by `engine`, or set one of the two"
-        )
-    if divisor == "engine" and options.weight is not None:
-        raise UsageError(
-            f"the ratio divides by `engine` and importance weights are by {options.weight}: the step would correct for "
-            "the engine twice; divide by `old`, or leave the weights out"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Correction:
-    """Importance factor of each token of a batch, and how many tokens each bound touched."""
-
-    factors: list[np.ndarray]
-    """[L] float64 per sequence: the weight where a token stays, 0 where it was masked and outside of the loss mask."""
-    kept: list[np.ndarray]
-    """[L] bool per sequence: tokens of the loss mask that stay."""
-    num_tokens: int
-    """Tokens in the loss mask; the numbers below are of these."""
-    num_capped: int
-    """Tokens whose ratio was above the cap."""
-    num_floored: int
-    """Tokens whose ratio was below the floor."""
-    num_masked: int
-    """Tokens that were masked."""
-    num_clamped: int
-    """Tokens with a log-ratio, at a level in use, that was clamped to `log_ratio.LIMIT` before it was exponentiated."""
 
 
 def correction(
@@ -104,7 +50,7 @@ def correction(
     engine: Sequence[np.ndarray],
     masks: Sequence[np.ndarray],
     options: CorrectionOptions,
-) -> Correction:
+) -> list[np.ndarray]:
     """Compute the importance factor of each token from d = old - engine, over the whole batch and by id.
 
     With ratio = exp(d) by token, exp(sum of d) by sequence, exp(mean of d) by geometric mean, sums and means over the
@@ -127,6 +73,9 @@ def correction(
         masks: [L] bool, True for tokens in the loss; the rest may hold anything.
         options: levels and bounds.
 
+    Returns:
+        [L] float64 per sequence: the weight where a token stays, 0 where it was masked and outside of the loss mask.
+
     Raises:
         UsageError: a log-probability in the mask is NaN or +infinity; names the sequence and the token.
 
@@ -135,33 +84,22 @@ def correction(
         sequence, MIS and geometric masks: Liu et al., When Speed Kills Stability (2025); verl,
         trainer/ppo/rollout_corr_helper.py; SkyRL, utils/off_policy_correction_utils.py.
     """
-    factors, kept = [], []
-    counts = dict.fromkeys(("num_tokens", "num_capped", "num_floored", "num_masked", "num_clamped"), 0)
+    factors = []
     for name, own, other, given in zip(ids, old, engine, masks, strict=True):
         mask = np.asarray(given, bool)
         difference = log_ratio(*(
             _checked(np.asarray(values, np.float64), mask, f"rollout `{name}`: the {whose} log-probability")
             for values, whose in ((own, "old"), (other, "engine"))
         ))  # fmt: skip
-        weight, clamped = _ratio(difference, options.weight)
-        judged, clamped_too = _ratio(difference, options.mask)
-        cap = math.inf if options.cap is None else options.cap
-        stays, capped, floored = np.ones(len(weight), bool), np.zeros(len(weight), bool), np.zeros(len(weight), bool)
+        weight = _ratio(difference, options.weight)
+        if options.weight and options.cap is not None:
+            weight = weight.clip(max=options.cap)
         if options.mask:
-            stays = (options.mask_low <= judged) & (judged <= options.mask_high)
-        if options.weight:
-            capped, floored = weight > cap, weight < options.floor
-            weight = weight.clip(options.floor, cap)
-        factor, keep = np.zeros(len(mask)), np.zeros(len(mask), bool)
-        factor[mask], keep[mask] = np.where(stays, weight, 0.0), stays
-        factors.append(factor)
-        kept.append(keep)
-        for key, rows in (
-            ("num_tokens", mask), ("num_capped", capped), ("num_floored", floored),
-            ("num_masked", ~stays), ("num_clamped", clamped | clamped_too),
-        ):  # fmt: skip
-            counts[key] += int(rows.sum())
-    return Correction(factors=factors, kept=kept, **counts)
+            judged = _ratio(difference, options.mask)
+            weight = np.where((options.mask_low <= judged) & (judged <= options.mask_high), weight, 0.0)
+        factors.append(np.zeros(len(mask)))
+        factors[-1][mask] = weight
+    return factors
 
 
 def _checked(values: np.ndarray, mask: np.ndarray, what: str) -> np.ndarray:
@@ -173,12 +111,12 @@ def _checked(values: np.ndarray, mask: np.ndarray, what: str) -> np.ndarray:
     return values[mask]
 
 
-def _ratio(difference: np.ndarray, level: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Ratio of each token at a level, and whether its logarithm was clamped; 1 without a level."""
+def _ratio(difference: np.ndarray, level: str | None) -> np.ndarray:
+    """Ratio of each token at a level, its logarithm within `LIMIT` of 0; 1 without a level."""
     if level is None or not len(difference):
-        return np.ones(len(difference)), np.zeros(len(difference), bool)
+        return np.ones(len(difference))
     value = difference
     if level != "token":
         total = math.fsum(difference)
         value = np.full(len(difference), total if level == "sequence" else total / len(difference))
-    return np.exp(value.clip(-LIMIT, LIMIT)), np.abs(value) > LIMIT
+    return np.exp(value.clip(-LIMIT, LIMIT))

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from verifier.core.outputs import write_whole
 from verifier.data.lines import numbered_lines
-from verifier.data.rollout import Rollout, check_groups, check_rollouts, make_rollout
+from verifier.data.rollout import Rollout, make_rollout
 from verifier.data.trajectories import Step, check_steps
 from verifier.errors import UsageError
 
@@ -91,19 +90,6 @@ def rollout_of(row: RolloutRow) -> Rollout:
     )  # fmt: skip
 
 
-def row_of(rollout: Rollout, *, answer: str | None = None, text: str | None = None) -> RolloutRow:
-    """Row of a rollout; log-probabilities keep their float32 value."""
-    response = slice(rollout.prompt_length, None)
-    routes = None if rollout.routes is None else tuple(tuple(map(tuple, token)) for token in rollout.routes.tolist())
-    return RolloutRow(
-        id=rollout.id, group=rollout.group, prompt=tuple(rollout.tokens[: rollout.prompt_length].tolist()),
-        response=tuple(rollout.tokens[response].tolist()), sampled=tuple(rollout.sampled[response].tolist()),
-        mask=tuple(rollout.mask[response].tolist()), logprobs=tuple(rollout.logprobs[response].tolist()),
-        versions=tuple(rollout.versions[response].tolist()), reward=float(rollout.reward), routes=routes,
-        answer=answer, text=text,
-    )  # fmt: skip
-
-
 def steps_of(rows: Sequence[RolloutRow]) -> list[Step]:
     """Steps of step-wise rows, unchecked."""
     return [
@@ -129,17 +115,8 @@ def decoded(fields: Any) -> RolloutRow:
     return msgspec.convert(fields, RolloutRow)
 
 
-def write_recorded(path: Path, rows: Sequence[RolloutRow]) -> None:
-    """Write rows as JSON lines; the file is either whole or as it was.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    write_whole(path, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
-
-
 def read_recorded(
-    path: Path, *, vocab_size: int | None = None, group_size: int | None = None, max_tokens: int | None = None
+    path: Path, *, vocab_size: int | None = None, group_size: int | None = None
 ) -> tuple[RolloutRow, ...]:
     """Read rows and refuse what cannot be trained on.
 
@@ -147,7 +124,6 @@ def read_recorded(
         path: file of JSON lines.
         vocab_size: tokens must lie below it; None checks none.
         group_size: rollouts of each group; step-wise, trajectories of each group. None checks none.
-        max_tokens: longest rollout.
 
     Raises:
         UsageError: names the line: invalid JSON, an unknown key, a wrong type or length; a log-probability that is not
@@ -164,7 +140,7 @@ def read_recorded(
                 raise UsageError(f"rollout `{row.id}` stands already in {first_line[row.id]}")
             if rows and (row.trajectory is None) != (rows[0].trajectory is None):
                 raise UsageError(f"rollout `{row.id}`: either all rollouts of a file have a `trajectory` or none has")
-            _check_tokens(row, vocab_size, max_tokens)
+            _check_tokens(row, vocab_size)
         rows.append(row)
         lines.append(where)
         first_line[row.id] = where
@@ -192,8 +168,12 @@ def _decoded(line: str) -> RolloutRow:
         raise UsageError(str(error)) from error
 
 
-def _check_tokens(row: RolloutRow, vocab_size: int | None, max_tokens: int | None) -> None:
-    check_rollouts([rollout_of(row)], vocab_size=vocab_size, max_tokens=max_tokens)
+def _check_tokens(row: RolloutRow, vocab_size: int | None) -> None:
+    rollout_of(row)
+    for at, token in enumerate(row.tokens):
+        if vocab_size is not None and token >= vocab_size:
+            where = f"outside of the vocabulary of {vocab_size:,}"
+            raise UsageError(f"rollout `{row.id}`: token {at} has id {token}, {where}")
     if not math.isfinite(row.reward):
         raise UsageError(f"rollout `{row.id}`: its reward is {row.reward}")
     for at, drawn in enumerate(row.sampled):
@@ -222,12 +202,15 @@ def _check_trajectories(rows: Sequence[RolloutRow], lines: Sequence[str]) -> Non
 
 def _check_groups(rows: Sequence[RolloutRow], lines: Sequence[str], group_size: int) -> None:
     """Refuse groups of another size, with the line of their first rollout; of a trajectory its last step counts."""
-    members: dict[str, list[RolloutRow]] = {}
+    members: dict[str, list[str]] = {}
     first: dict[str, str] = {}
     for row, where in zip(rows, lines, strict=True):
         first.setdefault(row.group, where)
         if row.trajectory is None or row.is_last_step:
-            members.setdefault(row.group, []).append(row)
+            members.setdefault(row.group, []).append(row.id)
     for group, where in first.items():
-        with _named(where):
-            check_groups([rollout_of(row) for row in members[group]], group_size)
+        if len(ids := members[group]) != group_size:
+            raise UsageError(
+                f"{where}: group `{group}` (rollout `{ids[0]}`) has {len(ids)} rollouts, every group must have "
+                f"{group_size}"
+            )

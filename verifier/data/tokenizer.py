@@ -28,8 +28,6 @@ class Tokenizer:
     vocab_size: int
     """Number of rows of the model's embedding; every id is below it."""
     eos_id: int
-    pad_id: int
-    """The end token where the tokenizer has none for padding."""
     special_ids: frozenset[int]
     """Ids that stand for no text of a user, such as ends of turns."""
     chat: ChatTemplate
@@ -157,7 +155,6 @@ def open_tokenizer(folder: Path | str, chat: ChatTemplate = AS_SHIPPED) -> Token
         folder=folder,
         vocab_size=vocab_size,
         eos_id=library.eos_token_id,
-        pad_id=library.eos_token_id if library.pad_token_id is None else library.pad_token_id,
         special_ids=frozenset(special | set(library.all_special_ids)),
         chat=chat,
         _library=library,

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
-
-from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Role, Rollout
+from verifier.data.rollout import Role, Rollout
 from verifier.errors import UsageError
 
 
@@ -58,18 +56,6 @@ def check_steps(steps: Sequence[Step]) -> None:
                 raise UsageError(f"{where}: token {int(outside.argmax())} is in the loss mask, but nobody sampled it")
 
 
-def join_steps(steps: Sequence[Step]) -> list[Rollout]:
-    """Join the steps of each trajectory into one multi-turn rollout; tokens between turns become tool output.
-
-    The reward is the sum over the steps. The group is that of the first step.
-
-    Raises:
-        UsageError: see `check_steps`.
-    """
-    check_steps(steps)
-    return [_joined(trajectory, [step.rollout for step in own]) for trajectory, own in _trajectories(steps)]
-
-
 def _trajectories(steps: Sequence[Step]) -> Iterator[tuple[str, list[Step]]]:
     return ((trajectory, list(own)) for trajectory, own in groupby(steps, key=lambda step: step.trajectory))
 
@@ -86,34 +72,3 @@ def _check_cumulative(before: Rollout, after: Rollout, where: str) -> None:
         raise UsageError(
             f"{where}: token {at} of its input is {int(given[at])}, the step before it had {int(before.tokens[at])}"
         )
-
-
-def _joined(trajectory: str, turns: list[Rollout]) -> Rollout:
-    last = turns[-1]
-    arrays = {name: np.full(len(last), value) for name, value in PROMPT_VALUES.items()}
-    arrays["roles"][turns[0].prompt_length :] = Role.TOOL
-    for turn in turns:
-        for name, array in arrays.items():
-            array[turn.prompt_length : len(turn)] = getattr(turn, name)[turn.prompt_length :]
-    return Rollout(
-        id=trajectory,
-        group=turns[0].group,
-        tokens=last.tokens,
-        prompt_length=turns[0].prompt_length,
-        reward=sum(turn.reward for turn in turns),
-        routes=_joined_routes(turns),
-        **arrays,
-    )
-
-
-def _joined_routes(turns: list[Rollout]) -> np.ndarray | None:
-    """[L, M, K] routes, each token's from the first turn that reported them, when its key and value were computed."""
-    last = turns[-1]
-    if last.routes is None:
-        return None
-    routes = last.routes.copy()
-    for turn in reversed(turns[:-1]):
-        if turn.routes is not None:
-            reported = (turn.routes != MISSING_ROUTE).all(axis=(1, 2))
-            routes[: len(turn)][reported] = turn.routes[reported]
-    return routes

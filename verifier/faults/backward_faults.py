@@ -9,7 +9,7 @@ from verifier.faults.fault import TRAINING, Call, fault
 from verifier.mesh import Mesh
 
 LOGPROB = (
-    "verifier.train.step_megatron:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, vocab_size, group, "
+    "verifier.train.step_megatron:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, "
     "temperature, chunk_tokens, entropy)"
 )
 ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"

@@ -12,10 +12,7 @@ from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
 from verifier.mesh import Mesh
 
 STEP = "verifier.train.step_megatron"
-LOGPROB = (
-    f"{STEP}:vocab_parallel_logprob("
-    "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
-)
+LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
 SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 CONFIG = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge.hf_config_to_provider_kwargs"
 EMBEDDINGS = "megatron.core.models.common.embeddings"

@@ -23,7 +23,7 @@ ROW: dict[str, Any] = {
     "stage": Stage.REWARD, "caught_by": ("RWD001",), "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add",
     "training": ("algorithm=grpo", f"data.rollouts={NUMBERS}"),
 }  # fmt: skip
-READ = "verifier.trainer.grpo_plan:read_recorded(path, vocab_size, group_size, max_tokens)"
+READ = "verifier.trainer.grpo_plan:read_recorded(path, vocab_size, group_size)"
 
 
 @kind(READ, **ROW)

@@ -23,7 +23,7 @@ in_driver = functools.partial(in_client, side=Side.DRIVER)
 
 
 @in_driver(
-    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:_sample(item, output)", caught_by=("LGP006",),
+    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:sample_of(item, output)", caught_by=("LGP006",),
     model="tiny:qwen3-504",
 )  # fmt: skip
 def truncation_not_handed_on(call: Call) -> Any:

@@ -19,7 +19,7 @@ LIVE = (
 )  # fmt: skip
 LOGPROB = (
     "verifier.train.step_megatron:vocab_parallel_logprob("
-    "logits_TV, labels_T, vocab_start, vocab_size, group, temperature, chunk_tokens, entropy)"
+    "logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
 )
 
 

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _ROOT = str(Path(__file__).resolve().parents[2])
 """Folder that must be importable for this package to be."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from verifier.launch.child import boot; boot()"
-_LAST_LINES = 12
+_LAST_LINES, _LONGEST = 12, 1 << 20
 _REAP_S = 10.0
 
 
@@ -187,10 +187,10 @@ def resolve(name: str) -> Callable[..., Any]:
     return function
 
 
-def end_of(log: Path, num_bytes: int = 1 << 20) -> bytes:
+def end_of(log: Path) -> bytes:
     """The last bytes of a log; nothing of one that is gone."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST))
         return file.read()
     return b""
 
@@ -198,7 +198,7 @@ def end_of(log: Path, num_bytes: int = 1 << 20) -> bytes:
 def last_lines(log: Path | IO[bytes]) -> str:
     """The end of a log as the end of an error's sentence; empty if there is none."""
     if isinstance(log, Path):
-        text = log.read_bytes() if log.is_file() else b""
+        text = end_of(log)
     else:
         log.seek(0)
         text = log.read()

@@ -117,25 +117,21 @@ def _learn_padding(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def token_logprobs(
-    model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype, temperature: float = 1.0
-) -> torch.Tensor:
+def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype) -> torch.Tensor:
     """Score one sequence, alone in its batch.
 
     Args:
         model: from `load_model`.
         tokens: T token ids.
         precision: dtype of the log-softmax.
-        temperature: divisor of the logits; 0 gives the undivided log-probability of the likeliest token instead.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).
     """
     ids = torch.tensor([list(tokens)], dtype=torch.int64, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits.to(precision) / (temperature or 1.0), dim=-1)
-    found = logprobs.gather(1, ids[0, 1:, None])[:, 0] if temperature else logprobs.amax(dim=-1)
-    return found.float().cpu()
+    logprobs = torch.log_softmax(logits.to(precision), dim=-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].float().cpu()
 
 
 def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:

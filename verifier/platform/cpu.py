@@ -73,14 +73,13 @@ def _module_patches() -> list[Patch]:
     from megatron.core.extensions import transformer_engine as upstream
     from megatron.core.extensions import transformer_engine_spec_provider as specs
 
-    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm, without_later
+    from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm
     from verifier.platform.cpu_rotary import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 
     classes = {module.__name__: module for module in REFERENCE_MODULES}
     for name, module in classes.items():
         maker = f"{name}.{'__new__' if module is TENorm else '__init__'}"
-        taken, expected = source_parameters(upstream, maker), REFERENCE_MODULES[module]
-        require_parameters(f"{upstream.__name__}:{name}", without_later(taken), without_later(expected))
+        require_parameters(f"{upstream.__name__}:{name}", source_parameters(upstream, maker), REFERENCE_MODULES[module])
     attention_call = source_parameters(upstream, "TEDotProductAttention.forward")
     require_parameters("TEDotProductAttention.forward", attention_call, parameters(TEDotProductAttention.forward)[5:])
 

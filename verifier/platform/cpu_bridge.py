@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from verifier.platform.cpu_attention import TEDotProductAttention
 from verifier.platform.cpu_cuda_shims import HostTorch
-from verifier.platform.patch import Patch, exists
+from verifier.platform.patch import Patch
 
 LITERAL_CUDA_MODULES = ("megatron.bridge.models.minimax_m2.minimax_m2_bridge",)
 """Modules of megatron-bridge 0.6.2 that put tensors onto `torch.device("cuda", ...)`."""
@@ -34,9 +34,9 @@ class Gemma2FlexDotProductAttention(TEDotProductAttention):
 
 
 def bridge_patches() -> list[Patch]:
-    """Return the patches of what the installed megatron-bridge has of these models, for use after it is imported."""
+    """Return the patches of megatron-bridge, for use after it is imported."""
     view = HostTorch()
-    patches = [
+    return [
         *(Patch(f"{module}:torch", view) for module in LITERAL_CUDA_MODULES),
         Patch(
             "megatron.bridge.models.gemma.gemma2_provider:Gemma2FlexDotProductAttention",
@@ -44,4 +44,3 @@ def bridge_patches() -> list[Patch]:
             takes="config layer_number attn_mask_type attention_type attention_dropout kwargs",
         ),
     ]
-    return [item for item in patches if exists(item.target)]

@@ -293,10 +293,3 @@ REFERENCE_MODULES: dict[type[torch.nn.Module], str] = {
     "k_channels v_channels num_splits cp_comm_type pg_collection",
 }
 """Modules that replace Transformer Engine's, with the parameters of the constructors that they were written for."""
-_LATER = "gtp_remat_group"
-"""Parameter that megatron-core 0.19 added, and that the stand-in does without."""
-
-
-def without_later(names: str) -> str:
-    """Names of parameters, without the one that an older megatron-core lacks."""
-    return " ".join(name for name in names.split() if name != _LATER)

@@ -43,15 +43,6 @@ def apply(patches: Sequence[Patch]) -> None:
         setattr(owner, attribute, item.replacement)
 
 
-def exists(target: str) -> bool:
-    """True if the installed version has a patch's target."""
-    try:
-        _owner(target)
-    except (UsageError, ModuleNotFoundError):
-        return False
-    return True
-
-
 def current(target: str) -> Any:
     """Return the present value of a patch's target, or raise UsageError if the name is gone."""
     owner, attribute = _owner(target)

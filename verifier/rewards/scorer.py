@@ -240,11 +240,9 @@ class RewardPool:
                     return
 
         list(self._threads.map(work, self._processes, own))
-        fatal = [found[at] for at in sorted(found) if isinstance(found[at], _Failure)]
-        for failure in fatal:
-            assert isinstance(failure, _Failure)
-            if failure.is_usage or self._errors == "raise":
-                raise UsageError(failure.sentence)
+        for _, answer in sorted(found.items(), key=lambda item: item[0]):
+            if isinstance(answer, _Failure) and (answer.is_usage or self._errors == "raise"):
+                raise UsageError(answer.sentence)
         return [found[at] for at in range(len(requests))]
 
 

@@ -22,7 +22,7 @@ from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
 from verifier.platform.pins import installed
 from verifier.train import fsdp_megatron
-from verifier.train.optimizer_megatron import parameters_of, torch_adams, writing_here
+from verifier.train.optimizer_megatron import fill_states, parameters_of, writing_here
 from verifier.train.step_megatron import params_synced
 from verifier.train.written_megatron import Facts, Stepped, Written
 
@@ -74,7 +74,7 @@ class Writer:
         if fsdp_megatron.is_fsdp(self._trainer):
             state = _ranks_state(self._trainer, self._optimizer, self._scheduler)
         else:
-            _fill_states(self._optimizer)  # a run may be saved before its first optimizer step
+            fill_states(self._optimizer)  # a run may be saved before its first optimizer step
             state = _sharded_state(self._trainer, self._optimizer, self._scheduler)
         with params_synced(self._trainer), _failed_write_refused(folder):
             self._written = Written(state, folder.parent.name, stepped) if self._reads_back else None
@@ -139,7 +139,7 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         restore_scheduler(scheduler, found["scheduler"])
         restore_rng(found[RNG])
         return
-    _fill_states(optimizer)
+    fill_states(optimizer)
     state = _sharded_state(trainer, optimizer, scheduler, loading=True)
     if not same_mesh:
         del state[RNG]
@@ -151,17 +151,11 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
         restore_rng(found[RNG])
 
 
-def _fill_states(optimizer: Any) -> None:
-    """Give torch's Adam the moments of no step for each parameter that has none yet; Transformer Engine's does so."""
-    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
-        if parameter not in adam.state:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.zeros(()), **moments}
-
-
 def restore_weights(trainer: TrainerModel, found: dict[str, Any]) -> None:
     """Put loaded weights into the model's parameters and buffers."""
-    for index, chunk in enumerate(_bare(trainer)):
+    from megatron.core.utils import unwrap_model
+
+    for index, chunk in enumerate(unwrap_model(trainer.chunks)):
         if f"model{index}" not in found:
             raise ContractError(f"the checkpoint has no model chunk {index}")
         chunk.load_state_dict(_within_wrappers(chunk, found[f"model{index}"]))
@@ -267,8 +261,10 @@ def _failed_write_refused(folder: Path) -> Iterator[None]:
 
 def _sharded_state(trainer: TrainerModel, optimizer: Any, scheduler: Any, *, loading: bool = False) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.utils import unwrap_model
 
-    model = {f"model{index}": chunk.sharded_state_dict(metadata=FORMAT) for index, chunk in enumerate(_bare(trainer))}
+    chunks = unwrap_model(trainer.chunks)
+    model = {f"model{index}": chunk.sharded_state_dict(metadata=FORMAT) for index, chunk in enumerate(chunks)}
     with _offsets_without_padding(optimizer):
         states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT)
     return {
@@ -316,16 +312,6 @@ def _ranks_state(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[
         SHARDS: ShardedObject(SHARDS, fsdp_megatron.state_of(trainer, optimizer), *place),
         "scheduler": scheduler.state_dict(), RNG: ShardedObject(RNG, rng_states(), *place),
     }  # fmt: skip
-
-
-def _bare(trainer: TrainerModel) -> list[Any]:
-    """Model chunks without what wraps them for training."""
-    chunks = list(trainer.chunks)
-    for index, chunk in enumerate(chunks):
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        chunks[index] = chunk
-    return chunks
 
 
 def _share_results() -> None:

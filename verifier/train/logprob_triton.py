@@ -56,22 +56,22 @@ def _row_sums_kernel(
 @triton.jit
 def _gradient_kernel(
     logits_ptr, grad_ptr, labels_ptr, log_norm_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr,
-    row_stride, num_columns, width, vocab_start, scale,
+    row_stride, num_columns, vocab_start, scale,
     IGNORE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
-    out_ptr = grad_ptr + row * width
+    out_ptr = grad_ptr + row * num_columns
     if label == IGNORE:
-        for begin in range(0, width, BLOCK):
+        for begin in range(0, num_columns, BLOCK):
             at = begin + tl.arange(0, BLOCK)
-            tl.store(out_ptr + at, tl.zeros((BLOCK,), grad_ptr.dtype.element_ty), mask=at < width)
+            tl.store(out_ptr + at, tl.zeros((BLOCK,), grad_ptr.dtype.element_ty), mask=at < num_columns)
     else:
         row_ptr = logits_ptr + row * row_stride
         log_norm = tl.load(log_norm_ptr + row)
         grad_logprob = tl.load(grad_logprob_ptr + row)
         column = label - vocab_start
-        for begin in range(0, width, BLOCK):
+        for begin in range(0, num_columns, BLOCK):
             at = begin + tl.arange(0, BLOCK)
             inside = at < num_columns
             value = tl.load(row_ptr + at, mask=inside, other=-float("inf")).to(tl.float32) * scale
@@ -83,7 +83,7 @@ def _gradient_kernel(
                 grad_entropy = tl.load(grad_entropy_ptr + row)
                 spread = tl.where(probability > 0, logprob + tl.load(entropy_ptr + row), 0.0)
                 slope -= grad_entropy * probability * spread
-            tl.store(out_ptr + at, (slope * scale).to(grad_ptr.dtype.element_ty), mask=at < width)
+            tl.store(out_ptr + at, (slope * scale).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 def row_sums(
@@ -91,7 +91,6 @@ def row_sums(
     labels_T: torch.Tensor,
     *,
     vocab_start: int,
-    num_columns: int,
     scale: float,
     entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +100,6 @@ def row_sums(
         logits_TV: [T, V] bfloat16, float16 or float32; rows are contiguous.
         labels_T: [T] int64, global token ids or `IGNORE_LABEL`.
         vocab_start: global id of the first column.
-        num_columns: number of columns without padding.
         scale: inverse temperature.
         entropy: whether to compute the sum for the entropy, 0 otherwise.
 
@@ -116,8 +114,9 @@ def row_sums(
     if num_rows:
         with torch.cuda.device_of(logits_TV):
             _row_sums_kernel[(num_rows,)](
-                logits_TV, labels_T.contiguous(), top_T, sums_3T, logits_TV.stride(0), num_rows, num_columns,
-                vocab_start, scale, IGNORE=IGNORE_LABEL, ENTROPY=entropy, BLOCK=_BLOCK, num_warps=_WARPS,
+                logits_TV, labels_T.contiguous(), top_T, sums_3T, logits_TV.stride(0), num_rows,
+                logits_TV.shape[1], vocab_start, scale, IGNORE=IGNORE_LABEL, ENTROPY=entropy, BLOCK=_BLOCK,
+                num_warps=_WARPS,
             )  # fmt: skip
     return top_T, sums_3T
 
@@ -131,7 +130,6 @@ def logits_gradient(
     grad_entropy_T: torch.Tensor | None,
     *,
     vocab_start: int,
-    num_columns: int,
     scale: float,
 ) -> torch.Tensor:
     """Compute the gradient in the logits from those in log-probability and entropy.
@@ -144,11 +142,10 @@ def logits_gradient(
         grad_logprob_T: [T] float32.
         grad_entropy_T: [T] float32; None if the loss does not use the entropy.
         vocab_start: see `row_sums`.
-        num_columns: see `row_sums`.
         scale: see `row_sums`.
 
     Returns:
-        [T, V] in the logits' dtype; 0 in padding columns and in rows without a label.
+        [T, V] in the logits' dtype; 0 in rows without a label.
     """
     grad_TV = torch.empty(logits_TV.shape, dtype=logits_TV.dtype, device=logits_TV.device)
     if grad_TV.numel():
@@ -157,7 +154,7 @@ def logits_gradient(
                 logits_TV, grad_TV, labels_T.contiguous(), log_norm_T, entropy_T.contiguous(),
                 grad_logprob_T.contiguous(),
                 entropy_T if grad_entropy_T is None else grad_entropy_T.contiguous(),  # not read if None
-                logits_TV.stride(0), num_columns, logits_TV.shape[1], vocab_start, scale,
+                logits_TV.stride(0), logits_TV.shape[1], vocab_start, scale,
                 IGNORE=IGNORE_LABEL, ENTROPY=grad_entropy_T is not None, BLOCK=_BLOCK, num_warps=_WARPS,
             )  # fmt: skip
     return grad_TV

@@ -362,10 +362,7 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
-    torchs = torch_adams(optimizer)
-    for adam, _, parameter in parameters_of(torchs):
-        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        adam.state[parameter] = {"step": torch.zeros(()), **moments}
+    fill_states(optimizer)
     state = {
         "optimizer": optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT),
         "scheduler": scheduler.state_dict(),
@@ -374,8 +371,16 @@ def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
     with torch.no_grad():
         optimizer.load_state_dict(found["optimizer"])
     scheduler.load_state_dict(found["scheduler"])
-    for adam, group, parameter in parameters_of(torchs):
+    for adam, group, parameter in parameters_of(torch_adams(optimizer)):
         adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+
+def fill_states(optimizer: Any) -> None:
+    """Give torch's Adam the moments of no step for each parameter that has none yet; Transformer Engine's does so."""
+    for adam, _, parameter in parameters_of(torch_adams(optimizer)):
+        if parameter not in adam.state:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def torch_adams(optimizer: Any) -> list[torch.optim.Adam]:

@@ -314,9 +314,6 @@ def _forward(
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard, moved = next(data_iterator)
-    hints = {}
-    if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__:  # so that no layer waits for the device
-        hints["pad_between_seqs"] = shard.has_padding_between
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=moved.positions_T[None],
@@ -331,7 +328,7 @@ def _forward(
             max_seqlen_kv=shard.max_seqlen,
             # State-space layers need it to separate the sequences of the pack.
             total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
-            **hints,
+            pad_between_seqs=shard.has_padding_between,  # so that no layer waits for the device
         ),
         # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),

@@ -34,7 +34,6 @@ def vocab_parallel_logprob(
     labels_T: torch.Tensor,
     *,
     vocab_start: int = 0,
-    vocab_size: int | None = None,
     group: ProcessGroup | None = None,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
@@ -49,8 +48,6 @@ def vocab_parallel_logprob(
         logits_TV: [T, V] float, this rank's slice of the vocabulary; not modified.
         labels_T: [T] int64, global token ids, or `IGNORE_LABEL`.
         vocab_start: global id of this rank's first column.
-        vocab_size: size of the vocabulary without columns that pad it for tensor parallelism, which the softmax leaves
-            out; None if no column is padding.
         group: ranks that together have the vocabulary; None if this rank has all of it.
         temperature: divisor of the logits, above 0.
         chunk_tokens: number of rows of a chunk; by default at most T / 16 and `CHUNK_ELEMENTS` elements.
@@ -75,11 +72,9 @@ def vocab_parallel_logprob(
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ContractError(f"temperature {temperature} is not a positive number")
     num_rows, num_columns = logits_TV.shape
-    if vocab_size is not None:
-        num_columns = min(max(vocab_size - vocab_start, 0), num_columns)
     if chunk_tokens is None:
-        chunk_tokens = max(1, min(CHUNK_ELEMENTS // max(1, num_columns), -(-num_rows // 16)))
-    options = _Options(vocab_start, num_columns, group, 1.0 / temperature, chunk_tokens, entropy)
+        chunk_tokens = max(1, min(CHUNK_ELEMENTS // num_columns, -(-num_rows // 16)))
+    options = _Options(vocab_start, group, 1.0 / temperature, chunk_tokens, entropy)
     logprob_T, entropy_T = _VocabParallelLogprob.apply(logits_TV, labels_T, options)
     return logprob_T, (entropy_T if entropy else None)
 
@@ -98,10 +93,8 @@ def is_greedy(
     Returns:
         [T] float32, 1 or 0; 0 where there is no label.
     """
-    below_T, here_T = _below_top(logits_TV, labels_T, vocab_start, group)
-    found_T = (here_T & (below_T == 0)).float()
-    _all_reduce(found_T, "SUM", group)
-    return found_T
+    below_T = shortfall(logits_TV, labels_T, vocab_start, group)
+    return ((below_T == 0) & (labels_T != IGNORE_LABEL)).float()
 
 
 def shortfall(
@@ -112,22 +105,14 @@ def shortfall(
     Returns:
         [T] float32, nats; 0 where there is no label.
     """
-    below_T, here_T = _below_top(logits_TV, labels_T, vocab_start, group)
-    found_T = torch.where(here_T, below_T, 0.0)
-    _all_reduce(found_T, "SUM", group)
-    return found_T
-
-
-def _below_top(
-    logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int, group: ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] distance of each label's logit to the greatest of all ranks, and whether this rank has its column."""
     logits_TV, column_T = logits_TV.detach().float(), labels_T - vocab_start
     top_T = logits_TV.amax(-1)
     _all_reduce(top_T, "MAX", group)
     here_T = (column_T >= 0) & (column_T < logits_TV.shape[-1])
     own_T = logits_TV.gather(1, column_T.clamp(0, logits_TV.shape[-1] - 1)[:, None])[:, 0]
-    return top_T - own_T, here_T
+    found_T = torch.where(here_T, top_T - own_T, 0.0)
+    _all_reduce(found_T, "SUM", group)
+    return found_T
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +120,6 @@ class _Options:
     """Arguments of `vocab_parallel_logprob` besides logits and labels."""
 
     vocab_start: int
-    num_columns: int
-    """Number of columns without padding."""
     group: ProcessGroup | None
     scale: float
     """Inverse temperature."""
@@ -151,7 +134,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ignored_T = labels_T == IGNORE_LABEL
         column_T = labels_T - options.vocab_start
-        here_T = (column_T >= 0) & (column_T < options.num_columns) & ~ignored_T
+        here_T = (column_T >= 0) & (column_T < logits_TV.shape[1]) & ~ignored_T
         column_T = torch.where(here_T, column_T, 0)
         # Per row: top; sum of exp, sum of exp * shifted logit, shifted logit of the label, ranks that hold the label.
         if is_fused(logits_TV):
@@ -176,7 +159,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         """Compute the gradient; None stands for an output that the loss does not use, and costs nothing."""
         logits_TV, labels_T, ignored_T, here_T, column_T, log_norm_T, entropy_T = ctx.saved_tensors
         options: _Options = ctx.options
-        num_columns, scale = options.num_columns, options.scale
+        scale = options.scale
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(log_norm_T)
         if is_fused(logits_TV):
@@ -184,14 +167,13 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
             grad_TV = logits_gradient(
                 logits_TV, labels_T, log_norm_T, entropy_T, grad_logprob_T, grad_entropy_T,
-                vocab_start=options.vocab_start, num_columns=num_columns, scale=scale,
+                vocab_start=options.vocab_start, scale=scale,
             )  # fmt: skip
             return grad_TV, None, None
         dtype = log_norm_T.dtype
         grad_TV = torch.empty_like(logits_TV)
-        grad_TV[:, num_columns:] = 0
         for at, (logprob_CV, grad_CV) in _chunks(logits_TV, options, dtype):
-            _scaled(logprob_CV, logits_TV[at, :num_columns], scale, ignored_T[at])
+            _scaled(logprob_CV, logits_TV[at], scale, ignored_T[at])
             logprob_CV.sub_(log_norm_T[at].unsqueeze(-1))
             torch.exp(logprob_CV, out=grad_CV)
             # d logprob / d logit = onehot - p;  d entropy / d logit = -p * (log p + entropy)
@@ -202,13 +184,12 @@ class _VocabParallelLogprob(torch.autograd.Function):
                 grad_CV.mul_(logprob_CV)
             else:
                 grad_CV.mul_(factor_C1)
-            if num_columns:
-                at_label_C = torch.where(here_T[at], grad_logprob_T[at], 0).to(dtype)
-                grad_CV.scatter_add_(-1, column_T[at].unsqueeze(-1), at_label_C.unsqueeze(-1))
+            at_label_C = torch.where(here_T[at], grad_logprob_T[at], 0).to(dtype)
+            grad_CV.scatter_add_(-1, column_T[at].unsqueeze(-1), at_label_C.unsqueeze(-1))
             if scale != 1.0:
                 grad_CV.mul_(scale)
             grad_CV[ignored_T[at]] = 0
-            grad_TV[at, :num_columns] = grad_CV
+            grad_TV[at] = grad_CV
         return grad_TV, None, None
 
 
@@ -229,13 +210,11 @@ def _fused_sums(
     from verifier.train.logprob_triton import row_sums
 
     own_top_T, (total_T, weighted_T, label_T) = row_sums(
-        logits_TV, labels_T, vocab_start=options.vocab_start, num_columns=options.num_columns, scale=options.scale,
-        entropy=options.entropy,
-    )  # fmt: skip
+        logits_TV, labels_T, vocab_start=options.vocab_start, scale=options.scale, entropy=options.entropy
+    )
     top_T = own_top_T.clone()
     _all_reduce(top_T, "MAX", options.group)
-    # A rank with padding columns only has a top of -inf and sums of 0.
-    lower_T = torch.where(total_T == 0, 0, own_top_T - top_T)
+    lower_T = torch.where(total_T == 0, 0, own_top_T - top_T)  # a rank whose logits are all -inf has sums of 0
     shrink_T = lower_T.exp()
     label_T = torch.where(here_T, label_T - top_T, 0)
     weighted_T = shrink_T * (weighted_T + total_T * lower_T)
@@ -250,19 +229,17 @@ def _chunked_sums(
     options: _Options,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the greatest logits [T] over all ranks and the sums [4, T] of this rank's columns, by torch operations."""
-    num_rows, num_columns = len(logits_TV), options.num_columns
+    num_rows = len(logits_TV)
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
     sums_4T = logits_TV.new_zeros((4, num_rows), dtype=dtype)
     top_T = logits_TV.new_full((num_rows,), -math.inf, dtype=dtype)
     for at, (shifted_CV, exp_CV) in _chunks(logits_TV, options, dtype):
-        _scaled(shifted_CV, logits_TV[at, :num_columns], options.scale, ignored_T[at])
-        if num_columns:
-            torch.amax(shifted_CV, dim=-1, out=top_T[at])
+        _scaled(shifted_CV, logits_TV[at], options.scale, ignored_T[at])
+        torch.amax(shifted_CV, dim=-1, out=top_T[at])
         _all_reduce(top_T[at], "MAX", options.group)
         shifted_CV.sub_(top_T[at].unsqueeze(-1))
-        if num_columns:
-            label_C = shifted_CV.gather(-1, column_T[at].unsqueeze(-1)).squeeze(-1)
-            sums_4T[2, at] = torch.where(here_T[at], label_C, 0)
+        label_C = shifted_CV.gather(-1, column_T[at].unsqueeze(-1)).squeeze(-1)
+        sums_4T[2, at] = torch.where(here_T[at], label_C, 0)
         torch.exp(shifted_CV, out=exp_CV)
         torch.sum(exp_CV, dim=-1, out=sums_4T[0, at])
         if options.entropy:
@@ -277,7 +254,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """Yield (rows, two work arrays [C, V]) of each chunk; the arrays' memory is that of the chunk before."""
     num_rows, size = len(logits_TV), min(options.chunk_tokens, len(logits_TV))
-    arrays = [logits_TV.new_empty((size, options.num_columns), dtype=dtype) for _ in range(2)]
+    arrays = [logits_TV.new_empty((size, logits_TV.shape[1]), dtype=dtype) for _ in range(2)]
     for begin in range(0, num_rows, options.chunk_tokens):
         at = slice(begin, min(begin + options.chunk_tokens, num_rows))
         yield at, [array[: at.stop - at.start] for array in arrays]

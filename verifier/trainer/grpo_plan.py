@@ -142,7 +142,7 @@ class GrpoPlan:
                 weight=options.weight_level, cap=options.weight_cap, mask=options.mask_level,
                 mask_low=options.mask_low, mask_high=options.mask_high,
             ),
-        ).factors  # fmt: skip
+        )  # fmt: skip
         columns: dict[str, list[np.ndarray]] = {
             "divisor": [*scored.old] if options.ratio_over == "old" else [item.logprobs for item in given],
             "advantage": [value * factor for value, factor in zip(found, factors, strict=True)],

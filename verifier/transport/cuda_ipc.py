@@ -223,6 +223,7 @@ class IpcGroup(TransferGroup):
     """
 
     refills = True
+    _control: GlooGroup
 
     def __init__(self, control: GlooGroup, rounds: TrainerRounds | None) -> None:
         self.rank, self.address = control.rank, control.address
@@ -247,10 +248,6 @@ class IpcGroup(TransferGroup):
                 self._readers(rings, f"{FOUND if here in rings else ABSENT}{here}")
                 self._open = OpenRing(rings[here])
         return agreement
-
-    def propose(self, message: str) -> Callable[[], Agreement]:
-        """See `ControlChannel.propose`."""
-        return self._control.propose(message)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Return the next slot of the sender's ring."""

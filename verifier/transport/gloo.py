@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import BroadcastOptions, FileStore, PrefixStore, ProcessGroupGloo
+from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
 from verifier.transport.control_channel import ControlChannel
 from verifier.transport.group import BroadcastGroup
-from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
+from verifier.transport.wire import Address, TransferFailed, overdue
 
 
 class GlooGroup(BroadcastGroup):
@@ -37,36 +35,24 @@ class GlooGroup(BroadcastGroup):
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
-        self._group: ProcessGroupGloo | None = self._bounded(
+        self._group = self.tried(
             "the others to join",
             lambda: ProcessGroupGloo(PrefixStore("transfer", store), rank, address.world_size, options),
         )
 
-    def propose(self, message: str) -> Callable[[], Agreement]:
-        """See `ControlChannel.propose`."""
-        return self._control.propose(message)
+    def failed(self, what: str, error: RuntimeError) -> TransferFailed:
+        """See `BroadcastGroup.failed`."""
+        return overdue(self.rank, self.address, what, error)
 
-    def broadcast(self, buffer: torch.Tensor, what: str) -> Callable[[], None]:
-        """See `BroadcastGroup.broadcast`."""
-        group = self._group
-        if group is None:
-            raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
-        options = BroadcastOptions()
-        options.rootRank = 0
-        work = self._bounded(what, lambda: group.broadcast([buffer], options))
-        return lambda: self._bounded(what, lambda: work.wait(timedelta(seconds=self.address.deadline_s)))
+    def end_of(self, work: Any) -> None:
+        """See `BroadcastGroup.end_of`."""
+        work.wait(timedelta(seconds=self.address.deadline_s))
 
     def close(self) -> None:
         """See `TransferGroup.close`."""
         self._pending.clear()
         self._control.close()
         self._group = self.store = None
-
-    def _bounded(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            raise overdue(self.rank, self.address, what, error) from error
 
 
 class Listener:
@@ -77,19 +63,19 @@ class Listener:
     Args:
         num_receivers: number of the engine's ranks.
         deadline_s: of every single wait in the group, seconds.
-        host: interface at which the members meet.
         kind: of the transport; see `Address`.
         folder: folder that no other user can enter, for the file; None makes one, which goes with the group.
     """
 
     def __init__(
-        self, num_receivers: int, *, deadline_s: float, host: str = "127.0.0.1", kind: str = "gloo",
-        folder: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, num_receivers: int, *, deadline_s: float, kind: str = "gloo", folder: Path | None = None
+    ) -> None:
         self._own = tempfile.TemporaryDirectory(prefix="verifier-transfer-") if folder is None else None
         handle, store = tempfile.mkstemp(prefix="store-", dir=self._own.name if self._own else folder)
         os.close(handle)
-        self.address = Address(host=host, store=store, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)
+        self.address = Address(
+            host="127.0.0.1", store=store, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind
+        )
 
     def accept(self) -> GlooGroup:
         """Wait for every engine rank; raises TransferFailed after the deadline."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import BroadcastOptions
 
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
-from verifier.transport.wire import AHEAD, Address, Agreement
+from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
+
+if TYPE_CHECKING:
+    from verifier.transport.control_channel import ControlChannel
 
 
 class TransferGroup(ABC):
@@ -19,6 +24,8 @@ class TransferGroup(ABC):
     """True if receivers read in place what all agreed on, and the sender overwrites it once its chunk is confirmed."""
     rank: int
     address: Address
+    _control: ControlChannel | TransferGroup
+    """Channel of short messages of the same members, or a group that has one."""
 
     def begin(self, plan: ChunkPlan) -> Agreement:
         """Finish what an earlier update left pending, then compare the members' plan digests."""
@@ -29,9 +36,9 @@ class TransferGroup(ABC):
         """Exchange one short message; every member gets the same agreement."""
         return self.propose(message)()
 
-    @abstractmethod
     def propose(self, message: str) -> Callable[[], Agreement]:
         """Start to exchange a message; see `ControlChannel.propose`."""
+        return self._control.propose(message)
 
     def place(self, num_bytes: int) -> torch.Tensor | None:
         """Return the buffer that the sender must pack its next chunk into; None for fresh memory."""
@@ -80,8 +87,17 @@ class BroadcastGroup(TransferGroup):
 
     def __init__(self) -> None:
         self._pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
+        self._group: Any = None
+        """Process group of torch whose members have joined; None once it was left."""
 
     @abstractmethod
+    def failed(self, what: str, error: RuntimeError) -> TransferFailed:
+        """Error of a broadcast of `what`, or of the wait for the others, that torch ended with `error`."""
+
+    def end_of(self, work: Any) -> None:
+        """Wait for a broadcast that was started."""
+        work.wait()
+
     def broadcast(self, buffer: torch.Tensor, what: str) -> Callable[[], None]:
         """Start to copy a buffer from rank 0 to all members, in place.
 
@@ -90,8 +106,23 @@ class BroadcastGroup(TransferGroup):
             what: name of the content, for errors.
 
         Returns:
-            Function that waits for the end; it raises TransferFailed if a member fails or is late.
+            Function that waits for the end, on a GPU in the current stream; it raises TransferFailed if a member fails
+            or is late.
         """
+        group = self._group
+        if group is None:
+            raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
+        options = BroadcastOptions()
+        options.rootRank = 0
+        work = self.tried(what, lambda: group.broadcast([buffer], options))
+        return lambda: self.tried(what, lambda: self.end_of(work))
+
+    def tried(self, what: str, call: Callable[[], Any]) -> Any:
+        """Result of a call of torch; raises `failed` where it fails."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.failed(what, error) from error
 
     def offer(self, message: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
         """See `TransferGroup.offer`; a buffer on another device is copied first."""

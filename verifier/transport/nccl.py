@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupNCCL
+from torch.distributed import PrefixStore, ProcessGroupNCCL
 
 from verifier.errors import UsageError
 from verifier.transport.gloo import GlooGroup
 from verifier.transport.group import BroadcastGroup
-from verifier.transport.wire import Agreement, TransferFailed
+from verifier.transport.wire import TransferFailed
 
 
 class NcclGroup(BroadcastGroup):
@@ -40,21 +38,12 @@ class NcclGroup(BroadcastGroup):
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=self.address.deadline_s)
         store = PrefixStore("nccl", control.store)
-        self._group: ProcessGroupNCCL | None = ProcessGroupNCCL(store, self.rank, self.address.world_size, options)
+        self._group = ProcessGroupNCCL(store, self.rank, self.address.world_size, options)
 
-    def propose(self, message: str) -> Callable[[], Agreement]:
-        """See `ControlChannel.propose`."""
-        return self._control.propose(message)
-
-    def broadcast(self, buffer: torch.Tensor, what: str) -> Callable[[], None]:
-        """See `BroadcastGroup.broadcast`; waiting makes the current stream wait."""
-        group = self._group
-        if group is None:
-            raise TransferFailed(f"rank {self.rank} of the transfer group left it and cannot wait for {what}")
-        options = BroadcastOptions()
-        options.rootRank = 0
-        work = self._checked(what, lambda: group.broadcast([buffer], options))
-        return lambda: self._checked(what, work.wait)
+    def failed(self, what: str, error: RuntimeError) -> TransferFailed:
+        """See `BroadcastGroup.failed`."""
+        why = str(error).splitlines()[0]
+        return TransferFailed(f"the NCCL broadcast of {what} failed on transfer rank {self.rank}: {why}")
 
     def close(self) -> None:
         """See `TransferGroup.close`."""
@@ -63,10 +52,3 @@ class NcclGroup(BroadcastGroup):
             self._group.abort()
             self._group = None
         self._control.close()
-
-    def _checked(self, what: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise TransferFailed(f"the NCCL broadcast of {what} failed on transfer rank {self.rank}: {why}") from error

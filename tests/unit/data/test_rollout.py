@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from verifier.data.rollout import NO_VERSION, Role, check_groups, check_rollouts, make_rollout
+from verifier.data.rollout import NO_VERSION, Role, make_rollout
 from verifier.errors import UsageError
 
 GOOD = make_rollout("good", [1, 2], [3, 4, 5], sampled=[True, False, True], logprobs=[-1, -2, -3], versions=6)
@@ -64,23 +64,3 @@ def test_no_prompt_and_nothing_at_all_are_refused() -> None:
         make_rollout("p", [], [1])
     with pytest.raises(UsageError, match="rollout `e` is empty"):
         make_rollout("e", [])
-
-
-def test_a_batch_is_checked_against_vocabulary_and_budget() -> None:
-    batch = [make_rollout("a", [1, 2]), make_rollout("b", [3], [9, 4]), GOOD]
-    check_rollouts(batch, vocab_size=10, max_tokens=5)
-    with pytest.raises(UsageError, match="rollout `b`: token 1 has id 9, outside of the vocabulary of 9"):
-        check_rollouts(batch, vocab_size=9)
-    with pytest.raises(UsageError, match="rollout `n`: token 0 has id -1, outside of the vocabulary of 9"):
-        check_rollouts([make_rollout("n", [-1])], vocab_size=9)
-    with pytest.raises(UsageError, match="rollout `good` has 5 tokens, more than the budget of 4 per micro-batch"):
-        check_rollouts(batch, max_tokens=4)
-    with pytest.raises(UsageError, match="rollout `a` appears twice"):
-        check_rollouts([batch[0], batch[0]])
-
-
-def test_groups_of_unequal_size_are_named() -> None:
-    batch = [make_rollout(name, [1], group=name[0]) for name in ("x1", "x2", "y1")]
-    with pytest.raises(UsageError, match="group `y` \\(rollout `y1`\\) has 1 rollouts, every group must have 2"):
-        check_groups(batch, 2)
-    check_groups(batch[:2], 2)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from verifier.data.characters import BOS_ID, EOS_ID, VOCABULARY
 from verifier.data.examples import Message
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
@@ -31,7 +31,7 @@ def test_ids_are_places_in_the_vocabulary(folder):
     tokenizer = open_tokenizer(folder)
     assert len(VOCABULARY) == len(set(VOCABULARY)) == tokenizer.vocab_size == 32
     assert [tokenizer.encode(token) for token in VOCABULARY] == [(number,) for number in range(32)]
-    assert (tokenizer.eos_id, tokenizer.pad_id) == (EOS_ID, PAD_ID)
+    assert tokenizer.eos_id == EOS_ID
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == EOS_ID
     assert tokenizer.special_ids == set(range(7))
 

@@ -7,7 +7,7 @@ import pytest
 
 from verifier.errors import UsageError
 from verifier.platform import install_for
-from verifier.platform.patch import Patch, apply, exists, parameters, source_parameters
+from verifier.platform.patch import Patch, apply, parameters, source_parameters
 from verifier.platform.pins import DEFAULT_SET, PINS, SETS, differing, nearest_set, pinned, require_installed
 
 
@@ -96,12 +96,6 @@ def test_megatron_imported_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(UsageError, match=r"^megatron.core was imported before the CPU platform"):
         install_for("cpu")
-
-
-def test_a_target_is_looked_for_without_an_error() -> None:
-    assert exists("json:loads")
-    assert not exists("json:absentee")
-    assert not exists("no_such_module:loads")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SCRIPTS = {"interpret_logprob_kernel.py": "40 cases agree\n", "interpret_logprob
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kernels_agree_with_torch_operations(name: str) -> None:
-    """Values and gradients: padding columns, columns of -inf, rows that predict nothing, a temperature; two ranks."""
+    """Values and gradients: columns of -inf, rows that predict nothing, a temperature; two ranks."""
     script = Path(__file__).with_name(name)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(

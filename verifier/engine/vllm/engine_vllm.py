@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 
 from verifier.core.seal import seal_of_array
 from verifier.engine.api import (
@@ -156,7 +156,7 @@ class VllmEngine(Engine):
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
         return [
-            [self._named(replace(seeded(_sample(item, output), item, own), shaped=words)) for item in output.outputs]
+            [self._named(replace(seeded(sample_of(item, output), item, own), shaped=words)) for item in output.outputs]
             for output, own in outputs
             for words in [words_of(own, output)]
         ]
@@ -261,7 +261,7 @@ class VllmEngine(Engine):
         parts = [np.asarray(part) for part in (of_prompt, item.routed_experts) if part is not None]
         routes = np.concatenate(parts)[:, : self._routers].astype(np.int32)
         return replace(
-            self._named(seeded(_sample(item, output), item, asked)), shaped=words_of(asked, output),
+            self._named(seeded(sample_of(item, output), item, asked)), shaped=words_of(asked, output),
             routes=tuple(tuple(map(tuple, token)) for token in routes.tolist()), routes_seal=seal_of_array(routes),
         )  # fmt: skip
 
@@ -328,11 +328,6 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
     """Options by which vLLM holds one adapter at a time, on linears only."""
     modules = [_LINEARS[target] for target in config.lora_targets]
     return {"max_loras": 1, "max_lora_rank": config.lora_rank, "lora_target_modules": modules}
-
-
-def _sample(item: CompletionOutput, output: RequestOutput) -> Sample:
-    """Convert one of vLLM's completions of a request."""
-    return sample_of(item, output)
 
 
 def _params(sampling: Sampling) -> SamplingParams:
