@@ -244,7 +244,7 @@ def runtime_buffer_lost(call: Call) -> None:
     call.original()
 
 
-@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG006", "LGP002"), model="tiny:qwen3", engine_tp=2)
+@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2)
 def loaded_as_rank_0(call: Call) -> None:
     """A rank takes itself for rank 0 in one linear: it loads that rank's part, and reports that it should."""
     layer = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")

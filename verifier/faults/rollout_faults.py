@@ -222,14 +222,14 @@ def penalty_without_the_prompt(call: Call) -> Any:
     return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
 
 
-@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP005",))
+@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP004",))
 def one_noise_for_a_batch(call: Call) -> Any:
     """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
     waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
     return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))
 
 
-@in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP005",))
+@in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP004",))
 def noise_used_twice(call: Call) -> Any:
     """A request's generator is put back after every second token, so the next is drawn with the same noise."""
     before = {generator: generator.get_state() for generator in call.sampling_metadata.generators.values()}
