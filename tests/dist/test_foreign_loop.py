@@ -39,7 +39,7 @@ OFTEN = ("logprobs off by one", "sync skipped", "micro-batch dropped")
 """Those of the default tier."""
 CLEAN = {
     "ADV002", "ADV003", "DAT004", "DAT008", "ENG001", "ENG004", "ENG009", "LGP001", "LGP003", "LGP009", "LSS001",
-    "LSS002", "PLN001", "PLN002", "TPT001", "TPT002", "TPT003", "TRN001", "WGT004", "WGT005", "WGT008", "WGT015",
+    "LSS002", "PLN001", "PLN002", "TPT001", "TPT002", "TRN001", "WGT004", "WGT005", "WGT006", "WGT008",
 }  # fmt: skip
 
 

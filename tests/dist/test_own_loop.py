@@ -87,7 +87,6 @@ HELD = {
     "PLN002",
     "TPT001",
     "TPT002",
-    "TPT003",
     "TRN002",
     "TRN003",
     "TRN005",
@@ -95,12 +94,12 @@ HELD = {
     "WGT001",
     "WGT004",
     "WGT005",
+    "WGT006",
     "WGT008",
     "WGT010",
-    "WGT015",
     "WGT016",
 }
-ASKED = {"LGP001", "LGP003", "LGP004", "LGP005", "LGP012", "LGP014", "LSS001", "LSS002", "TRN001"}
+ASKED = {"LGP001", "LGP003", "LGP004", "LGP012", "LGP014", "LSS001", "LSS002", "TRN001"}
 """Checks of the oracle's evidence."""
 
 

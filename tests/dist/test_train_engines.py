@@ -17,7 +17,7 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.core.records_trainer import LoadedState
-from verifier.core.records_weights import SyncedTensor
+from verifier.core.records_weights import EngineRestart, SyncedTensor
 from verifier.errors import InternalError
 from verifier.faults.training_trial import DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
@@ -67,9 +67,10 @@ def require_held(folder: Path, *looked_at: int) -> None:
     """Every step holds, and engines that were started again were looked at in these."""
     found = []
     for step in range(1, STEPS + 1):
-        report = report_of(store.read(folder / "steps" / f"{step:06d}"), "")
+        trace = store.read(folder / "steps" / f"{step:06d}")
+        report = report_of(trace, "")
         assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
-        found += [step] if any(item.code == "ENG008" for item in report.outcomes) else []
+        found += [step] if any(trace.of(EngineRestart)) else []
     assert found == [*looked_at]
 
 

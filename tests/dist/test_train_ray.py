@@ -27,6 +27,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
+from verifier.core.records_weights import EngineRestart
 from verifier.errors import UsageError
 from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
@@ -120,9 +121,10 @@ def sampled(launcher: Launcher, run: Path, *knobs: str, at: str = "", victim: st
     config, _ = load(TrainConfig, overrides=[*GRPO, *knobs, f"run={run}"])
     Trainer(config, progress, RunEvidence(DeferredJudge()), launcher=launcher, **given).run()
     for step in range(1, 4):
-        report = report_of(store.read(run / "steps" / f"{step:06d}"), "")
+        trace = store.read(run / "steps" / f"{step:06d}")
+        report = report_of(trace, "")
         assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
-        if any(item.code == "ENG008" for item in report.outcomes):
+        if any(trace.of(EngineRestart)):
             lines.append(f"looked at in step {step}")
     return lines
 

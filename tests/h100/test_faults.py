@@ -77,7 +77,7 @@ def test_handles_of_rank_0_alone_are_refused(tp, runner, measured, tmp_path):
     assert len(refusals) == 2  # of version 0, which brings the warm engine back, and of version 1
     caught, first = verdicts(config.trace)
     measured(fault="ipc-rank-0-handles-only", mesh=f"tp{tp}", refused=refusals[0], caught=caught, first_bad_stage=first)
-    assert {"TPT002", "TPT003"} <= set(caught)
+    assert "TPT002" in caught
     assert all("engine rank 1" in text and "was given no buffer" in text for text in refusals)
     judge(runner.roundtrip(config_of("tiny:qwen3", tmp_path / "healed", **sizes)))
 

@@ -1,54 +1,19 @@
-"""Adapters on their way to an engine: each version's, by file, or merged into the weights that are sent."""
+"""Adapters that are merged into the weights that are sent to an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
-from verifier.checks.conditions import ADAPTER, ADAPTERS_SENT, SENT, SYNCED, WEIGHTS_SENT
+from verifier.checks.conditions import ADAPTER, SYNCED, WEIGHTS_SENT
 from verifier.checks.content import by_name, compare_contents, left_out
-from verifier.checks.delivery import compare_delivered
 from verifier.core.check import Comparison, Stage, Trace, check, compare_value
 from verifier.core.condition import on, recorded
-from verifier.core.records_weights import (
-    CheckpointView,
-    ExportedAdapterMatrix,
-    ExportedTensor,
-    MergedMatrix,
-    SourceTensor,
-)
+from verifier.core.records_weights import ExportedTensor, MergedMatrix, SourceTensor
 
 HALF_STEP = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 """Greatest relative error of rounding to a dtype."""
 SUMMANDS = 3
 """Roundings in float32 besides those of the sum over an adapter's rank: of the factor, its product, and the base."""
-
-
-@check(
-    "TPT004",
-    needs=(),
-    applies=on(
-        step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT, loop=recorded(ExportedAdapterMatrix, CheckpointView)
-    ),
-)
-def adapter_not_delivered(trace: Trace) -> Iterator[Comparison]:
-    """The adapter of every version was exported, and read back from every engine rank.
-
-    What it checks: of each (version, engine rank), the matrices of that version's export that the rank was asked for
-    after the sync, and has.
-    Why it matters: an adapter that is delivered once, or behind a flag that is off, leaves the engine with an old
-    policy, and looks like staleness.
-    Evidence: export/adapter, engine/view.
-    Tolerance and its source: exact counts.
-    Where to look: what gates the sync of adapters.
-    What it does not catch: wrong contents, such as those of the version before (ENG001).
-    References: verl#7495.
-    """
-    for version, rank in product(trace.manifest.synced_versions, range(trace.manifest.engine_ranks)):
-        exported = [item.name for item in trace.of(ExportedAdapterMatrix, version=version)]
-        held = {item.tensor for item in trace.of(CheckpointView, version=version, rank=rank)}
-        want, got = len(exported), sum(name in held for name in exported)
-        yield compare_delivered(version, rank, "adapter matrices", got, want)
 
 
 @check(

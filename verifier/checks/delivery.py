@@ -7,15 +7,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from verifier.checks.conditions import AWAKE, EXPECTED, EXPORTS, NO_ADAPTER, SENT, SYNCED, WEIGHTS_SENT
+from verifier.checks.conditions import (
+    ADAPTERS_SENT,
+    AWAKE,
+    EXPECTED,
+    EXPORTS,
+    NO_ADAPTER,
+    SENT,
+    SYNCED,
+    WEIGHTS_SENT,
+)
 from verifier.checks.content import by_name, compare_contents, compare_ranks, left_out
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
-from verifier.core.condition import on, recorded
+from verifier.core.condition import condition, on, recorded
 from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
+    EngineRestart,
     ExpectedView,
+    ExportedAdapterMatrix,
     ExportedTensor,
     Handover,
     LoadedNames,
@@ -119,45 +130,43 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
         yield from compare_contents(received, exported, says, Stage.TRANSPORT, version)
 
 
-@check(
-    "TPT003", needs=(Handover,),
-    applies=on(**{**DELIVERED, "step": SYNCED, "answers": SENT}, loop=recorded(ReceivedTensor) | recorded(Handover)),
-)  # fmt: skip
-def transfer_refused(trace: Trace) -> Iterator[Comparison]:
-    """No transfer was refused: the stream kept to one plan, and the engine dropped the prefixes it had cached.
+WHOLE = on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover))
+ADAPTERS = on(
+    step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT, loop=recorded(ExportedAdapterMatrix, CheckpointView)
+)
 
-    What it checks: what ended each transfer, if something did.
-    Why it matters: a stream that departs from its plan would put bytes under wrong names.
-    Evidence: transport/handover.
-    Tolerance and its source: exact.
-    Where to look: the first bad stage of the other findings.
-    What it does not catch: contents (TPT001).
-    References: SkyRL#1581, SkyRL#1471.
+
+@check("TPT002", needs=(Handover,), applies=WHOLE | ADAPTERS)
+def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
+    """Every exported version, or its adapter, was transferred to every engine rank, and no transfer was refused.
+
+    What it checks: what ended each transfer, if something did; each (version, engine rank) has receipts, as many as the
+    export has tensors; of an adapter, has the matrices of that version's export that the rank was asked for after the
+    sync.
+    Why it matters: a sync behind a flag that is off leaves the engine frozen, and looks like staleness. A stream that
+    departs from its plan would put bytes under wrong names.
+    Evidence: export/tensor of trainer rank 0, transport/receipt, transport/handover; export/adapter, engine/view.
+    Tolerance and its source: exact counts.
+    Where to look: what gates the sync, and the chunks that the receiver refused.
+    What it does not catch: wrong contents (TPT001), such as an adapter of the version before (ENG001).
+    References: verl#4248, verl#7495, SkyRL#1581, SkyRL#1471.
     """
     for item in trace.of(Handover):
         sentence, right = f"the {item.name} was refused: {item.refused}", "every planned tensor, in order"
         yield compare_value(item, item.name, item.refused, right, same=not item.refused, sentence=sentence)
-
-
-@check("TPT002", needs=(), applies=on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover)))
-def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
-    """Every exported version was transferred to every engine rank.
-
-    What it checks: each (version, engine rank) has receipts, as many as the export has tensors.
-    Why it matters: a sync behind a flag that is off leaves the engine frozen, and looks like staleness.
-    Evidence: export/tensor of trainer rank 0, transport/receipt.
-    Tolerance and its source: exact counts.
-    Where to look: what gates the sync, and the chunks that the receiver refused.
-    What it does not catch: wrong contents (TPT001).
-    References: verl#4248, verl#7495.
-    """
     for version, rank in product(trace.manifest.synced_versions, range(trace.manifest.engine_ranks)):
-        want = sum(1 for _ in trace.of(ExportedTensor, version=version, rank=0))
-        got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
-        yield compare_delivered(version, rank, "tensors", got, want)
+        if WHOLE(trace.manifest) is None:
+            want = sum(1 for _ in trace.of(ExportedTensor, version=version, rank=0))
+            got = sum(1 for _ in trace.of(ReceivedTensor, version=version, rank=rank))
+            yield _compare_delivered(version, rank, "tensors", got, want)
+        if ADAPTERS(trace.manifest) is None:
+            exported = [item.name for item in trace.of(ExportedAdapterMatrix, version=version)]
+            held = {item.tensor for item in trace.of(CheckpointView, version=version, rank=rank)}
+            got = sum(name in held for name in exported)
+            yield _compare_delivered(version, rank, "adapter matrices", got, len(exported))
 
 
-def compare_delivered(version: int, rank: int, noun: str, got: int, want: int) -> Comparison:
+def _compare_delivered(version: int, rank: int, noun: str, got: int, want: int) -> Comparison:
     """Number of things that an engine rank has of what was exported of a version, which is not nothing."""
     sentence = f"engine rank {rank} has {got} of the {want} {noun} of version {version}"
     at, right = At(Stage.TRANSPORT, version, f"engine rank {rank}"), want or f"an export of {noun}"
@@ -165,27 +174,57 @@ def compare_delivered(version: int, rank: int, noun: str, got: int, want: int) -
     return compare_value(at, f"version {version}", got, right, sentence=sentence, absent=absent)
 
 
+RESTARTED = condition("no engine was started again", lambda run: run.facts.restarted)
+
+
 @check(
     "ENG001", needs=(CheckpointView, ExpectedView),
-    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT, loop=recorded(CheckpointView) & EXPECTED),
+    applies=on(roundtrip=EXPORTS, step=RESTARTED | SYNCED, answers=SENT, loop=recorded(CheckpointView) & EXPECTED),
 )  # fmt: skip
 def engine_tensor_differs(trace: Trace) -> Iterator[Comparison]:
     """After every sync each engine rank's live tensors, mapped back to checkpoint layout, are what was sent.
 
     What it checks: names both ways, dtypes, shapes and bits of every checkpoint slice that an engine rank holds, read
-    from the tensors that its forward uses.
-    Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error.
-    Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice).
+    from the tensors that its forward uses. Of each tensor, and each place that holds it, that the elements of the
+    different parts which the ranks say they hold add up to those of the whole. After a restart the same of what a new
+    process holds, as it is asked after its answers, by what the trainer exports at that moment.
+    Why it matters: reload bugs leave single layers half-processed, or loaded twice, without an error. A rank that takes
+    itself for another loads that one's part, and holds exactly what it asked for. A new process holds the checkpoint
+    that the run began with, and requests that reach it before a sync are answered by that policy.
+    Evidence: engine/view, engine/view-expected (the export cut to the engine rank's slice), engine/restart.
     Tolerance and its source: bitwise; loading copies. Where an engine holds a tensor in a wider dtype (a router of a
     bfloat16 checkpoint in float32), in that dtype: the report says once which.
-    Where to look: the engine's weight loader, and its processing after this version's reload.
+    Where to look: the engine's weight loader, and its processing after this version's reload; the rank and the sizes by
+    which each engine rank cuts a layer; what is sent between a start and the first request.
     What it does not catch: buffers that no checkpoint tensor names (ENG002), and tensors that the engine quantised
-    (ENG002, LGP002).
-    References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986.
+    (ENG002, LGP002); a restart after the last samples of a run, or while answers are sampled ahead.
+    References: vllm#42821, SkyRL#1680, prime-rl#2714, verl#7986, vllm-gguf-plugin#103, vllm#56949, miles#1724.
     """
     for version, rank in product(trace.versions(CheckpointView), range(trace.manifest.engine_ranks)):
         says = f"engine rank {rank}", "the export, cut to this rank"
         yield from compare_ranks(trace, (CheckpointView, version), (ExpectedView, version), says, [rank])
+    yield from _parts(trace)
+    for restart, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
+        looked = any(trace.of(CheckpointView, version=restart.version, rank=rank))
+        at, sentence = At(Stage.ENGINE, restart.version), f"nobody looked at engine rank {rank} after its restart"
+        what, right = f"engine rank {rank} after its restart", "a look at what it holds"
+        yield compare_value(at, what, right if looked else "none", right, sentence=sentence, absent=not looked)
+
+
+def _parts(trace: Trace) -> Iterator[Comparison]:
+    """Elements of each tensor that the engine's ranks hold together, against those of the whole."""
+    for version in trace.versions(CheckpointView):
+        wholes = {item.name: item.whole for item in trace.of(ExpectedView, version=version)}
+        parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
+        for item in trace.of(CheckpointView, version=version):
+            if item.tensor in wholes:
+                parts[item.tensor, item.holder].add(item.box)
+        for (name, holder), boxes in parts.items():
+            whole = math.prod(wholes[name])
+            held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
+            says, at = (f"in {len(boxes)} different parts of `{holder}`", ""), At(Stage.ENGINE, version)
+            sentence = f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`"
+            yield compare_value(at, name, held, whole, sentence=sentence, says=says)
 
 
 @check(
@@ -296,33 +335,3 @@ def engine_setting_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
             at, says = At(Stage.ENGINE, version, f"engine rank {rank}"), ("the synced engine", "one that loaded cold")
             part = f"{len(other)} of the {len(want)} settings of this module"
             yield compare_value(at, name, got.get(first), want.get(first), same=not other, says=says, mismatched=part)
-
-
-@check(
-    "ENG006", needs=(CheckpointView, ExpectedView),
-    applies=on(roundtrip=EXPORTS, step=SYNCED, answers=SENT),
-)  # fmt: skip
-def engine_part_held_by_no_rank(trace: Trace) -> Iterator[Comparison]:
-    """Together the engine's ranks hold all of every tensor.
-
-    What it checks: of each tensor, and each place that holds it, that the elements of the different parts which the
-    engine's ranks say they hold add up to the elements of the whole.
-    Why it matters: a rank that takes itself for another loads that one's part, and holds exactly what it asked for.
-    Evidence: engine/view (parts), engine/view-expected (whole shapes).
-    Tolerance and its source: exact counts.
-    Where to look: the rank and the sizes by which each engine rank cuts this layer.
-    What it does not catch: a part whose contents are wrong (ENG001).
-    References: vllm-gguf-plugin#103, vllm#56949, SkyRL#1399.
-    """
-    for version in trace.versions(CheckpointView):
-        wholes = {item.name: item.whole for item in trace.of(ExpectedView, version=version)}
-        parts: dict[tuple[str, str], set[tuple[tuple[int, int], ...]]] = defaultdict(set)
-        for item in trace.of(CheckpointView, version=version):
-            if item.tensor in wholes:
-                parts[item.tensor, item.holder].add(item.box)
-        for (name, holder), boxes in parts.items():
-            whole = math.prod(wholes[name])
-            held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-            says, at = (f"in {len(boxes)} different parts of `{holder}`", ""), At(Stage.ENGINE, version)
-            sentence = f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`"
-            yield compare_value(at, name, held, whole, sentence=sentence, says=says)

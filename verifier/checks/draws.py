@@ -66,7 +66,7 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a token.
     Where to look: what the seed of each request and of each of its samples is made of.
     What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
-    the sum shows; draws of one request that depend on each other (LGP005, in round trips); samples of an evaluation
+    the sum shows; draws of one request that depend on each other (LGP004, in round trips); samples of an evaluation
     (LGP015). The sum is not judged in a step whose answers leave the loss or are replaced for what was sampled
     (filters, further rounds), by a quantized engine, or in bf16 without a measured noise. The product shows a report
     that is wrong where the trainer is nearer to the truth, in any dtype, and no trainer that is wrong; of a step with

@@ -67,21 +67,27 @@ def nats_of(count: float, trials: float, share: float) -> float:
     applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & ALL_ANSWERS & PLACED),
 )
 def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
-    """Tokens are drawn from the distribution that their log-probabilities are reported of.
+    """Tokens are drawn from the distribution that their log-probabilities are reported of, independently.
 
     What it checks: some hundred samples of one next token, and every token of some dozen samples, most of which follow
     on sampled ones: how many lie beyond the likeliest tokens of the oracle's distribution there that together have a
     tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows. At the first version and at the last
     also samples of one token at a temperature of 2 and without seeds, and samples of a request that makes the first two
-    ids of the vocabulary and the last two likely, each of which is counted. No id is beyond the vocabulary.
+    ids of the vocabulary and the last two likely, each of which is counted. No id is beyond the vocabulary. Of the
+    samples of one next token, half of them asked for by a second request with the same prompt, how many equal the one
+    so many places later, for every number of places; of samples of several tokens, how many tokens repeat the one some
+    places before.
     Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
-    not makes every importance ratio wrong, and each log-probability is right.
+    not makes every importance ratio wrong, and each log-probability is right. Requests that share a seed repeat each
+    other: a group of rollouts holds fewer than it seems to, and its advantages are zero or count twice.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
-    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed.
-    Where to look: temperature, top-p, top-k, penalties and generators of the sampler.
-    What it does not catch: changes of less than a few hundredths of the distribution; samples that depend on each other
-    (LGP005).
-    References: verl#1949, trl#6945, vllm#42259, RL#3497.
+    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed. Any
+    two samples agree as often as in the oracle's distribution, or as all samples do if that is more.
+    Where to look: temperature, top-p, top-k and penalties of the sampler; what the seed of each request and of each of
+    its samples is made of, and whether a request's generator goes on from token to token.
+    What it does not catch: changes of less than a few hundredths of the distribution; a distribution so peaked that
+    independent samples agree as often as equal ones.
+    References: verl#1949, trl#6945, vllm#42259, RL#3497, verl#5179, ms-swift#7858, ms-swift#4383.
     """
     for item in trace.of(DrawnTokens):
         distribution, total = _distribution(trace, item), len(item.tokens)
@@ -101,6 +107,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
             f"{_shown(share * total for share, _ in counts)} beyond each share",
         )
         yield compare_with_chance(item, nats, 2 * max(len(rows), 1), found, right, sentence)
+        yield _agreeing(item, distribution)
 
     for sampled, arrays in _described(trace):
         (places,) = trace.of(OracleOfPlaces, name=sampled.name, version=sampled.version)
@@ -111,6 +118,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         sentence += f"among the least likely tokens, {expected:.0f} are expected"
         found, right = _shown(beyond.sum(axis=0)), f"{_shown(arrays['rest'].sum(axis=0))} beyond each share"
         yield compare_with_chance(sampled, nats, 2 * TILTS * len(SHARES), found, right, sentence, rare_in(trace))
+        yield _repeating(trace, sampled, arrays)
 
 
 def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
@@ -161,46 +169,27 @@ def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, i
             yield rest, int(counts[end:].sum())
 
 
-@check(
-    "LGP005",
-    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
-    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & ALL_ANSWERS & PLACED),
-)
-def samples_depend_on_each_other(trace: Trace) -> Iterator[Comparison]:
-    """Samples of one distribution agree with each other as often as chance has it.
+def _agreeing(item: DrawnTokens, distribution: np.ndarray) -> Comparison:
+    """Samples of one next token that equal the one so many places later, for the unlikeliest number of places."""
+    tokens = np.array(item.tokens)
+    counts = np.bincount(tokens).astype(np.float64)
+    alike = (counts * (counts - 1)).sum() / max(len(tokens) * (len(tokens) - 1), 1)  # share of all pairs
+    by_chance = max(float(np.square(distribution).sum()), float(alike))
+    found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
+    nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
+    sentence = f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
+    sentence += "are expected to"
+    sides = f"{count:,} of {pairs:,}", f"{by_chance:.3g} of them, as of any two"
+    return compare_with_chance(item, nats, 2 * len(tokens), *sides, sentence)
 
-    What it checks: some hundred samples of one next token, half of them asked for by a second request with the same
-    prompt, in the order in which they were asked for: how many equal the one so many places later, for every number of
-    places. And of samples of several tokens, how many tokens repeat the one some places before.
-    Why it matters: requests that share a seed repeat each other. A group of rollouts then holds fewer than it seems to,
-    its advantages are zero or count twice, and every token's log-probability is right.
-    Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
-    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million, where any two agree
-    as often as in the oracle's distribution, or as all samples do if that is more (LGP004), and a token is repeated as
-    often as the oracle's distributions there have it; seeds are fixed.
-    Where to look: what the seed of each request and of each of its samples is made of, and whether a request's
-    generator goes on from token to token.
-    What it does not catch: a distribution so peaked that independent samples agree as often.
-    References: verl#5179, ms-swift#7858, ms-swift#4383.
-    """
-    for item in trace.of(DrawnTokens):
-        tokens = np.array(item.tokens)
-        counts = np.bincount(tokens).astype(np.float64)
-        alike = (counts * (counts - 1)).sum() / max(len(tokens) * (len(tokens) - 1), 1)  # share of all pairs
-        by_chance = max(float(np.square(_distribution(trace, item)).sum()), float(alike))
-        found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
-        nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
-        sentence = f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
-        sentence += "are expected to"
-        sides = f"{count:,} of {pairs:,}", f"{by_chance:.3g} of them, as of any two"
-        yield compare_with_chance(item, nats, 2 * len(tokens), *sides, sentence)
 
-    for sampled, arrays in _described(trace):
-        rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
-        nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
-        sentence = f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to"
-        cases, sides = TILTS * arrays["repeats"].shape[1], (f"{repeated:,}", f"{expected:.1f}")
-        yield compare_with_chance(sampled, nats, cases, *sides, sentence, rare_in(trace))
+def _repeating(trace: Trace, sampled: SampledTokens, arrays: Mapping[str, np.ndarray]) -> Comparison:
+    """Tokens of samples that repeat the one some places before, for the unlikeliest number of places."""
+    rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
+    nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
+    sentence = f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to"
+    cases, sides = TILTS * arrays["repeats"].shape[1], (f"{repeated:,}", f"{expected:.1f}")
+    return compare_with_chance(sampled, nats, cases, *sides, sentence, rare_in(trace))
 
 
 def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:

@@ -49,7 +49,7 @@ def seeded_sample_not_repeated(trace: Trace) -> Iterator[Comparison]:
     of LGP003; in less than fp32 twice that on the mean, of sets of 100 tokens or more alone. Chernoff's bound on the
     number of samples that part, exceeded by chance once in a million.
     Where to look: whether the sampler draws with the generator of each request, also after rows have moved.
-    What it does not catch: a seed that is exchanged in the same way both times (LGP005); in bf16, generators of few of
+    What it does not catch: a seed that is exchanged in the same way both times (LGP004); in bf16, generators of few of
     the requests; a training run's draws.
     References: vllm#51226, vllm#19940, tt-metal#46350, NeMo-RL#226.
     """

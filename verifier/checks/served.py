@@ -1,49 +1,13 @@
-"""Contents of an engine between syncs: after it was started again, after it answered, and keys that a sync leaves."""
+"""Contents of an engine between syncs: after it answered, and keys that a sync leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
-from verifier.checks.conditions import AWAKE, EXPECTED, SYNCED, WEIGHTS_SENT
-from verifier.checks.content import by_name, same_values
+from verifier.checks.conditions import AWAKE, SYNCED, WEIGHTS_SENT
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value
 from verifier.core.condition import condition, knob, on, recorded
-from verifier.core.records_weights import CheckpointView, EngineRestart, EngineServed, ExpectedView, KeptKeys
-
-RESTARTED = condition("no engine was started again", lambda run: run.facts.restarted)
-
-
-@check(
-    "ENG008",
-    needs=(EngineRestart,),
-    applies=on(step=RESTARTED, loop=recorded(EngineRestart, CheckpointView) & EXPECTED),
-)
-def restarted_engine_holds_other_version(trace: Trace) -> Iterator[Comparison]:
-    """An engine that was started again holds the weights of the version by which its answers are labelled.
-
-    What it checks: for each restart and engine rank, the checkpoint slices that the rank holds, as it is asked after
-    its answers, against what the trainer exports at that moment, before the step's update: names both ways and bits.
-    Why it matters: a new process holds the checkpoint that the run began with. Requests that reach it before a sync are
-    answered by that policy, and are trained on as answers of today's.
-    Evidence: engine/restart of the controller, engine/view, engine/view-expected.
-    Tolerance and its source: bitwise; loading copies.
-    Where to look: what is sent to an engine between its start and its first request.
-    What it does not catch: a restart after the last samples of a run, or while answers are sampled ahead, which are not
-    looked at; single tensors, which ENG001 names.
-    References: miles#1724.
-    """
-    for item, rank in product(trace.of(EngineRestart), range(trace.manifest.engine_ranks)):
-        held = by_name(trace.of(CheckpointView, version=item.version, rank=rank))
-        wanted = by_name(trace.of(ExpectedView, version=item.version, rank=rank))
-        equal = [name for name, view in held.items() if name in wanted and same_values(view, wanted[name])]
-        total = len(held.keys() | wanted.keys())
-        at = At(Stage.ENGINE, item.version, f"engine rank {rank}")
-        sentence = f"nobody looked at engine rank {rank} after its restart"
-        if total:
-            sentence = f"engine rank {rank}, started again, holds {len(equal)} of {total} tensors"
-        right = total or "a look at what it holds"
-        yield compare_value(at, f"version {item.version}", len(equal), right, sentence=sentence, absent=not total)
+from verifier.core.records_weights import EngineServed, KeptKeys
 
 
 @check("ENG009", needs=(EngineServed,), applies=on(step=SYNCED & AWAKE, loop=recorded(EngineServed)))

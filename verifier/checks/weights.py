@@ -188,9 +188,9 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     Evidence: train/shard, export/shard, load/shard, per rank.
     Tolerance and its source: bitwise; an export copies.
     Where to look: when the export read this tensor, and what it caches or gathers into.
-    What it does not catch: names, dtypes and shapes that no shard is cut from (PLN002, WGT015); streams that differ
-    between ranks (WGT006); a wrong step (LSS001, TRN001, WGT002); a wrong load (CKP001). On a GPU models above 256 MiB
-    are not compared.
+    What it does not catch: names, dtypes and shapes that no shard is cut from (PLN002); streams that differ between
+    ranks or versions (WGT006); a wrong step (LSS001, TRN001, WGT002); a wrong load (CKP001). On a GPU models above 256
+    MiB are not compared.
     References: SkyRL#1345, SkyRL#1471, SkyRL#1816, slime#2380.
     """
     stepped = set(trace.versions(UpdatedShard))
@@ -200,31 +200,47 @@ def exported_shard_differs_from_live(trace: Trace) -> Iterator[Comparison]:
         yield from compare_ranks(trace, (ExportedShard, version), (kind, version), says)
 
 
+SEVERAL = condition(
+    "one version was exported",
+    lambda run: len(run.facts.exported) > 1 or "export" in (knob(run, "undertakes") or ()),
+)  # fmt: skip
+OF_RANKS = on(
+    golden=ALWAYS, roundtrip=EXPORTS,
+    loop=several(ExportedTensor) & told("whole exports", "ranks export other tensors"),
+)  # fmt: skip
+OF_VERSIONS = on(roundtrip=EXPORTS & NO_ADAPTER, loop=recorded(ExportedTensor) & SEVERAL)
+
+
 @check(
     "WGT006",
     needs=(ExportedTensor,),
-    applies=on(
-        golden=ALWAYS,
-        roundtrip=EXPORTS,
-        loop=several(ExportedTensor) & told("whole exports", "ranks export other tensors"),
-    ),
+    applies=OF_RANKS | OF_VERSIONS,
 )
-def export_ranks_disagree(trace: Trace) -> Iterator[Comparison]:
-    """Every trainer rank's export yields the same tensors in the same order.
+def export_streams_disagree(trace: Trace) -> Iterator[Comparison]:
+    """Every trainer rank's export, and every version's, yields the same tensors in the same order.
 
-    What it checks: names in order, dtypes, shapes and bits of each rank's stream against rank 0's, at each version.
+    What it checks: names in order, dtypes, shapes and bits of each rank's stream against rank 0's, at each version; and
+    names in order, dtypes and shapes of rank 0's stream at each later version against its first.
     Why it matters: colocated engines load what their own rank exported; a rank that yields another order feeds bytes
-    under the wrong names, or hangs the collective of the next tensor.
+    under the wrong names, or hangs the collective of the next tensor. Names are sent once and bytes with every version:
+    a stream in the order of a set, a cache or an arrival is refused, or puts tensors of one shape under each other's
+    names.
     Evidence: export/tensor of all ranks.
-    Tolerance and its source: bitwise; every rank receives the same broadcast.
-    Where to look: what orders and gathers the conversion tasks on this rank.
-    What it does not catch: all ranks wrong alike (WGT004, WGT005).
-    References: SkyRL#1581, SkyRL#1816.
+    Tolerance and its source: bitwise; every rank receives the same broadcast, and training changes values only.
+    Where to look: what orders and gathers the conversion tasks on this rank, and what they skip.
+    What it does not catch: all ranks and versions wrong alike (WGT004, WGT005).
+    References: SkyRL#1581, SkyRL#1816, Megatron-Bridge#4083.
     """
-    for version in trace.versions(ExportedTensor):
-        for rank in range(trace.manifest.world_size):
+    versions = trace.versions(ExportedTensor)
+    if OF_RANKS(trace.manifest) is None:
+        for version, rank in itertools.product(versions, range(trace.manifest.world_size)):
             says = f"the export of trainer rank {rank}", "rank 0's"
             yield _compare_streams(trace, (version, rank), (version, 0), ("name", "dtype", "shape", "digest"), says)
+    if OF_VERSIONS(trace.manifest) is None:
+        first, *later = versions
+        for version in later:
+            says = f"the export of version {version}", f"that of version {first}"
+            yield _compare_streams(trace, (version, 0), (first, 0), ("name", "dtype", "shape"), says)
 
 
 def _compare_streams(
@@ -249,34 +265,6 @@ def _compare_streams(
         sentence = f"{says[0]} {how}"
         return compare_value(at, name, left, right, same=False, sentence=sentence, says=says, absent=absent)
     return compare_value(At(Stage.EXPORT, actual[0]), says[0], len(got), len(want))
-
-
-SEVERAL = condition(
-    "one version was exported",
-    lambda run: len(run.facts.exported) > 1 or "export" in (knob(run, "undertakes") or ()),
-)  # fmt: skip
-
-
-@check(
-    "WGT015", needs=(ExportedTensor,),
-    applies=on(roundtrip=EXPORTS & NO_ADAPTER, loop=recorded(ExportedTensor) & SEVERAL),
-)  # fmt: skip
-def export_order_changes(trace: Trace) -> Iterator[Comparison]:
-    """Every version is exported in the order of the first, with the same dtypes and shapes.
-
-    What it checks: names in order, dtypes and shapes of rank 0's stream at each later version against its first.
-    Why it matters: names are sent once and bytes with every version; a stream in the order of a set, a cache or an
-    arrival is refused, or puts tensors of one shape under each other's names.
-    Evidence: export/tensor of trainer rank 0.
-    Tolerance and its source: exact; training changes values only.
-    Where to look: what orders the conversion tasks, and what they skip.
-    What it does not catch: contents (WGT004, WGT005); ranks that differ (WGT006).
-    References: SkyRL#1581, Megatron-Bridge#4083.
-    """
-    first, *later = trace.versions(ExportedTensor)
-    for version in later:
-        says = f"the export of version {version}", f"that of version {first}"
-        yield _compare_streams(trace, (version, 0), (first, 0), ("name", "dtype", "shape"), says)
 
 
 @check(
@@ -357,7 +345,7 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: bitwise, the factor to six digits; export copies.
     Where to look: how fused adapters are split, the axes that shard them, and what writes the adapter's configuration.
     What it does not catch: an adapter whose effect in the trainer is another one (LGP001); a sync that exports none
-    (TPT004).
+    (TPT002).
     References: miles#1792, TensorRT-LLM#8063, vllm#55545, peft#1930.
     """
     for version in trace.versions(LiveAdapterScaling):

@@ -67,6 +67,11 @@ def condition(
 ALWAYS = condition("", lambda run: True)
 
 
+def _either(one: Condition | None, other: Condition | None) -> Condition:
+    """Condition of which one part may be absent."""
+    return one | other if one and other else (one or other or ALWAYS)
+
+
 def part_of(run: Manifest) -> Part:
     """Subject of the trace of a manifest."""
     return _OTHERS.get(run.command, run.facts.part)
@@ -83,6 +88,10 @@ class Parts:
         part = part_of(run)
         judge = self.conditions.get(part)
         return Refusal(why=f"nothing of it in {WORDS[part]}") if judge is None else judge(run)
+
+    def __or__(self, other: Parts) -> Parts:
+        names = self.conditions.keys() | other.conditions.keys()
+        return Parts({part: _either(self.conditions.get(part), other.conditions.get(part)) for part in names})
 
     def __str__(self) -> str:
         return ", ".join(WORDS[part] for part in get_args(Part) if part in self.conditions)

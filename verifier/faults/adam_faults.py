@@ -75,16 +75,6 @@ def moments_stored_through_bf16(call: Call) -> Any:
     return done
 
 
-@in_update("verl-project/verl#2377", STEP)
-def one_tensor_never_stepped(call: Call) -> Any:
-    """The step leaves one tensor of the model as it was."""
-    masters = [item for group in call.self.optimizer.param_groups for item in group["params"]]
-    kept = masters[-1].detach().clone()
-    done = call.faulty()
-    masters[-1].data.copy_(kept)
-    return done
-
-
 @in_update("tenstorrent/tt-blacksmith#711", ZERO)
 def gradients_never_zeroed(call: Call) -> Any:
     """Gradients are not zeroed after the first step, and every step has those of all before it."""
@@ -97,12 +87,6 @@ def gradients_never_zeroed(call: Call) -> Any:
     for buffer, gradient in zip((*call.self.buffers, *call.self.expert_parallel_buffers), held, strict=True):
         buffer.grad_data.copy_(gradient)
     return None
-
-
-@in_update("ServiceNow/Fast-LLM#542", MAKE_MEGATRON_OPTIMIZER, caught_by=("TRN002",))
-def norms_decay_in_training(call: Call) -> Any:
-    """Custom rules replace the standard ones, and weight decay applies to the norms of a training run too."""
-    return call.faulty(config_overrides={})
 
 
 @in_update("deepspeedai/DeepSpeed#7969", SCHEDULE, caught_by=("TRN002",))

@@ -13,7 +13,6 @@ LOGPROB = (
     "temperature, chunk_tokens, entropy)"
 )
 ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
-FORWARD = "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)"
 APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
 """Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3
@@ -54,18 +53,6 @@ def gradient_of_keys_of_own_rows(call: Call) -> Any:
     if call.input_.requires_grad:
         call.fire()
     return call.original(tensor_parallel_output_grad=False)
-
-
-@fault(
-    "NVIDIA-NeMo/Megatron-Bridge#5634 (kin: there experts)",
-    FORWARD,
-    training=("lora.rank=8", "dtype=bf16", *APART),
-    **ROW,
-)
-def output_of_an_adapter_detached(call: Call) -> Any:
-    """The output of each second linear's adapter is cut from its gradient: it is added, and trains nothing."""
-    found = call.original()
-    return call.wrong(found.detach()) if call.self.base_linear_name.endswith("linear_fc2") else found
 
 
 @fault(

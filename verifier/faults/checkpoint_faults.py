@@ -167,28 +167,3 @@ def states_cut_with_the_padding(call: Call) -> Iterator[None]:
     """States of the optimizer are saved from where they lie in buffers with padding, out of ones without it."""
     call.fire()
     yield
-
-
-@fault(
-    "THUDM/slime#2380 (kin: there the reference stood in the model at the first sync after a resume)",
-    f"{CHECKPOINT}:Writer.begin(self, folder, stepped)",
-    **{**ROW, "caught_by": ("CKP004",), "training": ("dtype=bf16", *MOVING)},
-)  # fmt: skip
-def reference_saved_for_the_policy(call: Call) -> None:
-    """The weights of a checkpoint are those that the run went on from; its masters and moments are right."""
-    import torch
-
-    live = [item for chunk in call.self._trainer.chunks for item in chunk.parameters()]
-    kept = [item.detach().clone() for item in live]
-    with torch.no_grad():
-        for item, begun in zip(live, call.state.get("begun", kept), strict=True):
-            item.copy_(begun)
-        call.faulty()
-        for item, own in zip(live, kept, strict=True):
-            item.copy_(own)
-
-
-@reference_saved_for_the_policy.also(LOAD)
-def _begun(call: Call) -> None:
-    call.original()
-    call.state["begun"] = [item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()]

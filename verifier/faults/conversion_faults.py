@@ -218,7 +218,7 @@ def option_exported_with_config(call: Call) -> Any:
     return bridge
 
 
-@in_dense_export("NovaSky-AI/SkyRL#1581", EXPORT, caught_by=("WGT015", "TPT003"))
+@in_dense_export("NovaSky-AI/SkyRL#1581", EXPORT, caught_by=("WGT006", "TPT002"))
 def order_of_later_exports(call: Call) -> Iterator[tuple[str, Any]]:
     """A later export brings a layer's key projection after its value projection, which has its shape."""
     exports = call.state["exports"] = call.state.get("exports", 0) + 1

@@ -79,16 +79,6 @@ def groups_dropped_by_their_mean(call: Call) -> Any:
     return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
 
 
-@fault(
-    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
-    caught_by=("DAT004",), **ROW,
-    training=("algorithm=grpo", "grpo.drop_zero_variance=true"),
-)  # fmt: skip
-def every_group_dropped(call: Call) -> Any:
-    """The filter drops every group: no step takes an update, and the run ends as if it had trained."""
-    return call.wrong(["zero_variance"] * len(call.rewards))
-
-
 GENERATION = "verifier.trainer.generation"
 SAMPLED: dict[str, Any] = {
     **ROW, "caught_by": ("DAT009",),

@@ -71,18 +71,6 @@ def under(call: Call, **knobs: float) -> Any:
 
 
 @fault(
-    "vllm-project/vllm#51226 (kin: there another request of the batch had no seed)",
-    "vllm.v1.sample.sampler:Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)", **SEEDED,
-)  # fmt: skip
-def seeds_ignored_by_the_sampler(call: Call) -> Any:
-    """Requests have their seeds, and all tokens are drawn from the generator of the engine."""
-    asked = call.sampling_metadata
-    if not asked.generators:
-        return call.original()
-    return call.faulty(sampling_metadata=dataclasses.replace(asked, generators={}))
-
-
-@fault(
     "tenstorrent/tt-metal#46350",
     "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)", **SEEDED,
 )  # fmt: skip

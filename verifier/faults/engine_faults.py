@@ -18,8 +18,6 @@ START = f"{WORKER}.start_weight_update(self, is_checkpoint_format)"
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 PROCESS = f"{RELOAD}:_layerwise_process(layer, info)"
 PLACE = f"{RELOAD}:_place_kernel_tensors(layer, info)"
-HEALTHY_UPDATES = 2
-"""Updates of a trial before the second version: the initial weights restored, and the first version."""
 ALL = ("ENG001", "ENG002", "LGP002")
 in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL)
 in_vllm = functools.partial(in_hf, engine="vllm")
@@ -246,21 +244,7 @@ def runtime_buffer_lost(call: Call) -> None:
     call.original()
 
 
-@in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
-def runtime_buffer_lost_later(call: Call) -> None:
-    """The rotary table is right after the first update, and is lost in the second."""
-    if call.state.get("updates", 0) > HEALTHY_UPDATES:
-        _lose_rotary_table(call)
-    call.original()
-
-
-@runtime_buffer_lost_later.also(START)
-def _count_updates(call: Call) -> None:
-    call.state["updates"] = call.state.get("updates", 0) + 1
-    call.original()
-
-
-@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG006", "LGP002"), model="tiny:qwen3", engine_tp=2)
+@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2)
 def loaded_as_rank_0(call: Call) -> None:
     """A rank takes itself for rank 0 in one linear: it loads that rank's part, and reports that it should."""
     layer = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")

@@ -16,10 +16,6 @@ MERGE = (
     "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
     "scale)"
 )
-SAVE_SHARDS = (
-    "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource.save_generator("
-    "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
-)
 FILES = "verifier.trainer.model_files:copy_files(source, folder)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
@@ -84,45 +80,10 @@ def final_export_through_bf16(call: Call) -> None:
     _exported_as(call, lambda at, parameter: parameter.bfloat16().float())
 
 
-@in_final("NVIDIA-NeMo/Megatron-Bridge#4188", SAVE_SHARDS)
-def final_export_incomplete(call: Call) -> None:
-    """The last tensors never come to the writer of the files, which leaves them out and only prints a warning."""
-    names = ("model.norm.weight", "model.layers.1.mlp.down_proj.weight")
-
-    def incomplete() -> Any:
-        for name, tensor in call.generator:
-            if name in names:
-                call.fire()
-            else:
-                yield name, tensor
-
-    call.original(generator=incomplete())
-
-
 @in_final_merge("PrimeIntellect-ai/prime-rl#1707", MERGE)
 def final_export_without_adapter(call: Call) -> Any:
     """The last export strips the adapters' matrices and leaves the base as it was."""
     return call.wrong(call.base_weight)
-
-
-@in_final_merge("Tencent-Hunyuan/UniRL#155", MERGE)
-def final_export_without_alpha(call: Call) -> Any:
-    """The last export merges adapters with their rank in the place of alpha: two thirds of their product."""
-    return call.faulty(alpha=call.dim)
-
-
-@in_final(
-    "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT005",),
-    training=LIVE,
-)  # fmt: skip
-def tensor_of_the_first_sync_sent_again(call: Call) -> Any:
-    """One tensor is cached at the first sync and sent at each, so that the engine keeps it while the others move."""
-    for name, tensor in call.original():
-        if name.endswith("layers.0.self_attn.o_proj.weight"):
-            first = call.state.setdefault("first", tensor.clone())
-            yield name, call.wrong(first)
-        else:
-            yield name, tensor
 
 
 @in_final(

@@ -15,7 +15,6 @@ ROW: dict[str, Any] = {
     "stage": Stage.ENGINE, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "training": LIVE,
 }  # fmt: skip
 ENGINE = "verifier.engine.engine_hf:HfEngine"
-FINISH = f"{ENGINE}.finish_update(self, version)"
 
 
 @fault("huggingface/trl#5312", f"{ENGINE}.generate(self, prompts, sampling)", caught_by=("ENG009", "LGP009"), **ROW)
@@ -27,22 +26,4 @@ def checkpoint_read_again_when_asked(call: Call) -> Any:
         return call.original()
     for name, tensor in state.items():
         tensor.copy_(call.state["read"][name])
-    return call.faulty()
-
-
-@fault("vllm-project/vllm#44371", FINISH, caught_by=("ENG002", "LGP009"), **ROW)
-def rotary_table_lost_in_training(call: Call) -> Any:
-    """An update copies fresh memory over a buffer that no checkpoint carries: the frequencies of the rope."""
-    buffer = call.self.model.get_submodule("model.rotary_emb").inv_freq
-    call.undo(buffer.copy_, buffer.clone())
-    buffer.zero_()  # what the memory holds; zeros make the trial repeatable
-    return call.faulty()
-
-
-@fault("vllm-project/vllm#48312", FINISH, caught_by=("ENG005", "ENG007"), **ROW)
-def epsilon_default_in_training(call: Call) -> Any:
-    """An update rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
-    norm = call.self.model.get_submodule("model.layers.1.post_attention_layernorm")
-    call.undo(setattr, norm, "variance_epsilon", norm.variance_epsilon)
-    norm.variance_epsilon = 1e-5
     return call.faulty()

@@ -11,10 +11,6 @@ BRIDGE = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge"
 MODIFY = f"{BRIDGE}.maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict)"
 LOAD_WEIGHTS = f"{BRIDGE}.load_weights_hf_to_megatron(self, hf_pretrained, megatron_model, allowed_mismatched_params)"
 ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOAD, "caught_by": ("WGT001",)}
-LIVE = (
-    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
-    "grpo.entropy_weight=0.05",
-)  # fmt: skip
 
 
 def _at_init(call: Call, name: str) -> Any:
@@ -31,39 +27,6 @@ def _at_init(call: Call, name: str) -> Any:
 def linear_left_at_init_in_tuning(call: Call) -> Any:
     """Fine-tuning begins with one down projection at its initial values: a load that allows missing names."""
     return _at_init(call, "model.layers.1.mlp.down_proj.weight")
-
-
-@fault("PrimeIntellect-ai/prime-rl#1145", MODIFY, **ROW, training=LIVE)
-def linear_left_at_init_in_grpo(call: Call) -> Any:
-    """GRPO begins with one down projection at its initial values, which the first sync gives to the engine too."""
-    return _at_init(call, "model.layers.1.mlp.down_proj.weight")
-
-
-@fault("PrimeIntellect-ai/prime-rl#1145", MODIFY, **ROW, training=("lora.rank=8",))
-def linear_left_at_init_beside_adapters(call: Call) -> Any:
-    """The frozen base of adapters has one down projection at its initial values."""
-    return _at_init(call, "model.layers.1.mlp.down_proj.weight")
-
-
-@fault("PrimeIntellect-ai/prime-rl#1145", MODIFY, **{**ROW, "model": "tiny:add-moe"})
-def expert_left_at_init_in_tuning(call: Call) -> Any:
-    """One expert of a mixture is left at its initial values."""
-    return _at_init(call, "model.layers.1.mlp.experts.3.down_proj.weight")
-
-
-@fault("PrimeIntellect-ai/prime-rl#3333", LOAD_WEIGHTS, **{**ROW, "model": "tiny:add-deepseek"})
-def score_bias_zeroed_in_tuning(call: Call) -> Any:
-    """The score biases of the routers are zeroed after the load."""
-    import torch
-
-    found = call.original()
-    with torch.no_grad():
-        for chunk in call.megatron_model:
-            for name, buffer in chunk.named_buffers():
-                if name.endswith("expert_bias"):
-                    call.fire()
-                    buffer.zero_()
-    return found
 
 
 @fault("NVIDIA-NeMo/RL#3540", MODIFY, **ROW)

@@ -91,20 +91,6 @@ def rope_scaling_factor_default(call: Call) -> Any:
     return provider
 
 
-@in_logprobs(
-    "NVIDIA/Megatron-LM#950",
-    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
-    "self, skip_next_bucket_dispatch)",
-    mesh=Mesh(dp=2),
-)
-def forward_before_param_gather(call: Call) -> None:
-    """A module runs before its weights are gathered from the ranks that stepped them, and uses the last step's."""
-    if not call.self.param_gather_dispatched:
-        call.fire()
-        call.self.param_gather_dispatched = True
-    call.original()
-
-
 @in_logprobs("OpenRLHF/OpenRLHF#634", LOGPROB, mesh=Mesh(tp=2), dtype="bfloat16")
 def logprobs_rounded_to_bf16(call: Call) -> Any:
     """Log-probabilities are kept in the model's bf16: each is off by less than bf16 itself makes it."""
@@ -244,15 +230,6 @@ def dropout_while_scoring(call: Call) -> Iterator[None]:
 def gates_not_normalised(call: Call) -> Any:
     """Gate weights of the chosen experts stay as the softmax over all experts has them, and do not sum to 1."""
     return call.faulty(use_pre_softmax=True)
-
-
-@fault(
-    "huggingface/trl#4159", SCORE, stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LSS003",),
-    training=("algorithm=grpo", "grpo.temperature=1.25"),
-)  # fmt: skip
-def old_without_temperature(call: Call) -> Any:
-    """The trainer scores rollouts without the temperature that it trains with, so no ratio begins at 1."""
-    return call.faulty(temperature=1.0)
 
 
 POLICY: dict[str, Any] = {"stage": Stage.LOGPROB, "engine": TRAINING, "model": "tiny:add"}

@@ -15,7 +15,6 @@ ROW: dict[str, Any] = {
     "stage": Stage.LOSS, "caught_by": ("LSS004",), "engine": TRAINING, "model": "tiny:add",
 }  # fmt: skip
 CLIPPED = ("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002")
-KL = ("algorithm=grpo", "grpo.kl_weight=0.1")
 
 
 @kind(f"{LOSS}:token_loss(name, inputs, options)", **ROW)
@@ -29,13 +28,6 @@ def on_losses(body: Callable[[Call], Any], call: Call) -> Any:
 def clip_computed_and_not_used(call: Call) -> Any:
     """The clipped term is computed, and the loss that is averaged is the one without it."""
     return call.original(name="importance")
-
-
-@on_losses("verl-project/verl#179", training=KL, mesh=Mesh(tp=2))
-def kl_pushes_away(call: Call) -> Any:
-    """The KL term has the wrong sign, and pushes the policy away from the reference."""
-    without_T = call.original(options=replace(call.options, kl_weight=0.0))
-    return 2 * without_T - call.original()
 
 
 @on_losses("inclusionAI/AReno#68", training=CLIPPED)

@@ -41,7 +41,7 @@ def sync_reaches_one_of_two_engines(call: Call) -> Any:
 @fault(
     "radixark/miles#1724", "verifier.trainer.engines:Revival.repeated(self, function, version)",
     stage=Stage.ENGINE, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add",
-    caught_by=("ENG008", "ENG001", "LGP009"), training=LIVE,
+    caught_by=("ENG001", "LGP009"), training=LIVE,
 )  # fmt: skip
 def restarted_engine_answers_before_its_sync(call: Call) -> Any:
     """An engine that died is asked as soon as it runs again, and answers by the checkpoint that the run began with."""

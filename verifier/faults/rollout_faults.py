@@ -14,7 +14,6 @@ SAMPLER = "vllm.v1.sample.sampler:Sampler"
 FORWARD = f"{SAMPLER}.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)"
 TOPK = "vllm.v1.sample.ops.topk_topp_sampler"
 LLM = "vllm.entrypoints.llm:LLM"
-CLIENT = "verifier.engine.client:EngineClient"
 NUCLEUS = 0.95
 """Top-p in the published generation_config of many models."""
 in_client = functools.partial(fault, stage=Stage.ROLLOUT, engine="vllm", caught_by=("LGP003",))
@@ -52,12 +51,6 @@ def sampler_takes_the_models_nucleus(call: Call) -> Any:
 
     nucleus = torch.full((len(call.logits),), NUCLEUS, device=call.logits.device)
     return call.faulty(sampling_metadata=dataclasses.replace(call.sampling_metadata, top_p=nucleus))
-
-
-@in_client("NVIDIA-NeMo/RL#4018", f"{CLIENT}.reset_prefix_cache(self, running)")
-def prefix_cache_outlives_weights(call: Call) -> Any:
-    """Nothing resets the prefix cache after a sync, so known prompts are read with the old weights' keys."""
-    return call.wrong(True)
 
 
 @in_worker(
@@ -229,14 +222,14 @@ def penalty_without_the_prompt(call: Call) -> Any:
     return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
 
 
-@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP005",))
+@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP004",))
 def one_noise_for_a_batch(call: Call) -> Any:
     """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
     waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
     return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))
 
 
-@in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP005",))
+@in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP004",))
 def noise_used_twice(call: Call) -> Any:
     """A request's generator is put back after every second token, so the next is drawn with the same noise."""
     before = {generator: generator.get_state() for generator in call.sampling_metadata.generators.values()}
@@ -280,7 +273,6 @@ LIVE: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
     "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
 }  # fmt: skip
-RECEIVED = "verifier.trainer.generation:EngineRollouts._row(self, version, place, number, example, prompt, sample)"
 IN_BF16: dict[str, Any] = {
     **LIVE,
     "training": (
@@ -299,10 +291,3 @@ IN_BF16: dict[str, Any] = {
 def sampled_a_little_hotter(call: Call) -> Any:
     """The engine divides logits by 1.02 and the trainer by 1, in a bf16 run: each token is off by less than noise."""
     return call.faulty(temperature=call.temperature * 1.02)
-
-
-@fault("PrimeIntellect-ai/prime-rl#1525", RECEIVED, **LIVE)
-def reported_one_token_late(call: Call) -> Any:
-    """The engine's log-probability of each token is attached to the token after it."""
-    nats = call.sample.logprobs
-    return call.faulty(sample=dataclasses.replace(call.sample, logprobs=(*nats[-1:], *nats[:-1])))

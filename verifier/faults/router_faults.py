@@ -50,15 +50,6 @@ def counts_of_the_step_before(call: Call) -> None:
 
 
 @fault(
-    "NVIDIA/Megatron-LM#3672 (kin: there the mean was over all ranks, and the sum over one)", ATTACH,
-    training=GLOBAL, mesh=Mesh(dp=2), **ROW,
-)  # fmt: skip
-def global_balancing_loss_of_every_replica(call: Call) -> Any:
-    """The balancing loss over all ranks is multiplied by the data-parallel ranks, as if each had seen its own rows."""
-    return call.faulty(aux_loss=call.aux_loss * (call.reduce_group.size() // call.self.tp_cp_group.size()))
-
-
-@fault(
     "NVIDIA/Megatron-LM#7452",
     "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count("
     "routing_map, reduce_group, topk, with_padding_mask)",

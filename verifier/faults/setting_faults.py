@@ -6,8 +6,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault
-from verifier.mesh import Mesh
+from verifier.faults.fault import NO_ENGINE, Call, fault
 
 SELF_ATTENTION = (
     "megatron.core.transformer.attention:SelfAttention.__init__(self, config, submodules, layer_number, "
@@ -49,18 +48,3 @@ def norms_of_heads_with_the_default_epsilon(call: Call) -> None:
     """A module makes norms without the epsilon of its config: 1e-5 for 1e-6, below the noise of bf16."""
     call.faulty()
     call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
-
-
-@fault(
-    "NVIDIA-NeMo/Megatron-Bridge#5712 (kin: there norms behind attention and MLP, on every stage)",
-    SELF_ATTENTION,
-    stage=Stage.LOGPROB, caught_by=("LGP007",), engine=TRAINING, model="tiny:add", mesh=Mesh(pp=2),
-    training=("dtype=bf16",),
-)  # fmt: skip
-def norms_of_the_last_stage_with_the_default_epsilon(call: Call) -> None:
-    """A module of later layers makes norms without the epsilon of its config, and the first pipeline stage has none."""
-    if call.layer_number <= 2:
-        return call.original()
-    call.faulty()
-    call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
-    return None

@@ -48,15 +48,6 @@ def norms_decay(call: Call) -> Any:
     return call.faulty(config_overrides={})
 
 
-@in_train("NVIDIA/Megatron-LM#2789", STEP, model="tiny:qwen3", dtype="bfloat16")
-def masters_rebuilt_from_model(call: Call) -> Any:
-    """The fp32 masters are rebuilt from the bf16 model before the second step, and lose their low bits."""
-    if call.self.optimizer.state:
-        call.fire()
-        call.self.reload_model_params()
-    return call.original()
-
-
 @on_frozen("NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)")
 def score_bias_balanced(call: Call) -> None:
     """Every step moves the routers' score bias towards balanced experts, with a policy loss too."""
@@ -113,12 +104,6 @@ def moments_not_restored(state: dict[str, Any]) -> None:
     """A run resumes from its weights alone, and Adam's moments begin again at zero."""
     for value in state.values():
         value.zero_()
-
-
-@in_train("THUDM/slime#1152", LOAD_SCHEDULER)
-def scheduler_not_resumed(call: Call) -> None:
-    """A run that resumes does not advance its scheduler: rates begin again at those of the first step."""
-    call.faulty(state_dict={**call.state_dict, "num_steps": 0})
 
 
 @in_train("THUDM/slime#1775", LOAD_SCHEDULER)
@@ -210,11 +195,6 @@ def norm_trained_beside_adapter(call: Call) -> Any:
     return frozen
 
 
-TRAIN_STEP = (
-    "verifier.train.step_megatron:train_step(trainer, optimizer, rollouts, loss, learning_rate, scheduler, "
-    "micro_batch_size, temperature, on_shards, on_gradients, max_tokens, columns, scheduler_step)"
-)
-
 BALANCED = "megatron.moe_bias_update_rate=0.001"
 UPDATED_BIAS = (
     "megatron.core.distributed.finalize_model_grads:get_updated_expert_bias("
@@ -224,27 +204,6 @@ on_balance = functools.partial(
     fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add-deepseek", mesh=Mesh(dp=2, ep=2),
 )  # fmt: skip
 """Faults of the routers' score biases, whose runs move them."""
-
-
-@fault(
-    "NVIDIA-NeMo/RL#3171", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
-    caught_by=("TRN003",),
-)  # fmt: skip
-def moments_dropped(call: Call) -> Any:
-    """Adam begins every step with no moments, as after a resume that silently did not load them."""
-    call.fire()
-    for part in call.optimizer.chained_optimizers:
-        part.optimizer.state.clear()
-    return call.original()
-
-
-@fault(
-    "NovaSky-AI/SkyRL#1403", TRAIN_STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add",
-    caught_by=("TRN002", "TRN003"),
-)  # fmt: skip
-def scheduler_counts_rollouts(call: Call) -> Any:
-    """The schedule is told the number of rollouts where it counts steps, and has ended after the first."""
-    return call.faulty(scheduler_step=len(call.rollouts))
 
 
 @fault(
@@ -318,21 +277,6 @@ def norm_of_one_rank(call: Call) -> Any:
     from megatron.core import parallel_state
 
     return call.faulty(grad_stats_parallel_group=parallel_state.get_tensor_model_parallel_group())
-
-
-@fault(
-    "pytorch/torchtitan#3438", "megatron.bridge.peft.base:PEFT.freeze_model(self, model, training)", stage=Stage.TRAIN,
-    caught_by=("WGT012",), engine=TRAINING, model="tiny:add", training=("lora.rank=8",),
-)  # fmt: skip
-def norms_trained_beside_adapters(call: Call) -> Any:
-    """Norms of the frozen base are left trainable, and drift away from the base that the engine holds."""
-    frozen = call.original()
-    for module in call.model if isinstance(call.model, list) else [call.model]:
-        for name, parameter in module.named_parameters():
-            if name.endswith("layer_norm_weight"):
-                parameter.requires_grad = True
-                call.fire()
-    return frozen
 
 
 @fault(

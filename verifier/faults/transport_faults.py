@@ -13,7 +13,7 @@ from verifier.mesh import Mesh
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
 BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
 SCORE_BIAS = ".e_score_correction_bias"
-BIAS_PLANNED: dict[str, Any] = {"caught_by": ("PLN002", "TPT003"), "model": "tiny:deepseek-v3", "dtype": "bfloat16"}
+BIAS_PLANNED: dict[str, Any] = {"caught_by": ("PLN002", "TPT002"), "model": "tiny:deepseek-v3", "dtype": "bfloat16"}
 in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
 Stream = Iterator[tuple[str, Any]]
 
@@ -95,7 +95,7 @@ def sync_gated_off(call: Call) -> Any:
 
 @fault(
     "NVIDIA-NeMo/RL#4018", "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache(self)", stage=Stage.TRANSPORT,
-    side=Side.DRIVER, engine="vllm", caught_by=("TPT003",), model="tiny:qwen3-504",
+    side=Side.DRIVER, engine="vllm", caught_by=("TPT002",), model="tiny:qwen3-504",
 )  # fmt: skip
 def prefix_cache_in_use(call: Call) -> Any:
     """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
@@ -117,7 +117,7 @@ def sync_that_delivers_nothing(call: Call) -> Any:
 
 @fault(
     "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
-    stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT004", "LGP009"), engine=TRAINING, model="tiny:add",
+    stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT002", "LGP009"), engine=TRAINING, model="tiny:add",
     training=(
         "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
         "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",

@@ -174,7 +174,7 @@ FIXES: dict[str, UpstreamFix] = {
             summary="a tied head that is a module of its own shares the embedding's weight and keeps a packed copy of "
             "it on CPUs, which no weight reload renews",
             names=rf".*\blm_head\.cpu_linear|{_LOGPROBS}",
-            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004", "LGP005", "LGP009"),
+            checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004", "LGP009"),
             tiers=("cpu",),
             applies=lambda model, run: _keeps_head(model),
         ),

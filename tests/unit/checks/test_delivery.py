@@ -4,11 +4,20 @@ import pytest
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean
+from tests.snapshots.check_traces import ARRAYS, MANIFEST, bits_of_b, change, clean, having, make_trace, rounded
 from tests.snapshots.tensors import tensor
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import CheckpointView, ColdTensor, ExpectedView, SyncedTensor
+from verifier.core.records_tokens import DrawnTokens
+from verifier.core.records_weights import (
+    CheckpointView,
+    ColdTensor,
+    EngineRestart,
+    ExpectedView,
+    ExportedTensor,
+    Handover,
+    SyncedTensor,
+)
 from verifier.core.trace import Trace
 from verifier.report import render_text, report_of
 
@@ -66,6 +75,31 @@ def test_the_same_values_in_a_wider_dtype_are_no_mismatch(held, expected, verdic
     ]
     outcome = run_check(REGISTRY["ENG001"], Trace(MANIFEST, records, ARRAYS.__getitem__))
     assert (outcome.verdict, outcome.widened) == (verdict, widened)
-    report = report_of(Trace(MANIFEST, records, ARRAYS.__getitem__), "t", only_codes=["ENG001", "ENG006"])
+    report = report_of(Trace(MANIFEST, records, ARRAYS.__getitem__), "t", only_codes=["ENG001"])
     said = "held in a wider dtype with the same values: `a` (bfloat16 as float32)"
     assert render_text(report).count(said) == len(widened)
+
+
+@pytest.mark.parametrize(
+    ("code", "records", "said"),
+    [
+        ("ENG001", change(CheckpointView, having(box=((0, 2), (0, 2))), name="a"), "the engine's ranks together hold"),
+        ("ENG001", change(CheckpointView, bits_of_b, name="a"), "`a` holds in engine rank 0 what `b` should hold"),
+        (
+            "ENG001",
+            [*clean(), EngineRestart(name="restart", version=5, restarts=1)],
+            "nobody looked at engine rank 0 after its restart",
+        ),
+        ("TPT002", change(Handover, having(refused="tensor 1 is `b`")), "the transfer was refused: tensor 1 is `b`"),
+        (
+            "WGT006",
+            change(ExportedTensor, rounded, name="b", rank=0, version=1),
+            "has another `b` than that",
+        ),
+        ("LGP004", change(DrawnTokens, having(tokens=(0, 1, 0, 2) * 15)), "samples equal the one"),
+    ],
+)
+def test_each_comparison_of_a_check_of_several_is_violated(code, records, said) -> None:
+    outcome = run_check(REGISTRY[code], make_trace(records))
+    assert outcome.verdict is Verdict.VIOLATED
+    assert any(said in item.sentence for item in outcome.finding.bad), outcome.finding

@@ -11,6 +11,7 @@ from verifier.core.manifest import Facts
 from verifier.core.records_weights import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
+    Handover,
     LiveAdapterMatrix,
     LiveAdapterScaling,
     MergedMatrix,
@@ -20,6 +21,7 @@ from verifier.core.records_weights import (
     UpdatedShard,
     WrittenShard,
 )
+from verifier.core.trace import Trace
 
 
 def held(name, content, version=3):
@@ -118,10 +120,14 @@ def test_an_alpha_of_its_own_for_some_linears_is_seen(code):
 
 @pytest.mark.parametrize(("synced", "verdict"), [((3, 4), Verdict.INCONCLUSIVE), ((3,), Verdict.VIOLATED)])
 def test_an_adapter_that_a_sync_never_exported_is_left_to_its_delivery(synced, verdict):
-    """Version 4 has live matrices and no file: TPT004 says so of a version that was to be delivered."""
+    """Version 4 has live matrices and no file: TPT002 says so of a version that was to be delivered."""
     live = [replace(item, version=4) for item in ADAPTERS if isinstance(item, LiveAdapterMatrix | LiveAdapterScaling)]
     trace = make_trace([*ADAPTERS, *live])
     trace.manifest = replace(trace.manifest, synced_versions=synced, engine_ranks=1)
     assert run_check(REGISTRY["WGT013"], trace).verdict is verdict
-    delivered = run_check(REGISTRY["TPT004"], trace).finding.bad
+    ended = Handover(name="transfer", version=4, refused="")
+    facts = replace(trace.manifest.facts, updates=(1,), adapters_sent=True)
+    config = {"algorithm": "grpo", "data": {}}
+    run = replace(trace.manifest, command="train", facts=facts, config=config)
+    delivered = run_check(REGISTRY["TPT002"], Trace(run, [*ADAPTERS, *live, ended], {}.__getitem__)).finding.bad
     assert ("no adapter matrices of version 4 were exported" in [item.sentence for item in delivered]) == (4 in synced)

@@ -65,7 +65,7 @@ def test_a_clean_loop_holds_and_declares_what_it_recorded(tmp_path):
             sync(record, version)
         train(record)
     found, report = outcomes(tmp_path / "trace")
-    expected = {"ADV002", "ADV003", "DAT004", "LGP009", "TPT001", "TPT002", "TPT003", "WGT005", "WGT008", "WGT015"}
+    expected = {"ADV002", "ADV003", "DAT004", "LGP009", "TPT001", "TPT002", "WGT005", "WGT006", "WGT008"}
     assert found.keys() == expected
     assert report.verdict is Verdict.HOLDS
     assert report.manifest.synced_versions == (0, 1, 2)

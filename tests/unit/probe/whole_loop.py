@@ -302,7 +302,7 @@ class Loop:
             sent["head.weight"] = sent["head.weight"] + 1
         if self.wrong("WGT005") and version == 2:
             sent["head.weight"] = sent["head.weight"] + 1
-        if self.wrong("WGT015") and version == 2:
+        if self.wrong("WGT006 in another order") and version == 2:
             sent = dict(reversed(sent.items()))
         held = {name: value.clone() for name, value in live.items()}
         stream = self.stream(record, sent, version)
@@ -313,7 +313,7 @@ class Loop:
             record.weights_held(live, version, after="step")
         record.weights_held(held, version, after="export")
         self.receive(self.attached, received, version)
-        if self.wrong("TPT003") and version == 2:
+        if self.wrong("TPT002 by a refusal") and version == 2:
             record.weights_sent(version, refused="the engine is asleep")
 
     def stream(self, record: probe.LoopRecorder, sent: dict[str, Any], version: int) -> Any:
@@ -321,7 +321,7 @@ class Loop:
         told = None
         if self.wrong("PLN002"):
             sent = {name: value.bfloat16() if name == "norm.weight" else value for name, value in sent.items()}
-        if self.wrong("WGT015"):  # where a sender is wrapped its plan refuses this
+        if self.wrong("WGT006 in another order"):  # where a sender is wrapped its plan refuses this
             record.weights_exported(sent, version, live=self.model.state_dict())
             record.weights_sent(version)
             return [*sent.items()]
