@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 from verifier.campaign.watch import changes
-from verifier.campaign.watch.kept_engines import KeptBetweenRounds
 from verifier.campaign.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
 from verifier.cli.results import Results, complain, show
 from verifier.config import GoldenConfig, RoundtripConfig
@@ -22,8 +21,7 @@ from verifier.errors import UsageError, VerifierError
 _LEAST_DEADLINE_S = 300.0
 """Seconds over `--timeout` that a round may take, for checks and for what comes to an end."""
 _LOOP = (
-    "verifier.cli.watch", "verifier.errors", "verifier.engine.api", "verifier.engine.process", "verifier.launch",
-    "verifier.campaign.watch",
+    "verifier.cli.watch", "verifier.errors", "verifier.engine.process", "verifier.launch", "verifier.campaign.watch",
 )  # fmt: skip
 """Modules that the loop's own process runs, whose change starts it anew; of others it needs nothing that moves."""
 _NAMED = 3
@@ -50,14 +48,10 @@ def loop(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, r
             raise UsageError(f"--watch-path names `{path}`, which does not exist")
     roots = _roots(config, paths or ())
     with work_folder("watch") as folder, WarmServers(_libraries(config), folder, config.timeout_s) as servers:
-        kinds = {"hf": servers["oracles"]}
-        if "engines" in _libraries(config):
-            kinds["vllm"] = servers["engines"]
-        with contextlib.closing(KeptBetweenRounds(kinds, folder)) as kept:
-            try:
-                _rounds(config, roots, servers, kept)
-            finally:
-                sweep()
+        try:
+            _rounds(config, roots, servers)
+        finally:
+            sweep()
     return 0  # never: a signal ends it
 
 
@@ -81,9 +75,7 @@ def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> lis
     return [*dict.fromkeys(path.resolve() for path in [*found, *paths])]
 
 
-def _rounds(
-    config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers, kept: KeptBetweenRounds
-) -> None:
+def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], servers: WarmServers) -> None:
     def look() -> dict[Path, changes.Stamp]:
         return changes.stamps(roots)
 
@@ -95,11 +87,12 @@ def _rounds(
         number += 1
         began = time.monotonic()
         try:
-            imported = _note(config, edited, servers, kept)
-            judged = _play(config, servers, kept, edited=number > 1)
+            imported = servers.missing()
+            if edited and not imported:
+                imported = servers.note(edited)
+            judged = _play(config, servers, edited=number > 1)
         except VerifierError as problem:
             complain(str(problem))
-            kept.close()
             servers.close()
             show(f"\nwatch: round {number} broke; the next one imports all libraries again\n")
         else:
@@ -111,7 +104,6 @@ def _rounds(
         store.discard(config.trace)
         if _runs_loop(edited):
             show("watch: that is the loop's own code, which starts anew\n")
-            kept.close()
             servers.close()
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this very command
 
@@ -132,35 +124,14 @@ def _edited(
             complain(f"not judged, for Python cannot read it: {sentence}")
 
 
-def _note(
-    config: GoldenConfig | RoundtripConfig, edited: Collection[Path], servers: WarmServers, kept: KeptBetweenRounds
-) -> list[str]:
-    """End what has edited files in it; returns the libraries that the next round imports."""
-    missing = servers.missing()
-    if edited and not missing:
-        kept.note(edited, Path(config.model) if Path(config.model).is_dir() else None)
-        missing = servers.note(edited)
-        if {ENGINES.name, ORACLES.name} & set(missing):
-            kept.close()
-    return missing
-
-
-def _play(
-    config: GoldenConfig | RoundtripConfig, servers: WarmServers, kept: KeptBetweenRounds, *, edited: bool
-) -> Mapping[str, str]:
+def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edited: bool) -> Mapping[str, str]:
     """One round, in a process of its own that prints to where this one does; its verdicts, by the checks' codes."""
     words = _without_watch(sys.argv[1:])
     if not any(word.startswith(("--trace", "trace=")) for word in words):
         words.append(f"trace={config.trace}")
-    arguments = {
-        "words": words, "environment": dict(os.environ), "write_caches": not edited,
-        "answers": str(kept.answers),
-    }  # fmt: skip
+    arguments = {"words": words, "environment": dict(os.environ), "write_caches": not edited}
     deadline_s = config.timeout_s + _LEAST_DEADLINE_S
-    found = servers.play("verifier.cli.watch_round:play", arguments, deadline_s, [1, 2], kept.answer)
-    if found["failed"]:
-        kept.close()
-    verdicts: Mapping[str, str] = found["verdicts"]
+    verdicts: Mapping[str, str] = servers.play("verifier.cli.watch_round:play", arguments, deadline_s, [1, 2])
     return verdicts
 
 

@@ -15,13 +15,12 @@ from verifier.launch.channel import Channel
 from verifier.launch.fork_server import Lent
 
 if TYPE_CHECKING:
-    from verifier.campaign.watch.lent_engines import RoundResources
     from verifier.runs.resources import Resources
 
 
 def play(
     channel: Channel, out: int, err: int, *fds: int, words: list[str], environment: dict[str, str],
-    write_caches: bool, answers: str, lent: list[dict[str, Any]],
+    write_caches: bool, lent: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     """Run one command, and send the verdict of each check.
 
@@ -34,7 +33,6 @@ def play(
         environment: of the loop.
         write_caches: have Python keep what it compiles. Its caches know a source by bytes and whole seconds, so those
             of an edited one may be taken for those of the next edit.
-        answers: file of what the oracle is known to answer.
         lent: name, process id and log of each.
     """
     os.dup2(out, 1)
@@ -48,9 +46,8 @@ def play(
         item["name"]: Lent(pid=item["pid"], fd=fd, log=Path(item["log"])) for fd, item in zip(fds, lent, strict=True)
     }
     verdicts: dict[str, str] = {}
-    used: list[RoundResources] = []
-    _command(words, partial(_resources, channel, Path(answers), found, used), verdicts)
-    channel.send({"verdicts": verdicts, "failed": any(item.failed for item in used)})
+    _command(words, partial(_resources, found), verdicts)
+    channel.send(verdicts)
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -82,16 +79,16 @@ def _where(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}{place}"
 
 
-def _resources(channel: Channel, answers: Path, lent: dict[str, Lent], used: list[RoundResources]) -> Resources:
-    from verifier.campaign.watch.lent_engines import RoundResources
+def _resources(lent: dict[str, Lent]) -> Resources:
     from verifier.launch.fork_launcher import ForkLauncher
     from verifier.launch.fork_server import ForkServer
     from verifier.launch.vigil import Vigil
+    from verifier.runs.resources import Resources
 
     vigil = Vigil()
-    launcher = ForkLauncher(lent=lent["launcher"], vigil=vigil)
-    oracles = ForkServer(name="the process that forks the oracle", vigil=vigil, lent=lent["oracles"])
-    for server in (launcher, oracles):
+    launcher = ForkLauncher(lent=lent.pop("launcher"), vigil=vigil)
+    names = {"oracles": "the process that forks the oracle", "engines": "the process that forks engines"}
+    servers = {key: ForkServer(name=names[key], vigil=vigil, lent=item) for key, item in lent.items()}
+    for server in (launcher, *servers.values()):
         server.start()
-    used.append(RoundResources(channel, answers, launcher=launcher, oracles=oracles))
-    return used[-1]
+    return Resources(launcher=launcher, oracles=servers["oracles"], engines=servers.get("engines"))

@@ -76,6 +76,7 @@ class Resources:
         launcher: one whose owner ends it, with Megatron imported; None starts one.
         preload: function that a launcher's process calls before it forks ranks.
         oracles: what transformers is forked from, for oracle and engine; None gives each an interpreter of its own.
+        engines: what vLLM's engines are forked from; None starts one with the first engine.
         collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
     """
 
@@ -86,13 +87,14 @@ class Resources:
         launcher: ForkLauncher | None = None,
         preload: str = "verifier.runs.session_megatron:preload",
         oracles: ForkServer | None = None,
+        engines: ForkServer | None = None,
         collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     ) -> None:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
         self._launcher, self._preload = launcher, preload
         self._vigil = Vigil() if launcher is None else launcher.vigil
-        self._fork_server: ForkServer | None = None
+        self._fork_server = engines
         self._oracles = oracles
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)

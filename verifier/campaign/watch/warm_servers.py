@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verifier.engine.process import ONE_THREAD, VLLM_ENVIRONMENT
-from verifier.errors import InternalError, VerifierError
+from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child
 from verifier.launch.fork_server import ForkServer
@@ -19,7 +18,6 @@ from verifier.launch.fork_server import ForkServer
 _ASK_S = 60.0
 _END_S = 10.0
 """Seconds that a round has to end what it started, once it is asked to."""
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +28,6 @@ class Libraries:
     preloads: tuple[str, ...]
     then: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    rounds: bool = True
-    """Each round gets a fork of it; of others the loop has one."""
 
 
 RANKS = Libraries(
@@ -44,7 +40,6 @@ ENGINES = Libraries(
     name="vLLM",
     preloads=("verifier.campaign.watch.libraries_vllm:preload",),
     then=("verifier.engine.server:preload",),
-    rounds=False,
     environment={**VLLM_ENVIRONMENT, **ONE_THREAD},
 )
 ORACLES = Libraries(
@@ -64,8 +59,6 @@ class WarmServer:
 
     def __init__(self, libraries: Libraries, load_deadline_s: float) -> None:
         self.libraries, self._load_deadline_s = libraries, load_deadline_s
-        self.changed: set[str] = set()
-        """Files of loaded modules that were changed since, which children import again."""
         self._loaded: frozenset[str] = frozenset()
         self.started = False
         self.server = self._new()
@@ -84,28 +77,23 @@ class WarmServer:
 
     def lend(self, log: Path) -> tuple[Child, Channel]:
         """Fork a fork server for one round, which imports our modules as they are now."""
-        arguments = {"preloads": list(self.libraries.then), "changed": sorted(self.changed)}
-        return self.server.fork("verifier.campaign.watch.reloading:serve", arguments, log_path=log)
+        arguments = {"preloads": list(self.libraries.then)}
+        return self.server.fork("verifier.campaign.watch.forks:serve", arguments, log_path=log)
 
     def note(self, changed: Collection[Path], log: Path) -> bool:
-        """Look at files that were changed; True if that ended the process, so that the next round imports all again."""
-        files = {str(path.resolve()) for path in changed}
+        """End the process if it has loaded one of these files; True if so: the next round imports all again."""
         if not self._loaded:
-            self._loaded = frozenset(self._ask([], log)["loaded"])
-        if not (found := files & self._loaded):
+            self._loaded = self._ask(log)
+        if self._loaded.isdisjoint(str(path.resolve()) for path in changed):
             return False
-        self.changed |= found
-        ours = any(file.startswith(_OURS) for file in found)
-        if ours or not self._ask(sorted(self.changed), log)["can_reload"]:
-            self.close()
-            return True
-        return False
+        self.close()
+        return True
 
-    def _ask(self, changed: list[str], log: Path) -> Any:
-        tell = "verifier.campaign.watch.reloading:tell"
-        child, channel = self.server.fork(tell, {"changed": changed}, log_path=log)
+    def _ask(self, log: Path) -> frozenset[str]:
+        """Files that it has loaded."""
+        child, channel = self.server.fork("verifier.campaign.watch.forks:tell", {}, log_path=log)
         try:
-            return channel.receive(_ASK_S)
+            return frozenset(channel.receive(_ASK_S))
         except (ChannelClosed, DeadlinePassed) as problem:
             raise InternalError(f"{self.libraries.name}'s process does not say what it has loaded") from problem
         finally:
@@ -115,7 +103,7 @@ class WarmServer:
     def close(self) -> None:
         """End it with all its children; `start` begins anew."""
         self.server.close()
-        self.changed, self._loaded, self.started, self.server = set(), frozenset(), False, self._new()
+        self._loaded, self.started, self.server = frozenset(), False, self._new()
 
 
 class WarmServers:
@@ -151,17 +139,7 @@ class WarmServers:
         log = self._folder / "looks.log"
         return [item.libraries.name for item in self._servers.values() if item.note(changed, log)]
 
-    def __getitem__(self, name: str) -> WarmServer:
-        return self._servers[name]
-
-    def play(
-        self,
-        function: str,
-        arguments: Mapping[str, Any],
-        deadline_s: float,
-        fds: Sequence[int],
-        answer: Callable[[Mapping[str, Any]], Any],
-    ) -> Any:
+    def play(self, function: str, arguments: Mapping[str, Any], deadline_s: float, fds: Sequence[int]) -> Any:
         """Run a function in a process that has imported nothing of ours but what a fork needs; returns what it sends.
 
         Args:
@@ -170,7 +148,6 @@ class WarmServers:
             arguments: JSON values.
             deadline_s: seconds that it may take.
             fds: descriptors that it gets.
-            answer: answers messages with "engine", which are requests; any other is the last one.
 
         Raises:
             InternalError: it died or did not end in time.
@@ -180,8 +157,6 @@ class WarmServers:
         with contextlib.ExitStack() as stack:
             lent, wires = [], []
             for name, server in self._servers.items():
-                if not server.libraries.rounds:
-                    continue
                 log = self._folder / f"{name}.log"
                 log.write_bytes(b"")
                 child, channel = server.lend(log)
@@ -197,15 +172,8 @@ class WarmServers:
             stack.callback(told.close)
             for wire in wires:
                 wire.close()  # the round has its own
-            until = time.monotonic() + deadline_s
             try:
-                while "engine" in (message := told.receive(until - time.monotonic())):
-                    try:
-                        reply = {"answer": answer(message)}
-                    except VerifierError as problem:
-                        reply = {"refused": str(problem)}
-                    told.send(reply)
-                return message
+                return told.receive(deadline_s)
             except DeadlinePassed:
                 raise InternalError(f"the round did not end within {deadline_s:g} s") from None
             except ChannelClosed:
