@@ -193,7 +193,7 @@ class _Recording:
         record = next(self.seen.of(Rollouts, name=name, version=version))
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
-    def _reported(self, item: TrainerLogprobs | SampledTokens) -> list[list[np.ndarray]]:
+    def _reported(self, item: LogprobRecord) -> list[list[np.ndarray]]:
         """Per sequence, what a record and engines that scored the same gave its last tokens."""
         engines = self.seen.of(EngineLogprobs, name=item.name, version=item.version)
         every = [ragged.split(self.seen.array(record), record.lengths) for record in (item, *engines)]
