@@ -20,6 +20,7 @@ from verifier.checks.conditions import (
 from verifier.checks.content import by_name, compare_contents, compare_ranks, left_out
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
 from verifier.core.condition import condition, on, recorded
+from verifier.core.record import kind_of
 from verifier.core.records_weights import (
     CheckpointView,
     ColdSettings,
@@ -130,13 +131,14 @@ def received_tensor_differs(trace: Trace) -> Iterator[Comparison]:
         yield from compare_contents(received, exported, says, Stage.TRANSPORT, version)
 
 
-WHOLE = on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover))
+NO_ADAPTERS = condition("adapters are exported", lambda run: kind_of(ExportedAdapterMatrix) not in run.facts.recorded)
+WHOLE = on(**DELIVERED, loop=recorded(ReceivedTensor) | recorded(Handover) & NO_ADAPTERS)
 ADAPTERS = on(
     step=SYNCED & ADAPTERS_SENT, answers=SENT & ADAPTERS_SENT, loop=recorded(ExportedAdapterMatrix, CheckpointView)
 )
 
 
-@check("TPT002", needs=(Handover,), applies=WHOLE | ADAPTERS)
+@check("TPT002", needs=(Handover,), applies=WHOLE | ADAPTERS | on(loop=recorded(Handover)))
 def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
     """Every exported version, or its adapter, was transferred to every engine rank, and no transfer was refused.
 
