@@ -15,7 +15,7 @@ from torch import nn
 from verifier.errors import ContractError
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint
 from verifier.oracle.routes_hf import router_of
-from verifier.oracle.step_hf import gradients_of, measured, tensors_of, trainable
+from verifier.oracle.step_hf import gradients_of, groups_of, measured, tensors_of, trainable
 
 _EAGER = "eager_attention_forward"
 """Function of each of transformers' models that attends, by the module's own name for it."""
@@ -83,7 +83,9 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
     theirs = Path(folder) / "gradients-1"
     rows = []
     if theirs.is_dir():
-        rows = [row for row, _ in measured(tensors_of(Path(checkpoint)), expected, expected, tensors_of(theirs))]
+        actual = tensors_of(theirs)
+        groups = groups_of(expected, expected, actual)
+        rows = [row for row, _ in measured(tensors_of(Path(checkpoint)), expected, groups, actual)]
     return {
         "lengths": [len(tokens) for tokens, *_ in batch], "gradients": rows,
         "loss": total / num_tokens, "loss_scale": scale / num_tokens, "num_tokens": num_tokens,
