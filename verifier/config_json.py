@@ -20,8 +20,8 @@ _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 
 def text_model(config: Config) -> Config:
     """Keys of the language model: those of `text_config`, and the outer ones that it does not have."""
-    inner = config.get("text_config")
-    return {**{key: config[key] for key in config if key != "text_config"}, **inner} if _table(inner) else config
+    inner = _table(config.get("text_config"))
+    return {**{key: config[key] for key in config if key != "text_config"}, **inner} if inner else config
 
 
 def stated_dtype(config: Config) -> str | None:

@@ -33,7 +33,7 @@ def stored_dtype(model: str, known: Collection[str]) -> str:
         found = stated_dtype(config) or ("bfloat16" if quantization(config) else None)
         if found is None and path.is_dir():
             found = _dtype_of_weights(path)
-    return found if found in known else DEFAULT
+    return found if found is not None and found in known else DEFAULT
 
 
 def _dtype_of_weights(folder: Path) -> str | None:

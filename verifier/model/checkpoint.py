@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.config_json import contradiction, quantization, text_model
 from verifier.errors import UsageError
-from verifier.model.families import JSON, family_of, size_if_any, tensors_of
+from verifier.model.families import JSON, Content, family_of, size_if_any, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -205,10 +205,10 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
             f"checkpoint {path} has `tie_word_embeddings` = true and holds another `{head}` than `{embedding}`, of "
             "which libraries take either as the head: remove it, or set the key to false"
         )
-    for name, header in metas.items():
-        if header.dtype not in (dtype, "float32") and "float" in header.dtype:
-            held = f"shard {path / header.shard} holds `{name}`"
-            raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
+    for name, meta in metas.items():
+        if meta.dtype not in (dtype, "float32") and "float" in meta.dtype:
+            held = f"shard {path / meta.shard} holds `{name}`"
+            raise UsageError(f"{held} in {meta.dtype}, most of the checkpoint is in {dtype}: convert it first")
     family = family_of(config)
     if family is None:
         return
@@ -219,6 +219,8 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
         held = f"shard {path / header.shard} holds `{spec.name}`"
         if header.shape != spec.shape:
             raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
+        if spec.content is Content.SCORE_BIAS and header.dtype != "float32":
+            raise UsageError(f"{held} in {header.dtype}, which trainers keep in float32: convert it to that first")
 
 
 def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str] = ()) -> None:
