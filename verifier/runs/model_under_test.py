@@ -135,6 +135,8 @@ def open_model(model: str, dtype: str, mesh: Mesh, nodes: int = 1) -> ModelUnder
 
 def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
     """Test for a tensor that the hf engine has a place for, by its checkpoint name and the config."""
+    if name == "lm_head.weight" and sizes.get("tie_word_embeddings"):
+        return False
     whole = sizes.get("model_type") == "gpt_oss" and _WHOLE_EXPERTS.match(name)
     return bool(_PLACED.match(name) or whole)
 

@@ -184,7 +184,7 @@ def test_a_bad_size_of_one_family_is_refused(name, changes, tmp_path):
         {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}},
         {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": None},
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
         {"num_hidden_layers": 3, "num_nextn_predict_layers": 1},
     ],
