@@ -43,8 +43,8 @@ NOTES = {
     "gemma2": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
     "gemma3": "upstream: Megatron-Bridge #5712; it holds with `--fix bridge-5712`",
     "glm4_moe_lite": (
-        "upstream: transformers, here the engine, computes norms in latent attention with 1e-6, whatever "
-        "`rms_norm_eps` says (#44261); it holds with `--fix transformers-44261`"
+        "upstream: transformers computes norms in latent attention with 1e-6, whatever `rms_norm_eps` says (#44261); "
+        "with 1e-6 in the config it holds"
     ),
     "glm_moe_dsa": "upstream: the bridge reads a key that transformers' config does not have",
     "gpt_oss": (

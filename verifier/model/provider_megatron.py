@@ -31,8 +31,10 @@ from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
 """Number of elements of a gradient bucket on the CPU tier; it gives tiny models several buckets, as large ones have."""
+_FAILURES = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors with which megatron-core or megatron-bridge refuses a model."""
 _NEEDS_MORE = re.compile(r"transformer ?engine|verifier\.platform\.cpu", re.IGNORECASE)
-"""What megatron-core says where it looks for Transformer Engine, or knows no stand-in by its class."""
+"""Words of megatron-core where it looks for Transformer Engine, or knows no stand-in by its class."""
 _FUSIONS = (
     "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm",
     "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
@@ -188,7 +190,7 @@ def build(
                     wrap_with_ddp=data_parallel is not None,
                     use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
                 )
-        except Exception as lack:
+        except _FAILURES as lack:
             if not (isinstance(lack, ImportError) or (tier == "cpu" and _NEEDS_MORE.search(str(lack)))):
                 raise
             kind, needs = architecture_of(config), str(lack).partition(" when instantiating")[0].rstrip(".")
@@ -285,7 +287,7 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
 
 @contextlib.contextmanager
 def _noted_warnings() -> Iterator[None]:
-    """Note megatron-bridge's warnings on what it raises: it names what it has no mapping or no tensor of there alone.
+    """Add megatron-bridge's warnings to what it raises: it names what it has no mapping or no tensor of there alone.
 
     Numbers of layers and experts are left out, so that each kind is named once.
     """
@@ -298,7 +300,7 @@ def _noted_warnings() -> Iterator[None]:
     logger.addFilter(see)
     try:
         yield
-    except Exception as problem:
+    except _FAILURES as problem:
         for text in seen:
             problem.add_note(text)
         raise
