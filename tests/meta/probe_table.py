@@ -46,7 +46,7 @@ CALLS = {
     "micro_batch": ("pack/ledger", "pack/layout", "pack/batch", "logprob/arguments"),
     "model_config": ("load/stated-config",),
     "megatron_config": ("logprob/provider",),
-    "optimizer": ("train/audit", "train/done", "train/optimizer", "train/sums", "load/asked", "load/reached"),
+    "optimizer": ("train/adam", "train/done", "train/optimizer", "train/sums", "load/asked", "load/reached"),
     "reference_weights": ("logprob/reference",),
     "rewards": ("reward/rewards",),
     "rollouts": ("pack/rollouts", "data/asked", "rollout/sampled"),

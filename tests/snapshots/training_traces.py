@@ -30,8 +30,7 @@ from verifier.core.records_policy import (
 )
 from verifier.core.records_tokens import OracleEnds, RouterChoices, SampledTokens
 from verifier.core.records_trainer import (
-    AdamAudit,
-    AuditedTensor,
+    AdamSample,
     DataOrder,
     KnobsAsked,
     KnobsReached,
@@ -42,6 +41,7 @@ from verifier.core.records_trainer import (
     PreviousStep,
     RolloutTexts,
     RouterBalance,
+    SampledMaster,
     SavedState,
     TrainedText,
     TrainerStep,
@@ -105,6 +105,19 @@ ARRAYS |= measured_traces.ARRAYS | {
 for number, row in enumerate(([5, 6, 3, 1.75], [4, 7, 3, 1.25])):  # given, magnitudes, passes, reduced
     ARRAYS[f"sums {number}"]["whole"] = np.array([row], np.float64)
 ARRAYS["sums without the last"] = {**ARRAYS["sums 1"], "whole": np.array([[4, 7, 3, 1]], np.float64)}
+STEPPED = np.linspace(-1, 1, 8, dtype=np.float32)
+GIVEN = np.linspace(0.25, 2, 8, dtype=np.float32)
+CLIPPED = GIVEN.astype(np.float64) / (2 + 1e-6)  # by a norm of 2 to one of 1
+# The first step of Adam is the sign of the gradient.
+MOVED = (1 - 5e-4 * 0.1) * STEPPED.astype(np.float64) - 5e-4 * CLIPPED / (CLIPPED + 1e-8)
+ARRAYS |= {
+    name: {
+        "master_before": STEPPED, **dict.fromkeys(("exp_avg_before", "exp_avg_sq_before"), np.zeros(8, np.float32)),
+        "gradient": GIVEN, "exp_avg": np.float32(0.1 * CLIPPED), "exp_avg_sq": np.float32(0.05 * CLIPPED**2),
+        **dict.fromkeys(("master", "weight"), np.float32(MOVED + off)),
+    }
+    for name, off in (("update", 0), ("update of other masters", 0.75 * 5e-4))
+}  # fmt: skip
 RATE = np.float32(1e-3)
 BIASES = np.array([[0.5, -0.25, 0.125]], np.float32)
 BALANCED, OTHERS = (BIASES + RATE * np.array([[1, -1, last]], np.float32) for last in (0, 1))
@@ -124,7 +137,13 @@ GROUPS = (
     ParameterGroup(learning_rate=5e-4, weight_decay=0.1, vectors=0, others=6),
     ParameterGroup(learning_rate=5e-4, weight_decay=0.0, vectors=3, others=0),
 )
-AUDITED = (AuditedTensor(name="decoder.weight", begin=0, elements=8, gap=1e-5, copied=True, left=0.0, moments=0.1),)
+AUDITED = (
+    SampledMaster(
+        name="decoder.weight", begin=0, elements=8, dtype="float32", learning_rate=5e-4, weight_decay=0.1, step=1,
+        left=0.0,
+    ),
+)  # fmt: skip
+ADAM = {"clip_grad": 1.0, "grad_norm": 2.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8}
 SUMMED = tuple(
     SummedTensor(
         name="decoder.weight", group="decoder.weight of 1", copies=2, begin=4, elements=3, owned_begin=begin,
@@ -177,9 +196,9 @@ def training() -> list[Record]:
             for rank in range(2)
         ),
         *(
-            AdamAudit(
+            AdamSample(
                 name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
-                tensors=AUDITED, begun_with=0.0,
+                tensors=AUDITED, begun_with=0.0, **ADAM, array="update",
             )
             for rank in range(2)
         ),
@@ -321,7 +340,7 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "DAT013": (TokensRead, having(array="prompt of another template", read_prompt_lengths=(2, 3), read_lengths=(2, 3))),
     "TRN002": (TrainerStep, having(learning_rate=1e-3)),
     "TRN003": (TrainerStep, having(optimizer_steps=2)),
-    "TRN005": (AdamAudit, having(tensors=(replace(AUDITED[0], gap=0.75),))),
+    "TRN005": (AdamSample, having(array="update of other masters")),
     "TRN006": (GradientSums, having(array="sums of one rank")),
     "TRN004": (RouterBalance, having(array="other balance")),
 }

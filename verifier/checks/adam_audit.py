@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -24,14 +24,25 @@ from verifier.core.check import (
 )
 from verifier.core.condition import on, recorded
 from verifier.core.records_gradients import GradientSums, SummedTensor
-from verifier.core.records_trainer import AdamAudit
+from verifier.core.records_trainer import AdamSample, SampledMaster
+
+ROUNDINGS = 3
+"""Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
+MOMENT_ROUNDINGS = 16
+"""Roundings of a moment in float32: of the clip factor, the product with it, its square, both terms and their sum."""
+ROUNDOFF = 2.0**-24
+"""Greatest share that a rounding to float32 changes a number by."""
+LEAST = 2.0**-126
+"""Least normal number of float32: what is below it may be lost."""
+CLIP_EPSILON = 1e-6
+"""Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
 
 
-@check("TRN005", needs=(AdamAudit,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamAudit)))
+@check("TRN005", needs=(AdamSample,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamSample)))
 def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
 
-    What it checks: per rank and update, on up to 1,024 elements of up to 32 tensors, others in each update: masters and
+    What it checks: per rank and update, on up to 64 elements of up to 16 tensors, others in each update: masters and
     moments after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and
     decay of the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the
     weights' dtype, before it and after it, and before the first update of a process those of all tensors; that the
@@ -43,7 +54,7 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     reached and that replace its weights at the first step, a tensor that no step moves and gradients that are kept from
     step to step all give a loss that falls. TRN001 sees them on sampled steps alone, and takes the trainer's own
     moments there.
-    Evidence: train/audit; train/sums for the weights that passes use.
+    Evidence: train/adam, which has these elements; train/sums for the weights that passes use.
     Tolerance and its source: bitwise copies. 1e-3 of the learning rate, as TRN001, beyond three roundings to float32.
     Of a moment 16 roundings to float32 of its two terms, and that of its decay, which moves what is left of 1 by as
     much (Higham 2002, section 2.2).
@@ -53,11 +64,15 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
     References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2,
     torchtitan#4382, RL#2371.
     """
-    for audit in trace.of(AdamAudit):
+    for audit in trace.of(AdamSample):
         at = At(Stage.TRAIN, audit.version, owner_of(audit))
         place, named = f"of {audit.name} on rank {audit.rank}", audit.name
-        for item in audit.tensors:
-            name, gap, left = item.name, float(item.gap), None if item.left is None else float(item.left)
+        arrays, sizes = trace.arrays(audit), [item.elements for item in audit.tensors]
+        parts = {key: ragged.split(values.astype(np.float64), sizes) for key, values in arrays.items()}
+        for index, item in enumerate(audit.tensors):
+            own = {key: split[index] for key, split in parts.items()}
+            gap, off = compared_with_adam(audit, item, own)
+            name, left = item.name, None if item.left is None else float(item.left)
             found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
             sentence = f"{named} leaves masters of `{name}` that are {found} what Adam makes of its gradient"
             sides = f"{found} it (of {item.elements:,} elements from {item.begin:,} on)", "Adam's masters (float64)"
@@ -65,12 +80,12 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(at, f"{name} {place}", *sides, sentence=sentence, allowed=STEP, gap=gap, hint=hint)
             subject = f"the gap of moments of `{name}` after {named} to Adam's, in roundings of float32,"
             hint = "look at the dtype that moments pass through, and at what writes them after the step"
-            words, off = "1, the roundings of float32", float(item.moments)
-            what = f"{name} (moments) {place}"
+            words, what = "1, the roundings of float32", f"{name} (moments) {place}"
             yield compare_value(at, what, off, None, subject=subject, allowed=words, bound=1.0, hint=hint)
             sentence = f"after {named} weights of `{name}` are not its masters"
             hint = "look at what copies masters to the model after a step"
-            yield compare_value(at, f"{name} (weight) {place}", item.copied, True, sentence=sentence, hint=hint)
+            copied = np.array_equal(rounded(own["master"], item.dtype), own["weight"])
+            yield compare_value(at, f"{name} (weight) {place}", copied, True, sentence=sentence, hint=hint)
             subject = f"the greatest element of the gradient of `{name}` that {named} begins with"
             hint = "look at what zeroes gradients between steps"
             if left is not None:
@@ -90,6 +105,49 @@ def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
         subject = "parameters that are not trained, and are of no adapter's base"
         yield compare_set(at, f"trained parameters {place}", audit.frozen, subject=subject, hint=hint)
     yield from compare_used(trace)
+
+
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def compared_with_adam(sample: AdamSample, tensor: SampledMaster, own: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """Distance of one tensor from Adam (Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        sample: with Adam's settings.
+        tensor: of the sample.
+        own: arrays [elements] float64 of the tensor, by name as in `AdamSample`.
+
+    Returns:
+        Greatest distance of a master beyond its roundings to float32, in learning rates; greatest distance of a moment,
+        in what float32 may round it by.
+    """
+    rate, decay, before = float(tensor.learning_rate), float(tensor.weight_decay), own["master_before"]
+    factor = min(1.0, sample.clip_grad / (float(sample.grad_norm) + CLIP_EPSILON)) if sample.clip_grad else 1.0
+    given = own["gradient"] * factor
+    size = np.abs(given)
+    if not sample.decoupled:
+        given, size, decay = given + decay * before, size + np.abs(decay * before), 0.0  # what is added up is rounded
+    corrected, apart = [], 0.0
+    for name, beta, power in (("exp_avg", sample.beta_1, 1), ("exp_avg_sq", sample.beta_2, 2)):
+        kept, new = beta * own[f"{name}_before"], (1 - beta) * given**power
+        # A rounding of the decay moves 1 - beta by as much.
+        rounding = MOMENT_ROUNDINGS * (np.abs(kept) + (1 - beta) * size**power) + size**power
+        rounding = ROUNDOFF * rounding + LEAST
+        apart = np.maximum(apart, np.abs(own[name] - (kept + new)) / rounding)
+        corrected.append((kept + new) / (1 - beta**tensor.step))
+    stepped = (1 - rate * decay) * before - rate * corrected[0] / (np.sqrt(corrected[1]) + sample.epsilon)
+    _, exponent = np.frexp(np.maximum(np.abs(own["master"]), np.abs(stepped)))
+    half_step = np.ldexp(ROUNDOFF / 2, exponent)
+    excess = np.maximum(np.abs(own["master"] - stepped) - ROUNDINGS * half_step, 0)
+    return float(np.where(excess == 0, 0.0, excess / rate).max()), float(np.max(apart))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values of float32, as float64, rounded to nearest, ties to even, in float32 or bfloat16."""
+    single = values.astype(np.float32)
+    if dtype == "bfloat16":
+        bits = single.view(np.uint32)
+        single = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return single.astype(np.float64)
 
 
 def compare_used(trace: Trace) -> Iterator[Comparison]:

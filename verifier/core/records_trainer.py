@@ -156,31 +156,45 @@ class TrainerStep(Record, frozen=True, kw_only=True, tag="train/done"):
     """Steps that the scheduler is to count beyond those of the optimizer."""
 
 
-class AuditedTensor(msgspec.Struct, frozen=True, kw_only=True):
+class SampledMaster(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of one tensor around an update, on the rank whose optimizer has them."""
 
     name: str
     begin: Count
     """Index of the first element in the flattened tensor of the rank's model."""
     elements: Count
-    gap: Real
-    """Greatest distance of a master after the update from Adam's formula beyond float32 rounding, learning rates."""
-    copied: bool
-    """The weight after the update is the master, rounded to the weight's dtype."""
-    left: Real | None
+    dtype: Literal["float32", "bfloat16"]
+    """Dtype of the weight, to which its master is rounded."""
+    learning_rate: Real
+    weight_decay: Real
+    step: Count
+    """Number of the step that bias is corrected by, from 1."""
+    left: Real | None = None
     """Greatest magnitude of the gradient before the first pass of the step; None where nobody looked."""
-    moments: Real
-    """Greatest distance of a moment after the update from Adam's formula, in what float32 may round it by."""
 
 
-class AdamAudit(Record, frozen=True, kw_only=True, tag="train/audit"):
-    """Some tensors of one rank around an update, beside Adam in float64."""
+class AdamSample(ArrayRecord, frozen=True, kw_only=True, tag="train/adam"):
+    """Some elements of some tensors of one rank around an update by Adam, and its settings.
+
+    Arrays of all tensors one after another, in the types that the optimizer has but float32 for bfloat16:
+    ``master_before``, ``exp_avg_before`` and ``exp_avg_sq_before``; ``gradient`` as it was reduced, before it is
+    clipped; ``master``, ``exp_avg``, ``exp_avg_sq`` and ``weight`` after the update.
+    """
 
     owed = (Owed(every_rank, per_update),)
 
     coordinate: str
     """Mesh coordinate of the rank."""
-    tensors: tuple[AuditedTensor, ...]
+    tensors: tuple[SampledMaster, ...]
+    clip_grad: float
+    """Greatest L2 norm of the gradient; 0 where it is not clipped, or was before it was recorded."""
+    grad_norm: Real
+    """L2 norm that the optimizer clips by."""
+    beta_1: float
+    beta_2: float
+    epsilon: float
+    decoupled: bool = True
+    """The decay is no part of the gradient."""
     remembered: Count = 0
     """Tensors of which the rank knows what the update before left."""
     moved: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Records of an optimizer of torch around its steps: gradients, rates, counters, and Adam on some elements.
+"""Records of an optimizer of torch around its steps: gradients, rates, counters, and some elements of each update.
 
 Hooks on the optimizer and on its parameters take them; the loop calls `optimizer` once and steps as it did.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from verifier.core.record import Array, Record, real
 from verifier.core.records_gradients import GradientSums, SummedTensor
 from verifier.core.records_trainer import (
-    AdamAudit,
+    AdamSample,
     KnobsAsked,
     KnobsReached,
     OptimizerSettings,
@@ -27,7 +27,7 @@ from verifier.probe.losses import LossRecorder
 if TYPE_CHECKING:
     import torch
 
-    from verifier.probes.training.adam_elements import Slice
+    from verifier.probes.training.adam_elements import UpdateSample
 
 AUDITED = ("Adam", "AdamW")
 """Optimizers of torch whose formula is known."""
@@ -81,18 +81,11 @@ class _Update:
 
     number: int
     records: list[tuple[Record, Array | Mapping[str, Array] | None]] = field(default_factory=list)
-    slices: list[Slice] = field(default_factory=list)
-    before: list[torch.Tensor] = field(default_factory=list)
-    gradient: torch.Tensor | None = None
+    sample: UpdateSample | None = None
     clipped: bool = False
     """The gradient was taken before it is clipped."""
     steps: list[int] = field(default_factory=list)
-    after: list[torch.Tensor] = field(default_factory=list)
-    rates: list[tuple[float, float]] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
-    moved: list[str] = field(default_factory=list)
-    remembered: int = 0
-    begun_with: float | None = None
 
 
 class OptimizerRecorder(LossRecorder):
@@ -108,7 +101,7 @@ class OptimizerRecorder(LossRecorder):
         self._settings: dict[str, Any] = {}
         self._clip_grad, self._divisor = 0.0, 1.0
         self._passes: dict[str, _Passes] = {}
-        self._left: tuple[list[Slice], list[torch.Tensor]] = ([], [])
+        self._last: UpdateSample | None = None
         self._updates: dict[int, _Update] = {}
         self._reports: dict[int, tuple[float, int, float]] = {}
         self._taken = 0
@@ -230,14 +223,12 @@ class OptimizerRecorder(LossRecorder):
             return
         import torch
 
-        from verifier.probes.training.adam_elements import chosen
         from verifier.probes.training.gradient_elements import cut, joined, totals
 
         self.current = step
         update = self._updates[step] = _Update(self._number())
         with torch.no_grad():
-            update.slices = chosen(self._owned, update.number)
-            update.gradient, update.clipped = torch.cat([item.gradient() for item in update.slices]), True
+            update.sample, update.clipped = self._sample(update.number), True
             parts = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
             tensors = tuple(
                 SummedTensor(
@@ -292,13 +283,13 @@ class OptimizerRecorder(LossRecorder):
         """Keep what the optimizer step begins with."""
         import torch
 
-        from verifier.probes.training.adam_elements import chosen, greatest_moment, moved, states
+        from verifier.probes.training.adam_elements import greatest_moment
 
         step = self.current
         update = self._updates.setdefault(step, _Update(self._number()))
-        if update.after or update.fields:
+        if update.fields:
             self.unbounded(TrainerStep, "the optimizer takes several steps in one of the loop")
-            self.unbounded(AdamAudit, "the optimizer takes several steps in one of the loop")
+            self.unbounded(AdamSample, "the optimizer takes several steps in one of the loop")
             return
         with torch.no_grad():
             groups = [
@@ -317,32 +308,36 @@ class OptimizerRecorder(LossRecorder):
             }
             if self._why:
                 return
-            (remembered, before), self._left = self._left, ([], [])
-            update.moved, update.remembered = moved(remembered, before), len(remembered)
-            update.begun_with = greatest_moment(self._owned) if step == 1 else None
-            if not update.slices:
-                update.slices = chosen(self._owned, update.number)
-            update.before = states(update.slices)
-            if update.gradient is None or not self._clip_grad:
-                update.gradient, update.clipped = torch.cat([item.gradient() for item in update.slices]), False
-            owners = [cast("_Torch", item.of) for item in update.slices]
-            update.steps = [owner.steps + 1 for owner in owners]
-            update.rates = [(float(owner.group["lr"]), float(owner.group["weight_decay"])) for owner in owners]
+            if update.sample is None or not self._clip_grad:
+                update.sample, update.clipped = self._sample(update.number), False
+            sample = update.sample
+            sample.look_back(self._last)
+            if step == 1:
+                sample.facts["begun_with"] = real(greatest_moment(self._owned))
+            sample.begin()
+            update.steps = [cast("_Torch", item.of).steps + 1 for item in sample.slices]
+
+    def _sample(self, number: int) -> UpdateSample:
+        """Sample of an update, with the gradients as they are now."""
+        from verifier.probes.training.adam_elements import UpdateSample, chosen
+
+        sample = UpdateSample(chosen(self._owned, number))
+        sample.take_gradient()
+        return sample
 
     def _after_step(self) -> None:
         """Keep what it left."""
         import torch
 
-        from verifier.probes.training.adam_elements import states
-
         step = self.current
         update = self._updates[step]
-        if update.after or not update.fields:
+        if "learning_rate" not in update.fields or "optimizer_steps" in update.fields:
             return
         self._taken, self._passes = update.number, {}
         with torch.no_grad():
-            update.after = states(update.slices) if update.before else []
-            self._left = (update.slices, update.after) if update.after else ([], [])
+            self._last = update.sample if update.sample is not None and update.sample.before else None
+            if self._last is not None:
+                self._last.end()
         steps = max((item.steps for item in self._owned), default=update.number)
         counted = type(self._optimizer).__name__ in AUDITED
         update.fields |= {
@@ -368,7 +363,7 @@ class OptimizerRecorder(LossRecorder):
             )
             self.emit(settings)
         if self._why:
-            self.unbounded(AdamAudit, self._why)
+            self.unbounded(AdamSample, self._why)
         self._write(step)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -401,39 +396,25 @@ class OptimizerRecorder(LossRecorder):
             self.emit(done)
         for record, arrays in update.records:
             self.emit(record, arrays)
-        if update.after and update.gradient is not None and (report is not None or not update.clipped):
-            from verifier.probes.training.adam_elements import Rule, audited, clip_factor
-
+        sample = update.sample
+        if sample is not None and sample.after and (report is not None or not update.clipped):
             group = self._optimizer.param_groups[0]
-            factor = clip_factor(self._clip_grad, report[2]) if report is not None and update.clipped else 1.0
-            rule = Rule(
+            clips = report is not None and update.clipped
+            taken, arrays = sample.record(
+                update.steps,
+                name=name,
+                version=step,
+                coordinate=str(self.rank),
+                clip_grad=self._clip_grad if clips else 0.0,
+                grad_norm=done.grad_norm if clips else 0.0,
                 beta_1=float(group["betas"][0]),
                 beta_2=float(group["betas"][1]),
                 epsilon=float(group["eps"]),
                 decoupled=type(self._optimizer).__name__ == "AdamW" or bool(group.get("decoupled_weight_decay")),
-            )
-            tensors = audited(
-                update.slices,
-                update.before,
-                update.gradient.cpu().double() * factor,
-                update.after,
-                update.rates,
-                update.steps,
-                rule,
-                [None] * len(update.slices),
-            )
-            record = AdamAudit(
-                name=name,
-                version=step,
-                coordinate=str(self.rank),
-                tensors=tensors,
-                remembered=update.remembered,
-                moved=tuple(update.moved),
                 frozen=self._unowned,
-                begun_with=None if update.begun_with is None else real(update.begun_with),
             )
-            self.emit(record)
-        update.before, update.after, update.gradient = [], [], None
+            self.emit(taken, arrays)
+        update.sample = None
         self._reports.pop(step, None)
         update.fields = {"written": True}
 

@@ -1,20 +1,40 @@
-"""TRN005 and TRN002 on hand-written updates: each part of an audit, and each group of parameters, is judged alone."""
+"""TRN005 and TRN002 on hand-written updates: each part of a sample, and each group of parameters, is judged alone.
 
+Updates are those of torch, in float32.
+"""
+
+import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ONE_RANK, make_trace
-from tests.snapshots.training_traces import AUDITED, GROUPS, training
-from verifier.core.check import REGISTRY, run_check
+from tests.snapshots.training_traces import ADAM, ARRAYS, AUDITED, CLIPPED, GROUPS, MOVED, training
+from verifier.checks.adam_audit import rounded
+from verifier.core.check import REGISTRY, Trace, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import AdamAudit, TrainerStep
+from verifier.core.records_trainer import AdamSample, TrainerStep
 
 
-def audited(**values):
-    audit = AdamAudit(name="update 2", version=2, coordinate="tp=0", tensors=AUDITED, remembered=1)
-    outcome = run_check(REGISTRY["TRN005"], make_trace([replace(audit, **values)], ONE_RANK))
+def audited(arrays=ARRAYS["update"], **values):
+    fields = {"name": "update 2", "version": 2, "coordinate": "tp=0", "tensors": AUDITED, "remembered": 1, **ADAM}
+    sample = AdamSample(**{**fields, "array": "sample", **values})
+    outcome = run_check(REGISTRY["TRN005"], Trace(ONE_RANK, [sample], {"sample": arrays}.__getitem__))
     return outcome.verdict, outcome.finding and outcome.finding.first.sentence
+
+
+MASTER_ROUNDING = 3 * 2.0**-24
+"""Three roundings to float32 of the first element, which is between 1 and 2."""
+MOMENT_ROUNDING = 2.0**-24 * (16 * 0.1 + 1) * CLIPPED[0]
+
+
+def changed(**changes):
+    """Arrays of a right update, float64, with others in the first element of some; a weight follows its master."""
+    arrays = {name: values.astype(np.float64) for name, values in ARRAYS["update"].items()}
+    for name, value in changes.items():
+        arrays[name][0] = value
+    return arrays | ({"weight": rounded(arrays["master"], "float32")} if "master" in changes else {})
 
 
 def grouped(*groups):
@@ -27,28 +47,74 @@ def test_an_update_by_the_formula_holds():
     assert audited() == (Verdict.HOLDS, None)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_updates_of_torch_hold_and_without_their_clip_do_not(kind, dtype):
+    torch.manual_seed(3)
+    weight = torch.randn(5000).requires_grad_()
+    optimizer = kind([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(1, 6):
+        state = {name: values.clone() for name, values in optimizer.state[weight].items()} or {
+            name: torch.zeros(5000) for name in ("exp_avg", "exp_avg_sq")
+        }
+        arrays = {f"{name}_before": state[name] for name in ("exp_avg", "exp_avg_sq")}
+        arrays |= {"master_before": weight.detach().clone(), "gradient": torch.randn(5000)}
+        weight.grad = arrays["gradient"].clone()
+        norm = float(torch.nn.utils.clip_grad_norm_([weight], 1.0))
+        optimizer.step()
+        arrays |= {"master": weight.detach(), "weight": weight.detach().to(getattr(torch, dtype)).float()}
+        arrays |= {name: optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq")}
+        found = {name: values.numpy() for name, values in arrays.items()}
+        tensor = replace(AUDITED[0], elements=5000, dtype=dtype, learning_rate=1e-2, step=step)
+        fields = {"tensors": (tensor,), "decoupled": kind is torch.optim.AdamW}
+        assert audited(found, grad_norm=norm, **fields) == (Verdict.HOLDS, None)
+        assert audited(found, grad_norm=norm, **fields, clip_grad=0.0)[0] is Verdict.VIOLATED
+        if step > 1:
+            wrong = replace(tensor, step=step - 1)
+            assert audited(found, grad_norm=norm, **{**fields, "tensors": (wrong,)})[0] is Verdict.VIOLATED
+
+
+def test_float32_is_rounded_to_bfloat16_as_torch_rounds_it():
+    bits = np.random.default_rng(1).integers(0, 0x7F800000, 100_000, dtype=np.uint32)
+    bits[::4] &= 0xFFFF8000  # halves, which go to even
+    values = bits.view(np.float32)
+    assert np.array_equal(rounded(values, "bfloat16"), torch.from_numpy(values).bfloat16().double().numpy())
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"gap": "nan"}, "update 2 leaves masters of `decoder.weight` that are not finite, unlike what Adam makes"),
-        ({"gap": 1.1e-3}, "update 2 leaves masters of `decoder.weight` that are 0.0011 learning rates off what Adam"),
+        ({"master": np.nan}, "update 2 leaves masters of `decoder.weight` that are not finite, unlike what Adam makes"),
         (
-            {"moments": 1.5},
-            "the gap of moments of `decoder.weight` after update 2 to Adam's, in roundings of float32, is 1.5, "
-            "it should be "
-            "at most 1",
+            {"master": MOVED[0] + 1.1e-3 * 5e-4 + MASTER_ROUNDING},
+            "update 2 leaves masters of `decoder.weight` that are 0.0011 learning rates off what Adam",
         ),
         (
-            {"moments": "nan"},
+            {"exp_avg": 0.1 * CLIPPED[0] + 1.5 * MOMENT_ROUNDING},
+            "the gap of moments of `decoder.weight` after update 2 to Adam's, in roundings of float32, is 1.5",
+        ),
+        (
+            {"exp_avg_sq": np.nan},
             "the gap of moments of `decoder.weight` after update 2 to Adam's, in roundings of float32, is nan",
         ),
-        ({"copied": False}, "after update 2 weights of `decoder.weight` are not its masters"),
-        ({"left": 0.5}, "the greatest element of the gradient of `decoder.weight` that update 2 begins with is 0.5"),
+        ({"weight": 0.5}, "after update 2 weights of `decoder.weight` are not its masters"),
     ],
 )
-def test_each_fact_of_a_tensor_is_judged(values, said):
-    verdict, sentence = audited(tensors=(replace(AUDITED[0], **values),))
+def test_each_array_of_a_tensor_is_judged(values, said):
+    verdict, sentence = audited(changed(**values))
     assert verdict is Verdict.VIOLATED
+    assert sentence.startswith(said)
+
+
+def test_roundings_hold():
+    assert audited(changed(master=MOVED[0] + 0.9e-3 * 5e-4 + MASTER_ROUNDING)) == (Verdict.HOLDS, None)
+    assert audited(changed(exp_avg=0.1 * CLIPPED[0] + 0.9 * MOMENT_ROUNDING)) == (Verdict.HOLDS, None)
+
+
+def test_a_gradient_before_the_first_pass_is_seen():
+    verdict, sentence = audited(tensors=(replace(AUDITED[0], left=0.5),))
+    assert verdict is Verdict.VIOLATED
+    said = "the greatest element of the gradient of `decoder.weight` that update 2 begins with is 0.5"
     assert sentence.startswith(said)
 
 

@@ -4,11 +4,11 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
-from tests.snapshots.training_traces import AUDITED, SUMMED, training
+from tests.snapshots.training_traces import SUMMED, training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.records_gradients import GradientSums
-from verifier.core.records_trainer import AdamAudit, TrainerStep
+from verifier.core.records_trainer import AdamSample, TrainerStep
 
 
 def judged(change=lambda item: item):
@@ -110,7 +110,7 @@ def test_rounding_of_bf16_sums_holds_and_that_of_fp32_does_not():
 
 def used(change):
     """Verdict of TRN005 on the weights of both ranks' passes, with others on the second one."""
-    audits = [AdamAudit(name="update 1", version=1, rank=rank, coordinate="tp=0", tensors=AUDITED) for rank in (0, 1)]
+    audits = [item for item in training() if isinstance(item, AdamSample)]
     records = [item for item in training() if isinstance(item, GradientSums)]
     trace = make_trace([*audits, *(replace(item, array=change) if item.rank else item for item in records)])
     outcome = run_check(REGISTRY["TRN005"], trace)

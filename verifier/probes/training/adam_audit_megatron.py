@@ -1,6 +1,6 @@
-"""Audit of each update on one rank: Adam in float64 on some of the tensors that the rank's optimizer holds.
+"""Sample of each update on one rank: elements of some of the tensors that the rank's optimizer holds.
 
-A few elements of some tensors are kept around the update, others in each, so that every tensor has its turn.
+They are others in each update, so that every tensor has its turn.
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ from typing import Any
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_trainer import AdamAudit, ParameterGroup
+from verifier.core.records_trainer import ParameterGroup
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.training.adam_elements import (
-    Rule,
-    Slice,
-    audited,
-    chosen,
-    clip_factor,
-    greatest_moment,
-    moved,
-    states,
-)
+from verifier.probes.training.adam_elements import Slice, UpdateSample, chosen, greatest_moment
 from verifier.probes.training.gradient_sums_megatron import Places, Sums, UpdateSums
 from verifier.train.masters_megatron import models_of, owned_masters
 from verifier.train.optimizer_megatron import StepSettings
@@ -77,8 +68,8 @@ class Audits:
     ) -> None:  # fmt: skip
         self._trainer, self._optimizer, self.settings = trainer, optimizer, settings
         self._sums = None if places is None else Sums(trainer, places, rank)
-        self.left: tuple[list[Slice], list[torch.Tensor]] = ([], [])
-        """Slices of the audit before, and what its update left of them."""
+        self.sample: UpdateSample | None = None
+        """Sample of the update before, with what it left."""
         self.last = 0
         """Number of its update."""
 
@@ -90,9 +81,10 @@ class Audits:
             name: of the update, as its records have it.
         """
         owned = sorted(owned_masters(self._trainer, self._optimizer), key=lambda item: item.name)
-        audit = Audit(self, chosen(owned, number), number, name, None if self._sums is None else self._sums.of(number))
+        sample = UpdateSample(chosen(owned, number))
+        audit = Audit(self, sample, number, name, None if self._sums is None else self._sums.of(number))
         if number == 1:
-            audit.begun_with = greatest_moment(owned)
+            sample.facts["begun_with"] = real(greatest_moment(owned))
         if not self.last:
             audit.loaded = [Slice(item, 0, item.master.numel()) for item in owned]
         return audit
@@ -102,13 +94,13 @@ class Audits:
 
         Weights that the passes of the next update gather are among them, as the rank that steps them has them.
         """
-        slices, states = self.left if number == self.last else ([], [])
-        if not slices:
+        sample = self.sample if number == self.last else None
+        if sample is None:
             return []
-        parts = zip(*(each.split([item.size for item in slices]) for each in states), strict=True)
+        parts = zip(*(each.split([item.size for item in sample.slices]) for each in sample.after), strict=True)
         found = [
             Stepped(chunk=item.of.chunk, local=item.of.local, begin=item.of.offset + item.begin, states=values)
-            for item, values in list(zip(slices, parts, strict=True))[:STEPPED]
+            for item, values in list(zip(sample.slices, parts, strict=True))[:STEPPED]
         ]
         return found if self._sums is None else [*found, *self._sums.own_weights(number + 1)]
 
@@ -130,47 +122,41 @@ class Audit:
     """Audit of one update: `begin` before its passes, `gradients` between them and the step, `record` after it."""
 
     def __init__(
-        self, audits: Audits, slices: list[Slice], number: int, name: str, sums: UpdateSums | None = None
+        self, audits: Audits, sample: UpdateSample, number: int, name: str, sums: UpdateSums | None = None
     ) -> None:
-        self._audits, self._slices, self._number, self._name, self._sums = audits, slices, number, name, sums
-        self.begun_with: float | None = None
-        """See `AdamAudit`."""
+        self._audits, self._sample, self._number, self._name, self._sums = audits, sample, number, name, sums
         self.loaded: list[Slice] = []
         """Whole masters, before the first update of this process."""
-        self._left: list[float] = []
-        self._moved: list[str] = []
-        self._strays: list[str] = []
-        self._remembered = 0
 
     @torch.no_grad()
     def begin(self) -> None:
         """Look at what the step begins with."""
         if self._sums is not None:
             self._sums.begin()
-        if not self._slices:
+        sample, audits = self._sample, self._audits
+        if not sample.slices:
             return
-        (remembered, before), self._audits.left = self._audits.left, ([], [])
-        self._remembered = len(remembered)
-        self._moved = moved(remembered, before)
-        found = torch.cat([item.gradient() for item in self._slices]).abs()
-        sizes = [item.size for item in self._slices]
-        self._left = [float(part.max()) for part in found.split(sizes)] if found.any() else [0.0] * len(sizes)
+        sample.look_back(audits.sample)
+        audits.sample = None
+        sample.take_gradient()
+        found, sizes = sample.gradient.abs(), [item.size for item in sample.slices]
+        sample.left = [float(part.max()) for part in found.split(sizes)] if found.any() else [0.0] * len(sizes)
 
     @torch.no_grad()
     def gradients(self) -> None:
         """Keep what the update begins with."""
         if self._sums is not None:
             self._sums.end()
-        if not self._slices:
+        sample = self._sample
+        if not sample.slices:
             return
-        self._before = states(self._slices)
-        self._strays = [item.of.name for item in self.loaded or self._slices if item.is_stray()]
-        self._gradient = torch.cat([item.gradient() for item in self._slices])
-        self._rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self._slices]
+        sample.begin()
+        sample.facts["strays"] = tuple(item.of.name for item in self.loaded or sample.slices if item.is_stray())
+        sample.take_gradient()
 
     @torch.no_grad()
     def record(self, probe: Recorder, version: int, norm: float, coordinate: str) -> None:
-        """Compare what the update left with the formula.
+        """Record what the update left, beside what it began with.
 
         Args:
             probe: of the rank.
@@ -180,20 +166,15 @@ class Audit:
         """
         if self._sums is not None:
             self._sums.record(probe, self._name, version, coordinate)
-        if not self._slices:
+        sample, audits = self._sample, self._audits
+        if not sample.slices:
             return
-        after = states(self._slices)
-        self._audits.left, self._audits.last = (self._slices, after), self._number
-        settings = self._audits.settings
-        rule = Rule(beta_1=settings.beta_1, beta_2=settings.beta_2, epsilon=settings.epsilon)
-        gradient = self._gradient.cpu().double() * clip_factor(settings.clip_grad, norm)
-        steps = [self._number] * len(self._slices)
-        tensors = audited(self._slices, self._before, gradient, after, self._rates, steps, rule, self._left)
-        probe.emit(
-            AdamAudit(
-                name=self._name, version=version, coordinate=coordinate, tensors=tensors,
-                remembered=self._remembered, moved=tuple(self._moved), frozen=self._audits.frozen(),
-                strays=tuple(self._strays),
-                begun_with=None if self.begun_with is None else real(self.begun_with),
-            )
+        sample.end()
+        audits.sample, audits.last = sample, self._number
+        settings = audits.settings
+        record, arrays = sample.record(
+            [self._number] * len(sample.slices), name=self._name, version=version, coordinate=coordinate,
+            clip_grad=settings.clip_grad, grad_norm=real(norm), beta_1=settings.beta_1, beta_2=settings.beta_2,
+            epsilon=settings.epsilon, frozen=audits.frozen(),
         )  # fmt: skip
+        probe.emit(record, arrays)

@@ -1,28 +1,20 @@
-"""Elements of an optimizer around a step, beside Adam in float64; torch alone."""
+"""Elements of an optimizer around a step by Adam; torch alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_trainer import AuditedTensor
+from verifier.core.records_trainer import AdamSample, SampledMaster
 
-TENSORS = 32
-"""Tensors that an update is audited on, at most."""
-ELEMENTS = 1024
-"""Elements of each, at most."""
-ROUNDINGS = 3
-"""Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
-MOMENT_ROUNDINGS = 16
-"""Roundings of a moment in float32: of the clip factor, the product with it, its square, both terms and their sum."""
-LEAST = 2.0**-126
-"""Least normal number of float32: what is below it may be lost."""
-CLIP_EPSILON = 1e-6
-"""Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
+TENSORS = 16
+"""Tensors of an update's sample, at most."""
+ELEMENTS = 64
+"""Elements of each, at most: with 16 tensors 32 KiB of arrays in a trace."""
 
 
 class Held(Protocol):
@@ -48,19 +40,12 @@ class Held(Protocol):
     def gradient(self) -> torch.Tensor:
         """Gradient of the whole parameter."""
 
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """Its group of the optimizer's parameters, with their learning rate and weight decay."""
+
     def moments(self) -> Mapping[str, torch.Tensor]:
         """Adam's state, empty before the first step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Adam's settings in one step."""
-
-    beta_1: float
-    beta_2: float
-    epsilon: float
-    decoupled: bool = True
-    """The decay is no part of the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,81 +91,79 @@ def chosen(owned: Sequence[Held], number: int) -> list[Slice]:
     return found
 
 
-def states(slices: Sequence[Slice]) -> list[torch.Tensor]:
-    """Masters, both moments, and weights of all slices, copied one after another."""
-    return [torch.cat(parts) for parts in zip(*(item.state() for item in slices), strict=True)]
+@dataclass(slots=True)
+class UpdateSample:
+    """Elements of one update: what it begins with, its gradient, and what it leaves."""
 
+    slices: list[Slice]
+    gradient: torch.Tensor = field(init=False)
+    """Gradient of all slices one after another, when it was last taken."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    """Learning rate and weight decay of each slice."""
+    left: list[float] = field(default_factory=list)
+    """Greatest magnitude of each slice's gradient before the first pass; empty where nobody looked."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of the record that are known before the update."""
 
-def moved(slices: Sequence[Slice], before: Sequence[torch.Tensor]) -> list[str]:
-    """Names of what has other masters, moments or weights than before."""
-    now = states(slices) if slices else []
-    if all(map(torch.equal, now, before)):
-        return []
-    sizes = [item.size for item in slices]
-    parts = zip(*(each.split(sizes) for each in now), *(each.split(sizes) for each in before), strict=True)
-    return [
-        item.of.name
-        for item, (*ours, a, b, c, d) in zip(slices, parts, strict=True)
-        if not all(map(torch.equal, ours, (a, b, c, d)))
-    ]
+    def take_gradient(self) -> None:
+        """Keep the gradient as it is now."""
+        self.gradient = torch.cat([item.gradient() for item in self.slices])
 
+    def look_back(self, last: UpdateSample | None) -> None:
+        """Look at what the update before left."""
+        if last is not None:
+            self.facts |= {"remembered": len(last.slices), "moved": tuple(last.moved())}
 
-def clip_factor(clip: float, norm: float) -> float:
-    """Factor of gradients that are clipped to a greatest norm; 0 does not clip."""
-    return min(1.0, clip / (norm + CLIP_EPSILON)) if clip else 1.0
+    def moved(self) -> list[str]:
+        """Names of tensors with other masters, moments or weights than the update left."""
+        sizes, sides = [item.size for item in self.slices], zip(self._states(), self.after, strict=True)
+        others = {
+            item.of.name
+            for now, then in sides
+            if not torch.equal(now, then)
+            for item, *own in zip(self.slices, now.split(sizes), then.split(sizes), strict=True)
+            if not torch.equal(*own)
+        }
+        return [item.of.name for item in self.slices if item.of.name in others]
 
+    def _states(self) -> list[torch.Tensor]:
+        """Masters, both moments, and weights of all slices, copied one after another."""
+        return [torch.cat(parts) for parts in zip(*(item.state() for item in self.slices), strict=True)]
 
-def audited(
-    slices: Sequence[Slice],
-    before: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    after: Sequence[torch.Tensor],
-    rates: Sequence[tuple[float, float]],
-    steps: Sequence[int],
-    rule: Rule,
-    left: Sequence[float | None],
-) -> tuple[AuditedTensor, ...]:
-    """Compare what an update left with the formula.
+    def begin(self) -> None:
+        """Keep what the update begins with."""
+        self.before = self._states()
+        self.rates = [(float(item.of.group["lr"]), float(item.of.group["weight_decay"])) for item in self.slices]
 
-    Args:
-        slices: elements of the update.
-        before: their states before it, see `states`.
-        gradient: of all elements, one after another, as it was clipped.
-        after: their states after it.
-        rates: learning rate and weight decay of each slice.
-        steps: number of the step that each slice's bias is corrected by.
-        rule: of Adam.
-        left: see `AuditedTensor`.
-    """
-    sizes = torch.tensor([item.size for item in slices])
-    cut = sizes.tolist()
-    rate, decay = (torch.tensor(each).double().repeat_interleave(sizes) for each in zip(*rates, strict=True))
-    step = torch.tensor(list(steps)).double().repeat_interleave(sizes)
-    was = [each.cpu().double() for each in before]
-    given = gradient.cpu().double()
-    if not rule.decoupled:
-        given, decay = given + decay * was[0], torch.zeros_like(decay)
-    masters, *moments, weights = (each.cpu().double() for each in after)
-    formula = [_moment(was[1], given, rule.beta_1), _moment(was[2], given.square(), rule.beta_2)]
-    stepped = _stepped(was, formula, step, rate, decay, rule)
-    rounding = ROUNDINGS * _half_step(torch.maximum(masters.abs(), stepped.abs()))
-    excess = ((masters - stepped).abs() - rounding).clamp(min=0)
-    gaps = torch.where(excess == 0, 0.0, excess / rate).split(cut)
-    apart = [item.apart(actual) for item, actual in zip(formula, moments, strict=True)]
-    far = torch.maximum(*apart).split(cut)
-    kept = zip(masters.split(cut), weights.split(cut), strict=True)
-    return tuple(
-        AuditedTensor(
-            name=item.of.name,
-            begin=item.of.offset + item.begin,
-            elements=item.size,
-            gap=real(float(gap.max())),
-            copied=torch.equal(master.to(item.of.model.dtype).double(), weight),
-            left=None if there is None else real(there),
-            moments=real(float(moment.max())),
+    def end(self) -> None:
+        """Keep what the update leaves."""
+        self.after = self._states()
+
+    def record(self, steps: Sequence[int], **fields: Any) -> tuple[AdamSample, dict[str, torch.Tensor]]:
+        """Record of the update, and its arrays.
+
+        Args:
+            steps: number of the step that each slice's bias is corrected by.
+            fields: of the record, but for those of the sample itself.
+        """
+        tensors = tuple(
+            SampledMaster(
+                name=item.of.name,
+                begin=item.of.offset + item.begin,
+                elements=item.size,
+                dtype="bfloat16" if item.of.model.dtype == torch.bfloat16 else "float32",
+                learning_rate=real(rate),
+                weight_decay=real(decay),
+                step=step,
+                left=real(self.left[at]) if self.left else None,
+            )
+            for at, (item, (rate, decay), step) in enumerate(zip(self.slices, self.rates, steps, strict=True))
         )
-        for item, gap, moment, (master, weight), there in zip(slices, gaps, far, kept, left, strict=True)
-    )
+        was = dict(zip(("master_before", "exp_avg_before", "exp_avg_sq_before"), self.before, strict=False))
+        now = dict(zip(("master", "exp_avg", "exp_avg_sq", "weight"), self.after, strict=True))
+        return AdamSample(tensors=tensors, **self.facts, **fields), {**was, "gradient": self.gradient, **now}
 
 
 def greatest_moment(owned: Sequence[Held]) -> float:
@@ -188,42 +171,3 @@ def greatest_moment(owned: Sequence[Held]) -> float:
     moments = [state.get(name) for state in (item.moments() for item in owned) for name in ("exp_avg", "exp_avg_sq")]
     found = [item.detach().abs().max().float() for item in moments if item is not None]
     return float(torch.stack([item.to(found[0].device) for item in found]).max()) if found else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """A moment after an update by Adam's formula, float64."""
-
-    value: torch.Tensor
-    rounding: torch.Tensor
-    """Greatest change by float32, that of the decay included, which moves what is left of 1 by as much."""
-
-    def apart(self, actual: torch.Tensor) -> torch.Tensor:
-        """Distance of what the optimizer holds, in what float32 may round it by."""
-        return (actual - self.value).abs() / self.rounding
-
-
-def _moment(before: torch.Tensor, given: torch.Tensor, beta: float) -> _Moment:
-    kept, new = beta * before, (1 - beta) * given
-    rounding = MOMENT_ROUNDINGS * (kept.abs() + new.abs()) + given.abs()
-    return _Moment(kept + new, torch.finfo(torch.float32).eps / 2 * rounding + LEAST)
-
-
-def _stepped(
-    before: Sequence[torch.Tensor],
-    moments: Sequence[_Moment],
-    step: torch.Tensor,
-    rate: torch.Tensor,
-    decay: torch.Tensor,
-    rule: Rule,
-) -> torch.Tensor:
-    """Masters moved by Adam (Kingma and Ba 2015, algorithm 1), with decay (Loshchilov and Hutter 2019, algorithm 2)."""
-    first, second = (item.value for item in moments)
-    denominator = (second / (1 - rule.beta_2**step)).sqrt() + rule.epsilon
-    return (1 - rate * decay) * before[0] - rate * (first / (1 - rule.beta_1**step)) / denominator
-
-
-def _half_step(magnitude: torch.Tensor) -> torch.Tensor:
-    """Half the distance between float32 neighbours at these magnitudes."""
-    _, exponent = torch.frexp(magnitude)
-    return torch.ldexp(torch.full_like(magnitude, torch.finfo(torch.float32).eps / 4), exponent)
