@@ -127,16 +127,15 @@ def record(found: Iterable[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each trial that was run, what it was run with, and no other."""
-    titles = ("model", "mesh", "fault", "injected in", "its stage", "first bad stage")
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in sorted(rows, key=_key):
-        cells = (
-            f"`{row['model']}`", row["mesh"], f"`{row['fault']}`",
-            "derivation, run" if row["in_derivation"] else "run",
-            row["sits_in"], row["first_bad"] or "none",
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+    """Markdown: a row for each model, with and without the fault in the derivation."""
+    lines = ["| model | injected in | caught in their own stage | in a later one |", "| --- | --- | --- | --- |"]
+    for model, in_derivation in sorted({(row["model"], row["in_derivation"]) for row in rows}):
+        of = [row for row in rows if (row["model"], row["in_derivation"]) == (model, in_derivation)]
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for row in of:
+            names[row["first_bad"] == row["sits_in"]].add(f"`{row['fault']}`")
+        where = "derivation, run" if in_derivation else "run"
+        lines.append(f"| `{model}` | {where} | {', '.join(sorted(names[True]))} | {', '.join(sorted(names[False]))} |")
     own = sum(row["first_bad"] == row["sits_in"] for row in rows)
     healed = sum(row["healed"] for row in rows)
     return "\n".join(lines) + f"\n\nCaught in their own stage: {own} of {len(rows)}. Healed: {healed}.\n"

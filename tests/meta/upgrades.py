@@ -36,10 +36,15 @@ def _row(report: dict[str, Any]) -> str:
     died = [f"{item['command']}: {_place(item['place'])}" for item in report["failures"]]
     cells = [
         ", ".join(f"{name} {report['packages'][name][0]} to {report['packages'][name][1]}" for name in sorted(names)),
-        report["model"], str(len(others)), "; ".join(moved) or "none moved", "; ".join(held),
+        report["model"], str(len(others)), _first(moved) or "none moved", "; ".join(held),
         "; ".join(died) or "nothing",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _first(moved: list[str], most: int = 3) -> str:
+    further = [f"{len(moved) - most} more"] if len(moved) > most else []
+    return "; ".join([*moved[:most], *further])
 
 
 def _moved(item: dict[str, Any]) -> str:
