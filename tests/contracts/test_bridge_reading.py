@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from importlib import metadata
 
+import pytest
+
 BRIDGE = f"megatron-bridge {metadata.version('megatron-bridge')}"
 IGNORED = "transformers reads of config.json what megatron-bridge ignores"
 
 
+@pytest.mark.slow
 def test_configs_that_the_libraries_read_alike_get_no_note(trainer_launcher, tmp_path):
     """And the others the whole text of theirs."""
     (found,) = trainer_launcher.run("bridge_reading_functions:notes_on_configs", world_size=1, run_dir=tmp_path)

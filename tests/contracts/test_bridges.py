@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.slow
 def test_bridges_are_those_that_its_source_registers(trainer_launcher, tmp_path):
     function = "bridge_functions:bridges_are_those_that_its_source_registers"
     trainer_launcher.run(function, world_size=1, run_dir=tmp_path)

@@ -22,6 +22,7 @@ MODULES = table.by_module(table.contracts_of("cpu"))
 look_once = cache(look_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [(module, item.name) for module, items in MODULES.items() for item in items]
 )

@@ -52,6 +52,7 @@ def test_every_section_has_code():
     assert all("assert " in code for _, _, code in SECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("title", "text"), [section[:2] for section in SECTIONS], ids=lambda item: item[:40])
 def test_section_names_a_verified_version_and_shows_its_bug(title, text):
     package, version = text.split(maxsplit=2)[:2]

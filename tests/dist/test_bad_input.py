@@ -223,7 +223,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_refused(shell: Shell, tmp_path:
 
 def test_another_dtype_than_the_checkpoints_is_refused(shell: Shell, copy: Path) -> None:
     sentence = (
-        "the checkpoint is stored in float32 and the run asks for bfloat16: rounding it would hide what is to be "
+        "the checkpoint is stored in float32 and the run is in bfloat16: rounding it would hide what is to be "
         "shown; choose the checkpoint's own dtype, or convert it first"
     )
     assert shell.refused("golden", "--model", str(copy), "--dtype", "bf16", "--trace", "trace") == sentence

@@ -79,7 +79,7 @@ def require_cause(found: Report) -> None:
     assert WEIGHT in first.finding.first.sentence
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_weights_of_the_first_sync(dtype, train, tmp_path):
     with pytest.raises(ViolationFound) as caught:
         train(tmp_path / "run", 1, f"dtype={dtype}")
@@ -94,6 +94,7 @@ def test_weights_of_the_first_sync(dtype, train, tmp_path):
     assert lost.finding.first_bad_stage is Stage.ROLLOUT
 
 
+@pytest.mark.slow
 def test_weights_of_a_later_sync(train, tmp_path):
     """Its own step has the evidence of the sync, and is judged before the answers of the next."""
     with pytest.raises(ViolationFound) as caught:
@@ -108,7 +109,7 @@ def test_without_a_judge(train, tmp_path):
     assert caught.value.exit_code == ExitCode.VIOLATED
 
 
-@pytest.mark.parametrize("judged", [True, False])
+@pytest.mark.parametrize("judged", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_evaluation_alone(judged, train, tmp_path):
     """Of the last step: nothing is sampled after it but the evaluation."""
     with pytest.raises(ViolationFound if judged else LogprobLost) as caught:

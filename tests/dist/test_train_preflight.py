@@ -100,6 +100,7 @@ def test_what_the_oracle_has_not_is_said_and_the_rest_is_judged(trainer_launcher
     assert any("grad_reduce_in_fp32 is false, which the oracle does not compute" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_a_bug_stops_it_and_its_report_says_where(trainer_launcher, tmp_path):
     fault, fire = CATALOG["prompt-trained-on"], FireCounter()
     with fault.inject(fire), pytest.raises(ViolationFound, match="DAT00"):

@@ -41,6 +41,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_libraries_find_no_flashinfer(installed: Path) -> None:
     code = f"import sys\nsys.path[:] = {json.dumps([str(installed), *sys.path])}\n{LOOK}"
     environment = {**os.environ, **VLLM_ENVIRONMENT}

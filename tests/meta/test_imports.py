@@ -104,7 +104,7 @@ ROOMS = {
     "report": {"core", "mesh", "checks"},
 }
 """Package -> packages that it may import."""
-OPEN = ("errors", "knob", "__version__")
+OPEN = ("config_json", "errors", "knob", "__version__")
 """What is open to all."""
 JUDGES = ("checks", "faults", "report", "cli", "campaign")
 """What a run must not know of."""

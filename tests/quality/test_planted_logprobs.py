@@ -25,31 +25,28 @@ class Problem:
     logits: tuple[tuple[int, ...], ...]
     labels: tuple[int, ...]
     temperature: float
-    padding: int
-    """Columns that pad the vocabulary."""
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """([T, V + padding] float64 logits, [T] labels)."""
-        rows = torch.tensor(self.logits, dtype=torch.float64)
-        return torch.cat([rows, rows.new_zeros(len(rows), self.padding)], 1), torch.tensor(self.labels)
+        """([T, V] float64 logits, [T] labels)."""
+        return torch.tensor(self.logits, dtype=torch.float64), torch.tensor(self.labels)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    temperature, padding = draw(st.sampled_from([1.0, 2.0])), draw(st.integers(0, 2))
+    temperature = draw(st.sampled_from([1.0, 2.0]))
     vocab = draw(st.integers(1, 4))
     row = st.tuples(st.integers(0, vocab - 1) | st.just(IGNORE_LABEL), st.tuples(*[st.integers(0, 3)] * vocab))
     labels, logits = zip(*draw(st.lists(row, min_size=1, max_size=4)), strict=True)
-    return Problem(logits=logits, labels=labels, temperature=temperature, padding=padding)
+    return Problem(logits=logits, labels=labels, temperature=temperature)
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Run = Callable[[torch.Tensor, torch.Tensor, float, int], Outputs]
-"""(logits, labels, temperature, vocabulary size) -> (log-probability, entropy)."""
+Run = Callable[[torch.Tensor, torch.Tensor, float], Outputs]
+"""(logits, labels, temperature) -> (log-probability, entropy)."""
 
 
-def textbook(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    logp = torch.log_softmax(logits[:, :vocab] / temperature, -1)
+def textbook(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    logp = torch.log_softmax(logits / temperature, -1)
     kept = labels != IGNORE_LABEL
     taken = logp.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return torch.where(kept, taken, 0), torch.where(kept, -(logp.exp() * logp).sum(-1), 0)
@@ -62,7 +59,7 @@ def shows(run: Run) -> Callable[[Problem], bool]:
             logits, labels = problem.tensors()
             leaf = logits.clone().requires_grad_()
             fed = leaf * 1
-            logprob, entropy = implementation(fed, labels, problem.temperature, logits.shape[1] - problem.padding)
+            logprob, entropy = implementation(fed, labels, problem.temperature)
             (logprob + 2 * entropy).sum().backward()
             results.append((logprob.detach(), entropy.detach(), leaf.grad, fed.detach()))
         return any(not torch.allclose(got, want, rtol=1e-9, atol=1e-9) for got, want in zip(*results, strict=True))
@@ -70,69 +67,57 @@ def shows(run: Run) -> Callable[[Problem], bool]:
     return differs
 
 
-def right(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    return vocab_parallel_logprob(logits, labels, temperature=temperature, vocab_size=vocab, chunk_tokens=2)
+def right(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    return vocab_parallel_logprob(logits, labels, temperature=temperature, chunk_tokens=2)
 
 
-def temperature_left_out(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    return textbook(logits, labels, 1.0, vocab)
+def temperature_left_out(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    return textbook(logits, labels, 1.0)
 
 
-def temperature_on_the_logprob(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    logprob, entropy = textbook(logits, labels, 1.0, vocab)
+def temperature_on_the_logprob(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    logprob, entropy = textbook(logits, labels, 1.0)
     return logprob / temperature, entropy
 
 
-def logits_shifted_in_place(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    logprob, _ = textbook(logits.clone(), labels, temperature, vocab)
+def logits_shifted_in_place(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    logprob, _ = textbook(logits.clone(), labels, temperature)
     with torch.no_grad():
         logits.exp_()
-    return logprob, textbook(logits.clone(), labels, temperature, vocab)[1]
+    return logprob, textbook(logits.clone(), labels, temperature)[1]
 
 
-def greatest_instead_of_sampled(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    _, entropy = textbook(logits, labels, temperature, vocab)
-    best = torch.log_softmax(logits[:, :vocab] / temperature, -1).amax(-1)
+def greatest_instead_of_sampled(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    _, entropy = textbook(logits, labels, temperature)
+    best = torch.log_softmax(logits / temperature, -1).amax(-1)
     return torch.where(labels != IGNORE_LABEL, best, 0), entropy
 
 
-def padded_vocabulary_in_the_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int
-) -> Outputs:
-    return textbook(logits, labels, temperature, logits.shape[1])
+def ignored_label_read_as_token_zero(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    return textbook(logits, labels.clamp(min=0), temperature)
 
 
-def ignored_label_read_as_token_zero(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int
-) -> Outputs:
-    return textbook(logits, labels.clamp(min=0), temperature, vocab)
-
-
-def last_part_of_a_chunk_left_out(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int
-) -> Outputs:
+def last_part_of_a_chunk_left_out(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
     whole = len(labels) // 2 * 2
     cut = torch.where(torch.arange(len(labels)) < whole, labels, IGNORE_LABEL)
-    return textbook(logits, cut, temperature, vocab)
+    return textbook(logits, cut, temperature)
 
 
-def entropy_without_gradient(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    logprob, entropy = textbook(logits, labels, temperature, vocab)
+def entropy_without_gradient(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    logprob, entropy = textbook(logits, labels, temperature)
     return logprob, entropy.detach()
 
 
-def gradient_not_scaled_by_temperature(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int
-) -> Outputs:
+def gradient_not_scaled_by_temperature(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
     scaled = logits + (logits / temperature - logits).detach()
-    return textbook(scaled, labels, 1.0, vocab)
+    return textbook(scaled, labels, 1.0)
 
 
-def normaliser_of_the_neighbour(logits: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> Outputs:
-    scaled = logits[:, :vocab] / temperature
+def normaliser_of_the_neighbour(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Outputs:
+    scaled = logits / temperature
     kept = labels != IGNORE_LABEL
     taken = scaled.gather(1, labels.clamp(min=0)[:, None])[:, 0] - scaled.logsumexp(-1).roll(1)
-    return torch.where(kept, taken, 0), textbook(logits, labels, temperature, vocab)[1]
+    return torch.where(kept, taken, 0), textbook(logits, labels, temperature)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +131,15 @@ class Planted:
 
 X = IGNORE_LABEL
 PLANTED = (
-    Planted("trl#3029, NeMo-RL#935, verl#3133", temperature_left_out, Problem(((0, 0),), (0,), 2.0, 0)),
-    Planted("synthetic", temperature_on_the_logprob, Problem(((0, 0),), (0,), 2.0, 0)),
-    Planted("verl#1672, verl#2484", logits_shifted_in_place, Problem(((0,),), (X,), 1.0, 0)),
-    Planted("NeMo-RL#3297, trl#3867", greatest_instead_of_sampled, Problem(((0, 0),), (0,), 1.0, 0)),
-    Planted("synthetic", padded_vocabulary_in_the_softmax, Problem(((0,),), (0,), 1.0, 1)),
-    Planted("synthetic", ignored_label_read_as_token_zero, Problem(((0, 0),), (X,), 1.0, 0)),
-    Planted("synthetic", last_part_of_a_chunk_left_out, Problem(((0, 0),), (0,), 1.0, 0)),
-    Planted("synthetic", entropy_without_gradient, Problem(((0, 1),), (0,), 1.0, 0)),
-    Planted("synthetic", gradient_not_scaled_by_temperature, Problem(((0, 0),), (0,), 2.0, 0)),
-    Planted("synthetic", normaliser_of_the_neighbour, Problem(((0,), (0,)), (0, X), 1.0, 0)),
+    Planted("trl#3029, NeMo-RL#935, verl#3133", temperature_left_out, Problem(((0, 0),), (0,), 2.0)),
+    Planted("synthetic", temperature_on_the_logprob, Problem(((0, 0),), (0,), 2.0)),
+    Planted("verl#1672, verl#2484", logits_shifted_in_place, Problem(((0,),), (X,), 1.0)),
+    Planted("NeMo-RL#3297, trl#3867", greatest_instead_of_sampled, Problem(((0, 0),), (0,), 1.0)),
+    Planted("synthetic", ignored_label_read_as_token_zero, Problem(((0, 0),), (X,), 1.0)),
+    Planted("synthetic", last_part_of_a_chunk_left_out, Problem(((0, 0),), (0,), 1.0)),
+    Planted("synthetic", entropy_without_gradient, Problem(((0, 1),), (0,), 1.0)),
+    Planted("synthetic", gradient_not_scaled_by_temperature, Problem(((0, 0),), (0,), 2.0)),
+    Planted("synthetic", normaliser_of_the_neighbour, Problem(((0,), (0,)), (0, X), 1.0)),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import verifier.checks.stated as stated
 from verifier.checks.conditions import AWAKE, EXPORTS, SYNCED, UPDATED
-from verifier.checks.stated import Config
+from verifier.config_json import Config, epsilon, head_dim, hybrid_pattern, is_latent, rope, rotary_dim
 from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
@@ -56,7 +56,7 @@ def _stated(config: Config, key: str) -> Any:
 def _rope(key: str, field: str, got: Callable[[Config], Any] | None = None) -> Row:
     """Row of a number of the rope scaling."""
     return Row(
-        f"rope_scaling.{key}", field, lambda config: stated.rope(config).get(key, ...),
+        f"rope_scaling.{key}", field, lambda config: rope(config).get(key, ...),
         got or (lambda fields: fields.get(_yarn(fields, field), ...)),
     )  # fmt: skip
 
@@ -71,12 +71,12 @@ TRAINER = (
     _same("num_hidden_layers", "num_layers"),
     _same("intermediate_size", "ffn_hidden_size"),
     _same("num_key_value_heads", "num_query_groups"),
-    _same("max_position_embeddings", "seq_length", lambda config: not stated.is_latent(config)),
+    _same("max_position_embeddings", "seq_length", lambda config: not is_latent(config)),
     _same("tie_word_embeddings", "share_embeddings_and_output_weights"),
     _same("mlp_bias", "add_bias_linear"),
     Row("attention_bias", "add_qkv_bias", stated.attention_bias, stated.trainer_attention_bias),
-    Row("head_dim hidden_size num_attention_heads", "kv_channels", stated.head_dim),
-    Row("rms_norm_eps layer_norm_epsilon norm_eps layer_norm_eps", "layernorm_epsilon", stated.epsilon),
+    Row("head_dim hidden_size num_attention_heads", "kv_channels", head_dim),
+    Row("rms_norm_eps layer_norm_epsilon norm_eps layer_norm_eps", "layernorm_epsilon", epsilon),
     Row("hidden_act hidden_activation mlp_hidden_act", "activation_func", stated.activation, stated.trainer_activation),
     Row(
         "sliding_window use_sliding_window layer_types max_window_layers", "window_size", stated.window,
@@ -116,14 +116,14 @@ TRAINER = (
         "first_k_dense_replace mlp_only_layers decoder_sparse_step moe_layer_freq", "moe_layer_freq",
         stated.sparse_layers, stated.trainer_sparse_layers,
     ),
-    *(_same(key, only=stated.is_latent) for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim")),
-    _same("qk_nope_head_dim", "qk_head_dim", stated.is_latent),
-    _same("qk_rope_head_dim", "qk_pos_emb_head_dim", stated.is_latent),
+    *(_same(key, only=is_latent) for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim")),
+    _same("qk_nope_head_dim", "qk_head_dim", is_latent),
+    _same("qk_rope_head_dim", "qk_pos_emb_head_dim", is_latent),
     *(_same(key, only=stated.is_hybrid) for key in ("mamba_num_heads", "mamba_head_dim")),
     _same("ssm_state_size", "mamba_state_dim", stated.is_hybrid),
     _same("n_groups", "mamba_num_groups", stated.is_hybrid),
     _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),
-    _same("hybrid_override_pattern", "hybrid_layer_pattern", stated.is_hybrid),
+    Row("hybrid_override_pattern", "hybrid_layer_pattern", lambda config: hybrid_pattern(config) or ...),
     _same("residual_in_fp32", "fp32_residual_connection", stated.is_hybrid),
     Row("swiglu_limit", "activation_func_clamp_value", stated.glu_limit, _clamp),
     Row("moe_router_dtype", "moe_router_dtype", stated.router_dtype, stated.trainer_router_dtype),
@@ -135,9 +135,9 @@ ENGINE_KEYS = frozenset(key for row in TRAINER for key in row.keys.split())
 """Keys of config.json that are compared with the engine's own configuration of its model."""
 
 MODULES: tuple[tuple[str, str, Wanted], ...] = (
-    ("variance_epsilon", "rms_norm_eps", stated.epsilon),
+    ("variance_epsilon", "rms_norm_eps", epsilon),
     ("base", "rope_theta", stated.rope_theta),
-    ("rotary_dim", "head_dim", stated.rotary_dim),
+    ("rotary_dim", "head_dim", rotary_dim),
     ("max_seq_len_cached", "max_position_embeddings", stated.positions),
     ("max_position_embeddings", "max_position_embeddings", stated.positions),
     ("scaling", "head_dim", stated.attention_scale),
@@ -224,7 +224,7 @@ def _windows_of_layers(item: ProviderFields, fields: Config, config: Config) -> 
 
 
 def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
-    wanted = stated.epsilon(config)
+    wanted = epsilon(config)
     if wanted is ...:
         return
     want = _text(wanted)
@@ -236,8 +236,8 @@ def _epsilons_of_norms(item: ProviderFields, fields: Config, config: Config) -> 
 
 def _frequencies(item: ProviderFields, fields: Config, config: Config) -> Iterator[Comparison]:
     """Frequencies of rotary embeddings that nothing scales; not of latent attention."""
-    base, size = stated.rope_theta(config), stated.rotary_dim(config)
-    if stated.rope_type(config) != "default" or stated.is_latent(config) or base is ... or size is ...:
+    base, size = stated.rope_theta(config), rotary_dim(config)
+    if stated.rope_type(config) != "default" or is_latent(config) or base is ... or size is ...:
         return
     want = [float(base) ** (-at / size) for at in range(0, size, 2)]
     for path, got in fields.get(ROTARY_FREQUENCIES, {}).items():
@@ -325,7 +325,7 @@ def _scale_of_experts(item: SyncedSettings, runner: SyncedSettings, config: Conf
 def _rope_of_engine(item: SyncedSettings, config: Config) -> Iterator[Comparison]:
     parts = item.values["config.rope_parameters"].strip("[]").split(", ")
     held = dict(zip(parts[::2], parts[1::2], strict=False))
-    for key, value in stated.rope(config).items():
+    for key, value in rope(config).items():
         if key in held:
             got, want = _text(stated.ROPE_NAMES.get(held[key], _parsed(held[key]))), _text(value)
             yield _engine(item, f"rope_parameters.{key}", f"rope_scaling.{key}", got, want, same=got == want)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
-Config = Mapping[str, Any]
-"""Keys of config.json, or fields of Megatron's TransformerConfig."""
+from verifier.config_json import Config, head_dim, hybrid_pattern, is_latent, rope, rotary_dim
 
 BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
@@ -37,21 +35,16 @@ NOT_OF_THE_FORWARD = frozenset({
 """Keys that no forward pass of a trainer reads."""
 
 
-def is_latent(config: Config) -> bool:
-    """Test for latent attention (MLA)."""
-    return config.get("kv_lora_rank") is not None
-
-
 def is_hybrid(config: Config) -> bool:
     """Test for a model with state-space layers."""
-    return config.get("hybrid_override_pattern") is not None
+    return hybrid_pattern(config) is not None
 
 
 def experts(config: Config) -> int | None:
     """Number of routed experts of a layer; None where no layer has any."""
     keys = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     found = next((config[key] for key in keys if config.get(key)), None)
-    return None if is_hybrid(config) and "E" not in config["hybrid_override_pattern"] else found
+    return None if "E" not in (hybrid_pattern(config) or "E") else found
 
 
 def has_experts(config: Config) -> bool:
@@ -72,19 +65,6 @@ def attention_bias(config: Config) -> Any:
 def trainer_attention_bias(fields: Config) -> bool:
     """Flag for biases of queries, keys and values in the trainer: of these alone, or of all linears."""
     return bool(fields.get("add_qkv_bias") or fields.get("add_bias_linear"))
-
-
-def head_dim(config: Config) -> Any:
-    """Width of a head of plain attention."""
-    if is_latent(config):
-        return ...
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def epsilon(config: Config) -> Any:
-    """Epsilon of the norms."""
-    names = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
-    return next((config[key] for key in names if config.get(key) is not None), ...)
 
 
 def activation(config: Config) -> Any:
@@ -174,21 +154,6 @@ def attention_scale(config: Config) -> Any:
     return softmax_scale(config) or head_dim(config) ** -0.5
 
 
-def rope(config: Config) -> dict[str, Any]:
-    """Numbers of the rope, its `rope_type` and `rope_theta` among them; empty where there is none, or one per kind."""
-    if is_hybrid(config):
-        return {}
-    found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if any(isinstance(value, dict) for value in found.values()):
-        return {}
-    theta = config.get("rope_theta", found.get("rope_theta"))
-    kind = found.pop("type", None)
-    found["rope_type"] = found.get("rope_type") or kind or "default"
-    if config.get("partial_rotary_factor") is not None:
-        found["partial_rotary_factor"] = config["partial_rotary_factor"]
-    return {**found, "rope_theta": theta} if theta is not None else found
-
-
 def rope_theta(config: Config) -> Any:
     """Base of the rotary frequencies."""
     return rope(config).get("rope_theta", ...)
@@ -196,6 +161,8 @@ def rope_theta(config: Config) -> Any:
 
 def rotary_share(config: Config) -> Any:
     """Share of a head's width that is rotated, where config.json states it."""
+    if config.get("rotary_dim") and not is_latent(config) and rope(config):
+        return rotary_dim(config) / head_dim(config)
     return rope(config).get("partial_rotary_factor", ...)
 
 
@@ -207,7 +174,7 @@ def rope_type(config: Config) -> Any:
 def trainer_rope_type(fields: Config) -> Any:
     """Kind of the rope's scaling in the trainer: several fields switch one each."""
     kind = fields.get("position_embedding_type")
-    if kind != "rope":
+    if kind not in ("rope", "mrope"):
         return kind
     if fields.get("multi_latent_attention"):
         return "yarn" if fields.get("rope_type") == "yarn" and fields.get("rotary_scaling_factor") != 1 else "default"
@@ -255,13 +222,6 @@ def trainer_original_length(fields: Config) -> Any:
     return fields.get("original_max_position_embeddings" if latent else "yarn_original_max_position_embeddings", ...)
 
 
-def rotary_dim(config: Config) -> Any:
-    """Width of the part of a head that is rotated."""
-    if is_latent(config):
-        return config["qk_rope_head_dim"]
-    return int(head_dim(config) * rope(config).get("partial_rotary_factor", 1)) if rope(config) else ...
-
-
 def positions(config: Config) -> Any:
     """Greatest number of positions of an engine's table of angles, where the scaling leaves it as it is."""
     plain = rope(config).get("rope_type") in ("default", "llama3")
@@ -282,7 +242,7 @@ def shared_width(config: Config) -> Any:
         return ...
     for key in ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
         if config.get(key) is not None:
-            return config[key]
+            return config[key] or None
     shared = config.get("n_shared_experts")
     return shared * config["moe_intermediate_size"] if shared else ...
 

@@ -7,12 +7,13 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from verifier.checks.conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
 from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
-from verifier.core.records_tokens import GradientRecord, Objective
+from verifier.core.records_tokens import ROUNDINGS, GradientRecord, Objective
 from verifier.core.records_weights import KeptGradients, OptimizerRule, StepReport
 
 GRADIENT = Tolerance(
@@ -67,14 +68,16 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written anew from the
     papers' formulas, on the tokens and columns that the controller recorded.
     Tolerance and its source: 3e-5 of the tensor's greatest gradient in fp32, measured (docs/numerics.md); an
-    extrapolated 7e-9 of clean comparisons reach it. More by what 1e-5 nats of each log-probability change it by, of a
-    loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps. In bf16
-    five times the run's own noise: the greatest of all tensors and updates of the version, on sampled steps by one pass
-    of transformers, or by six where a gradient is not near. A length may be off by twice
-    the noise of the tensor, or the median of its layer's or its kind's, if that is more; in an update of a training run
-    by six times the greatest noise of its kind, or of any tensor in the update, whichever is less; it is not judged of
-    fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by which LSS004
-    judges; where routers flip, transformers takes the trainer's experts.
+    extrapolated 7e-9 of clean comparisons reach it. Where a gradient is beyond a third of that, as in deep trained
+    models, 12 times the greatest of six distances of transformers in float32 from float64, if that is more: a chance
+    of 3e-5 a step where one direction dominates (ADR 0103). More by what 1e-5 nats of each log-probability change it
+    by, of a loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps.
+    In bf16 five times the run's own noise: the greatest of all tensors and updates of the version, on sampled steps by
+    one pass of transformers, or by six where a gradient is not near. A length may be off by twice the noise of the
+    tensor, or the median of its layer's or its kind's, if that is more; in an update of a training run by six times
+    the greatest noise of its kind, or of any tensor in the update, whichever is less; it is not judged of fewer than
+    ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by which LSS004 judges;
+    where routers flip, transformers takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
     loss.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16 routers
@@ -91,6 +94,9 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         if noise:
             source = f"this run's noise: transformers in its dtype against itself in fp32, times {GRADIENT_NOISES}"
             bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
+        if (rounding := ROUNDINGS * float(item.gradient_rounding)) > bound.absolute * scale:
+            source = "the scale of float32's rounding, transformers against itself in float64"
+            bound = replace(bound, absolute=rounding / scale, source=f"{ROUNDINGS:g} x {source}")
         allowed = bound.absolute * scale + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"

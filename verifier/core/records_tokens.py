@@ -172,6 +172,9 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     gradient_doubt: Real = 0.0
     """Greatest change of transformers' gradient if log-probabilities move by what two right sides may differ by, and
     if each token's probability is rounded to float32."""
+    gradient_rounding: Real = 0.0
+    """Greatest distance of transformers' gradient in float32 from that in float64, over passes that round anew; 0 where
+    the trainer's is so near that nobody looked (ADR 0103)."""
     gradient_noise: Real = 0.0
     """Greatest noise of any tensor's gradient in the run's dtype, in units of its greatest element."""
     gradient_norm: Real

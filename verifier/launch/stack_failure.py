@@ -182,9 +182,9 @@ def _within(file: str, module: str) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Kind and text in one line; of an assertion without a text, the assertion."""
-    said = str(error)
-    if isinstance(error, AssertionError) and not said and (frames := traceback.extract_tb(error.__traceback__)):
+    """Kind, text and notes in one line; of an assertion without a text, the assertion."""
+    said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, AssertionError) and not str(error) and (frames := traceback.extract_tb(error.__traceback__)):
         said = frames[-1].line or ""
     text = _FOLDER.sub("", " ".join(f"{type(error).__name__}: {said}".split())).removesuffix(":")
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

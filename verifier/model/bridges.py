@@ -7,8 +7,11 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from verifier.errors import UsageError
+
 _PACKAGE = "megatron-bridge"
-_REGISTER = "register_bridge"
+_REGISTER = ("register_bridge", "register_bridge_implementation")
+"""Method of a bridge's class, and function for a further spelling."""
 
 
 @cache
@@ -18,8 +21,18 @@ def bridged() -> frozenset[str]:
         folder = Path(str(metadata.distribution(_PACKAGE).locate_file("megatron/bridge/models")))
     except metadata.PackageNotFoundError:
         return frozenset()
-    texts = ((path, path.read_text()) for path in sorted(folder.rglob("*.py")))
-    return frozenset(name for path, text in texts if _REGISTER in text for name in _registered(ast.parse(text, path)))
+    texts = {path: text for path in sorted(folder.rglob("*.py")) if _REGISTER[0] in (text := path.read_text())}
+    return frozenset(name for path, text in texts.items() for name in _registered(ast.parse(text, path)))
+
+
+def require_bridge(architecture: str, model: object) -> None:
+    """Refuse a model of an architecture that megatron-bridge, where it is installed, has no bridge for.
+
+    Raises:
+        UsageError: names the architecture and the model.
+    """
+    if bridged() and architecture not in bridged():
+        raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {model} holds")
 
 
 def version() -> str:
@@ -42,7 +55,7 @@ def _registered(tree: ast.Module) -> list[str]:
     calls = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == _REGISTER
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _REGISTER
     ]
     sources = [word.value for call in calls for word in call.keywords if word.arg == "source"]
     names = [source.value for source in sources if isinstance(source, ast.Constant) and isinstance(source.value, str)]

@@ -11,17 +11,30 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifier.config_json import contradiction, quantization, text_model
 from verifier.errors import UsageError
-from verifier.model.families import JSON, family_of, size_if_any, tensors_of
+from verifier.model.families import JSON, Content, family_of, size_if_any, tensors_of
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
+_OTHER_WEIGHTS = (
+    (_ADAPTER, "an adapter, which is to be merged into its base model first"),
+    ("consolidated*.safetensors", "weights under Mistral's names: take the files model*.safetensors of the same model"),
+    ("*.bin", "pickled weights: save them as safetensors by transformers' `save_pretrained`"),
+    ("*.pt*", "pickled weights: save them as safetensors by transformers' `save_pretrained`"),
+    ("*.gguf", "weights of llama.cpp: take the model's safetensors"),
+    ("*.safetensors", "shards that no index names: save them again by transformers' `save_pretrained`"),
+)
+"""Pattern of files -> what such a folder holds instead of a checkpoint, and what to do."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit, safetensors/src/tensor.rs MAX_HEADER_SIZE
 
 _DTYPES = {
@@ -123,7 +136,18 @@ def read_config(path: Path) -> dict[str, JSON]:
     """
     if not path.is_dir():
         raise UsageError(f"no checkpoint directory at {path}")
+    if not (path / "config.json").exists() and (clause := _other_weights(path)):
+        raise UsageError(f"config.json is missing from {path}{clause}")
     return read_config_file(path / "config.json")
+
+
+def _other_weights(path: Path) -> str:
+    """Clause on the weights that a folder without a checkpoint holds; empty where it holds none."""
+    own = (path / INDEX).is_file() or (path / _SINGLE).is_file()
+    for pattern, what in () if own else _OTHER_WEIGHTS:
+        for file in sorted(path.glob(pattern)):
+            return f"; {file.name} is {what}" if pattern == _ADAPTER else f"; {file.name} holds {what}"
+    return ""
 
 
 def read_config_file(file: Path) -> dict[str, JSON]:
@@ -150,12 +174,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     config = read_config(path)
-    if (path / "adapter_config.json").exists():
-        raise UsageError(f"{path} holds adapter_config.json, by which transformers loads an adapter too: remove it")
     indexed, single = (path / INDEX).is_file(), (path / _SINGLE).is_file()
     metas = _read_indexed(path) if indexed else _read_header(path / _SINGLE) if single else {}
     if not metas:
-        raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} names any")
+        raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} names any{_other_weights(path)}")
+    if (path / _ADAPTER).exists():
+        raise UsageError(f"{path} holds {_ADAPTER}, by which transformers loads an adapter too: remove it")
     rivals = {_SINGLE} if indexed else {item.name for item in path.glob("*.safetensors")}
     if single and rivals != {header.shard for header in metas.values()}:
         raise UsageError(f"{path} holds {_SINGLE} and {INDEX} or shards, of which libraries read either: remove one")
@@ -174,6 +198,17 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
     """
     path, config, metas = checkpoint.path, checkpoint.config, checkpoint.metas
     require_config(path, config, metas)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    both = text_model(config).get("tie_word_embeddings") and {head, embedding} <= metas.keys()
+    if both and not checkpoint.read(head).equal(checkpoint.read(embedding)):
+        raise UsageError(
+            f"checkpoint {path} has `tie_word_embeddings` = true and holds another `{head}` than `{embedding}`, of "
+            "which libraries take either as the head: remove it, or set the key to false"
+        )
+    for name, meta in metas.items():
+        if meta.dtype not in (dtype, "float32") and "float" in meta.dtype:
+            held = f"shard {path / meta.shard} holds `{name}`"
+            raise UsageError(f"{held} in {meta.dtype}, most of the checkpoint is in {dtype}: convert it first")
     family = family_of(config)
     if family is None:
         return
@@ -184,8 +219,8 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
         held = f"shard {path / header.shard} holds `{spec.name}`"
         if header.shape != spec.shape:
             raise UsageError(f"{held} with shape {list(header.shape)}, where config.json asks for {list(spec.shape)}")
-        if header.dtype not in (dtype, "float32"):
-            raise UsageError(f"{held} in {header.dtype}, most of the checkpoint is in {dtype}: convert it first")
+        if spec.content is Content.SCORE_BIAS and header.dtype != "float32":
+            raise UsageError(f"{held} in {header.dtype}, which trainers keep in float32: convert it to that first")
 
 
 def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str] = ()) -> None:
@@ -195,16 +230,42 @@ def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str
         UsageError: it is quantized, has a bad value or number of layers, or names another model type than the
             architecture's.
     """
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if method := quantization(config):
         raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
     _require_plausible(path / "config.json", config, names)
+    if clause := contradiction(config):
+        raise UsageError(f"{path / 'config.json'} has {clause}")
     family = family_of(config)
     if family is not None and config.get("model_type") != family.model_type:
         raise UsageError(
             f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
             f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
         )
+    kind = config.get("model_type")
+    if kind not in _classes():
+        own = (
+            "; `auto_map` names code of the folder's own, which verifier does not run" if config.get("auto_map") else ""
+        )
+        raise UsageError(
+            f"{path / 'config.json'} has `model_type` = {kind!r}, which transformers "
+            f"{metadata.version('transformers')} has no class for{own}"
+        )
+
+
+@cache
+def _classes() -> frozenset[str]:
+    """Model types that transformers has a class for, read from its source: its import takes seconds."""
+    folder = Path(str(metadata.distribution("transformers").locate_file("transformers/models/auto")))
+    return frozenset(
+        re.findall(
+            r'\("(\w+)", "\w+Config"\)',
+            "".join(
+                (folder / name).read_text(encoding="utf-8")
+                for name in ("auto_mappings.py", "configuration_auto.py")
+                if (folder / name).is_file()
+            ),
+        )
+    )
 
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:

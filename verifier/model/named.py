@@ -18,6 +18,9 @@ from verifier.model.checkpoint import (
 from verifier.model.families import JSON
 from verifier.model.generated import generated_config
 
+_PACKED = ("float8_e4m3fn", "float8_e5m2", "uint8", "int8")
+"""Dtypes of quantized weights."""
+
 
 def resolve_model(model: str, cache: Path, dtype: str = "float32") -> Path:
     """Return the directory of a model; ``tiny:NAME`` and ``wide:NAME`` are generated under `cache`, in `dtype`.
@@ -86,11 +89,14 @@ def require_stored(checkpoint: Checkpoint, dtype: str) -> None:
     Raises:
         UsageError: the dtype; or see `require_described`.
     """
+    require_config(checkpoint.path, checkpoint.config, checkpoint.names())
     dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
     stored = max(sorted(set(dtypes)), key=dtypes.count)
+    if packed := next((found for found in dtypes if found in _PACKED), None):
+        raise UsageError(f"checkpoint {checkpoint.path} is quantized (tensors in {packed}): convert it to bf16 first")
     if stored != dtype:
         raise UsageError(
-            f"the checkpoint is stored in {stored} and the run asks for {dtype}: rounding it would hide what is to be "
+            f"the checkpoint is stored in {stored} and the run is in {dtype}: rounding it would hide what is to be "
             f"shown; choose the checkpoint's own dtype, or convert it first"
         )
     require_described(checkpoint, dtype)

@@ -8,8 +8,9 @@ import io
 import logging
 import math
 import os
+import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ from typing import Any
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
@@ -29,6 +31,10 @@ from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
 """Number of elements of a gradient bucket on the CPU tier; it gives tiny models several buckets, as large ones have."""
+_FAILURES = (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors with which megatron-core or megatron-bridge refuses a model."""
+_NEEDS_MORE = re.compile(r"transformer ?engine|verifier\.platform\.cpu", re.IGNORECASE)
+"""Words of megatron-core where it looks for Transformer Engine, or knows no stand-in by its class."""
 _FUSIONS = (
     "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm",
     "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
@@ -178,14 +184,17 @@ def build(
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
         try:
-            chunks = provider.provide_distributed_model(
-                ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
-                wrap_with_ddp=data_parallel is not None,
-                use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
-            )
-        except ImportError as lack:  # megatron-core looks for what a kind of layer needs when it builds one
-            needs = str(lack).partition(" when instantiating")[0].rstrip(".")
-            raise UsageError(f"megatron-core cannot build {architecture_of(config)} here: {needs}") from lack
+            with _noted_warnings():
+                chunks = provider.provide_distributed_model(
+                    ddp_config=None if data_parallel is None else _ddp_config(data_parallel, tier),
+                    wrap_with_ddp=data_parallel is not None,
+                    use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
+                )
+        except _FAILURES as lack:
+            if not (isinstance(lack, ImportError) or (tier == "cpu" and _NEEDS_MORE.search(str(lack)))):
+                raise
+            kind, needs = architecture_of(config), str(lack).partition(" when instantiating")[0].rstrip(".")
+            raise UsageError(f"megatron-core cannot build {kind} on the {tier} tier: {needs}") from lack
     _connect(chunks, data_parallel)
     return TrainerModel(
         chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel,
@@ -212,8 +221,7 @@ def _bridge(path: Path | str, architecture: str) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from megatron.bridge import AutoBridge
 
-    if architecture not in AutoBridge.list_supported_models():
-        raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {path} holds")
+    require_bridge(architecture, path)
     try:
         return AutoBridge.from_hf_pretrained(str(path))
     except ValueError as error:
@@ -275,6 +283,29 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         if not hasattr(provider, name):
             raise UsageError(f"megatron-bridge's provider has no field `{name}`: this version is not supported")
         setattr(provider, name, value)
+
+
+@contextlib.contextmanager
+def _noted_warnings() -> Iterator[None]:
+    """Add megatron-bridge's warnings to what it raises: it names what it has no mapping or no tensor of there alone.
+
+    Numbers of layers and experts are left out, so that each kind is named once.
+    """
+    logger, seen = logging.getLogger("megatron.bridge.models.conversion.model_bridge"), dict[str, None]()
+
+    def see(record: logging.LogRecord) -> bool:
+        seen[re.sub(r"\b\d+\b", "*", record.getMessage().removeprefix("WARNING: "))] = None
+        return True
+
+    logger.addFilter(see)
+    try:
+        yield
+    except _FAILURES as problem:
+        for text in seen:
+            problem.add_note(text)
+        raise
+    finally:
+        logger.removeFilter(see)
 
 
 def _ddp_config(data_parallel: DataParallel, tier: Tier) -> Any:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.platform.upstream_fixes import TRANSFORMERS_SCAN
-from verifier.platform.upstream_fixes_transformers import scan_in_one_chunk
+from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_SCAN
+from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, scan_in_one_chunk
 
 _WITH_W = ("minimax_m2", "mixtral")
 """Model types whose checkpoints have experts `w1`, `w2`, `w3` in `block_sparse_moe`."""
@@ -30,7 +30,7 @@ _EXPERT_LEAVES = {kind: {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} 
 
 
 def load_model(
-    path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = (TRANSFORMERS_SCAN,)
+    path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
 ) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
 
@@ -56,6 +56,8 @@ def load_model(
     _restore_float32(model, path)
     if TRANSFORMERS_SCAN in fixes:
         scan_in_one_chunk(model)
+    if TRANSFORMERS_LATENT in fixes:
+        norm_latents_by_config(model)
     _scan_without_kernels(model)
     _learn_padding(model)
     return model.eval().requires_grad_(False)

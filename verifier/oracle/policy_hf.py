@@ -5,7 +5,6 @@ Written from the papers' formulas. It shares no code with the losses under test.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 from verifier.model.transformers_hf import hold_model
 from verifier.oracle.batches_hf import MAX_TOKENS, Batch, batches, logits_of
-from verifier.oracle.logprob_hf import entropy_scale, full_float32, moved
+from verifier.oracle.logprob_hf import entropy_scale, full_float32
 from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import (
     Adam,
@@ -27,6 +26,8 @@ from verifier.oracle.step_hf import (
     groups_of,
     measured,
     noise_of,
+    rounded_anew,
+    rounding_anew,
     rounding_of,
     tensors_of,
     trainable,
@@ -122,7 +123,15 @@ def judge_updates(
         if adapter is not None:
             exact = _of_adapter(exact, old, adapter)
         rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf, device)
-        actual = tensors_of(path / f"gradients-{number}")
+        actual, roundings = tensors_of(path / f"gradients-{number}"), {}
+        if dtype == torch.float32:
+
+            def compute(kind: torch.dtype, draw: int) -> Mapping[str, torch.Tensor]:
+                found = _loss(before, rows, objective, kind, margin, device, draw)  # noqa: B023
+                return (found if adapter is None else _of_adapter(found, old, adapter)).gradients  # noqa: B023
+
+            known, roundings = rounded_anew(actual, exact.gradients, exact.doubts, compute)
+            exact = rounded = replace(exact, gradients=known)
         norm, scale = clip_of(actual, rule["clip_grad"])
         gap, groups = (
             noise_of(rounded.gradients, exact.gradients),
@@ -154,6 +163,7 @@ def judge_updates(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
                 )
             doubt = exact.doubts.get(name)
+            row["gradient_rounding"] = roundings.get(name, 0.0)
             row["gradient_doubt"] = 0.0 if doubt is None else float(doubt.abs().max())
             records.append({**row, **whole})
     return records
@@ -266,9 +276,8 @@ def _loss(
     log Z, so that the logits of all ids but the token's own are changed to one side by both, see docs/adr/0087.
 
     In less than float32 sequences of one length are computed together, and a gradient is rounded once a batch, as a
-    trainer rounds it once a micro-batch. A `draw` from 1 on moves embeddings by a unit of rounding at most, so that
-    everything after them is rounded anew: of few tokens, whose gradients rounding moves along one direction, one pass
-    may be near the exact one by chance.
+    trainer rounds it once a micro-batch. A `draw` from 1 on is rounded anew, see `rounding_anew`: of few tokens, whose
+    gradients rounding moves along one direction, one pass may be near the exact one by chance.
 
     Where the trainer's own log-probability, `score`, is at most `margin` nats away, the loss is that of it: the noise
     of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
@@ -276,8 +285,7 @@ def _loss(
     """
     model = trainable(checkpoint, dtype).to(device)
     parameters = list(model.parameters())
-    generator = torch.Generator(model.device).manual_seed(draw)
-    rounds, off = dtype == torch.float32, SHIFT / min(objective["temperature"], 1.0)
+    rounds, off = dtype == torch.float32 and not draw, SHIFT / min(objective["temperature"], 1.0)
     shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
     of_entropy = rounds and objective["entropy_weight"] and objective["temperature"] < 1
     sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(2)]
@@ -291,7 +299,7 @@ def _loss(
         counts = kept.sum(1).tolist()
         columns = {name: values[kept].double() for name, values in stacked.items()}
         wanted = kept.any(0).nonzero()[:, 0]
-        with moved(model, generator) if draw else contextlib.nullcontext():
+        with rounding_anew(model, draw, batch.places[0]):
             logits = logits_of(model, batch, wanted=wanted)
         scaled = logits.cpu().double()[kept[:, wanted]] / objective["temperature"]
         logprob = torch.log_softmax(scaled, dim=-1).gather(1, batch.tokens[:, 1:][kept][:, None])[:, 0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, load_model, release_model
+from verifier.oracle.logprob_hf import moved
+from verifier.oracle.oracle import DRAWS
 from verifier.oracle.routes_hf import Route, choosing, chosen_experts
 from verifier.plan.digest import dtype_name
 
@@ -34,6 +38,11 @@ ELEMENTS = 2**18
 """Elements of a weight whose step is computed at once: 2 MiB in float64, which a core's cache holds."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
+
+NEAR = 1e-5
+"""Share of a tensor's greatest gradient within which the trainer's lies far inside of what LSS001 allows, 3e-5."""
+Gradients = Mapping[str, torch.Tensor]
+"""Checkpoint name -> gradient."""
 
 
 def judge_steps(
@@ -77,12 +86,15 @@ def judge_steps(
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         nats, expected, rounding = gradients(before, batch, told, given)
         rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
-        noise = (rounded_nats - nats).abs()
-        if adapter is not None:
-            expected, rounded = (
-                adapter_gradients(found, old, rule["scaling"], adapter) for found in (expected, rounded)
-            )
+        noise, in_float32 = (rounded_nats - nats).abs(), rounded is expected
+        trained = partial(_trained, old, rule, adapter)
+        expected, rounded = trained(expected), trained(rounded)
         actual = tensors_of(folder / f"gradients-{version}")
+        roundings: Mapping[str, float] = {}
+        if in_float32:
+            compute = partial(gradients, before, batch, told, given)
+            expected, roundings = rounded_anew(actual, expected, {}, lambda *asked: trained(compute(*asked)[1]))  # noqa: B023
+            rounded = expected
         norm, scale = clip_of(actual, rule["clip_grad"])
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": noise_of(rounded, expected),
@@ -91,13 +103,21 @@ def judge_steps(
             "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
         for row, reduced in measured(old, expected, groups_of(expected, rounded, actual), actual):
+            name = row["name"]
+            row["gradient_rounding"] = roundings.get(name, 0.0)
             if version and reduced is not None:
-                name = row["name"]
                 rates = _rates(rule, past, name)
                 row["step"] = adam.gap(name, old[name], new[name], reduced * scale, version, **rates)
             records.append({**row, **whole})
         past += len(batch) if version else 0
     return records
+
+
+def _trained(
+    old: Gradients, rule: Mapping[str, float], adapter: Mapping[str, Sequence[str]] | None, found: Gradients
+) -> Gradients:
+    """Gradients of what is trained: an adapter's matrices, or the whole weights."""
+    return found if adapter is None else adapter_gradients(found, old, rule["scaling"], adapter)
 
 
 def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float, float]:
@@ -169,6 +189,76 @@ def _rounded(
     return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)[:2]
 
 
+def rounded_anew(
+    actual: Gradients, expected: Gradients, doubts: Gradients, compute: Callable[[torch.dtype, int], Gradients]
+) -> tuple[Gradients, dict[str, float]]:
+    """Measure how far float32 rounds gradients, where the trainer's are not `NEAR` the expected ones.
+
+    Args:
+        actual: the trainer's.
+        expected: by transformers in float32.
+        doubts: what each may be off by beside that.
+        compute: gradients in a dtype; with a draw from 1 on, rounded anew, see `rounding_anew`.
+
+    Returns:
+        The expected gradients, in float64 where the trainer's are not near those in float32; and of each the greatest
+        distance of `DRAWS` passes in float32 from it, where they are not near these either.
+    """
+    if _all_near(actual, expected, doubts):
+        return expected, {}
+    exact = compute(torch.float64, 0)
+    if _all_near(actual, exact, doubts):
+        return exact, {}
+    found = dict.fromkeys(expected, 0.0)
+    for draw in range(1, DRAWS + 1):
+        for name, gradient in compute(torch.float32, draw).items():
+            found[name] = max(found[name], float((gradient.double() - exact[name]).abs().max()))
+    return exact, found
+
+
+def _all_near(actual: Gradients, expected: Gradients, doubts: Gradients) -> bool:
+    """Say if all gradients that the trainer has lie within `NEAR` and a third of their doubt."""
+    for name, gradient in expected.items():
+        doubt = float(doubts[name].abs().max()) if name in doubts else 0.0
+        off = (actual.get(name, gradient).double() - gradient.double()).abs().max()
+        if not off <= NEAR * gradient.abs().max() + doubt / 3:  # not of NaN either
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def rounding_anew(model: Any, draw: int, at: int = 0) -> Iterator[None]:
+    """Within, a model rounds otherwise, for draws from 1 on: its embeddings, and what the head hands back.
+
+    `at` is the place of the batch among those of the draw.
+
+    A gradient of the last hidden state is a sum over the vocabulary, of V terms. Kernels that add them one after
+    another are off by half a unit of rounding times the root of V, of the sum's size: 1.3e-5 for V of 49,152. torch's
+    own, on two threads, is so for some numbers of rows and not for others (ADR 0103).
+    """
+    if not draw:
+        yield
+        return
+    generator = torch.Generator(model.device).manual_seed(draw << 32 | at)
+    share = HALF_UNIT * float(model.config.get_text_config().vocab_size) ** 0.5
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        size = gradient.square().mean(dim=-1, keepdim=True).sqrt()
+        noise = torch.randn(gradient.shape, generator=generator, device=gradient.device, dtype=gradient.dtype)
+        return gradient + share * size * noise
+
+    def watch(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(back)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(watch)
+    try:
+        with moved(model, generator):
+            yield
+    finally:
+        hook.remove()
+
+
 def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
     """Greatest distance of a gradient from the exact one, in units of its tensor's greatest element."""
     if rounded is exact:
@@ -204,12 +294,18 @@ def groups_of(
 
 
 def gradients(
-    checkpoint: Path, batch: Batch, rule: Mapping[str, float], routes: Routes, dtype: torch.dtype = torch.float32
+    checkpoint: Path,
+    batch: Batch,
+    rule: Mapping[str, float],
+    routes: Routes,
+    dtype: torch.dtype = torch.float32,
+    draw: int = 0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
     """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
 
     Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
-    the softmax of logits / temperature, in float64 from the logits on; times the step's factor.
+    the softmax of logits / temperature, in float64 from the logits on; times the step's factor. `draw`: see
+    `rounding_anew`.
 
     Returns:
         [N] float64, nats, one for each token in the loss; the gradients, on the host; and the greatest change of the
@@ -218,9 +314,10 @@ def gradients(
     model = trainable(checkpoint, dtype)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found, rounding = [], 0.0
-    for (tokens, mask, reward, engine), rows in zip(batch, routes or [[]] * len(batch), strict=True):
+    parts = zip(batch, routes or [[]] * len(batch), strict=True)
+    for at, ((tokens, mask, reward, engine), rows) in enumerate(parts):
         ids = torch.tensor([list(tokens)])
-        with choosing(model, chosen_experts(rows, len(tokens))):
+        with choosing(model, chosen_experts(rows, len(tokens))), rounding_anew(model, draw, at):
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
         kept = torch.tensor(mask[1:])
         every = torch.log_softmax(logits, dim=-1)[kept]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from verifier.config import PlanConfig
+from verifier.config_json import stated_dtype
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
 from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of
@@ -142,6 +143,8 @@ def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
     left_out = [
         sentence.format(sizes[key], dtype=config.dtype) for key, sentence in _LEFT_OUT.items() if sizes.get(key)
     ]
+    if stated_dtype(sizes) is None:
+        left_out.append(f"a dtype, which config.json does not name: the plan is of weights in {config.dtype}")
     sizes = {key: value for key, value in sizes.items() if key not in _LEFT_OUT}
     layout, mesh = layout_of(sizes), config.mesh
     if layout is None:

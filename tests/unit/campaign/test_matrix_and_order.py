@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from verifier.campaign.gate.cell_order import estimate_s, ordered, ranks_of
@@ -10,6 +12,7 @@ from verifier.campaign.gate.run import planned
 from verifier.config import GateConfig
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
+from verifier.model.tiny import write_tiny
 
 
 def names(tier: str = "cpu", num_gpus: int = 0, **knobs) -> list[str]:
@@ -58,6 +61,34 @@ def test_an_engine_that_cannot_run_here_is_left_out_with_its_reason():
             "vLLM has no CPU kernels for multi-head latent attention; use --engine hf",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["TotallyNewForCausalLM"]}, "unknown family: megatron-bridge has no bridge for TotallyNewF"),
+        ({"moe_latent_size": 48}, "the CPU tier has no stand-in for experts in a latent space"),
+    ],
+)
+def test_a_model_that_no_trainer_can_be_built_of_is_left_out(tmp_path, changes, reason):
+    model = write_tiny("qwen3", tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    matrix = matrix_of(GateConfig(models=(str(model),), kinds=("golden", "roundtrip", "train")), "cpu", 0)
+    assert not matrix.cells
+    assert [item.what for item in matrix.left_out] == [str(model)]
+    assert matrix.left_out[0].reason.startswith(reason)
+
+
+def test_a_dtype_that_is_not_the_checkpoints_and_float32_on_gpus_are_left_out(tmp_path):
+    model = str(write_tiny("qwen3", tmp_path))
+    config = GateConfig(models=(model,), kinds=("golden",), meshes=("tp=1",), dtypes=("fp32", "bf16"))
+    matrix = matrix_of(config, "cpu", 0)
+    assert [cell.dtype for cell in matrix.cells] == ["float32"]
+    assert "is stored in float32 and the run asks for bfloat16" in matrix.left_out[0].reason
+    matrix = matrix_of(GateConfig(models=(model,), kinds=("roundtrip",)), "cuda", 1)
+    assert not matrix.cells
+    assert "use --dtype bf16" in matrix.left_out[0].reason
 
 
 def test_named_axes_meet_each_other_and_what_does_not_divide_is_left_out():

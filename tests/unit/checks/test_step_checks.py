@@ -84,6 +84,16 @@ def test_a_gradient_is_held_against_the_noisiest_update_of_the_step(gap: float, 
     assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict
 
 
+@pytest.mark.parametrize(("gap", "verdict"), [(1.1e-3, Verdict.HOLDS), (1.3e-3, Verdict.VIOLATED)])
+def test_in_float32_a_gradient_is_held_against_twelve_measured_roundings_of_it(gap: float, verdict: Verdict) -> None:
+    template = next(item for item in clean() if type(item) is GradientRecord)
+    measured = replace(template.gradient, value=gap)
+    facts = {"gradient_scale": 1.0, "gradient_doubt": 0.0, "gradient_noise": 0.0, "gradient_rounding": 1e-4}
+    run = [item for item in clean() if type(item) is not GradientRecord]
+    run.append(replace(template, gradient=measured, **facts))
+    assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict
+
+
 @pytest.mark.parametrize(("length", "holds"), [(1.17, True), (0.83, True), (1.19, False), (0.5, False)])
 def test_a_length_in_a_training_update_is_held_against_the_noisiest_of_the_step(length: float, holds: bool) -> None:
     """Clean on two cores: `k_norm` was 1.11 times as long in an update of 160 tokens, twice what its noise allowed.

@@ -24,12 +24,15 @@ def first(code: str, records: list[Record]) -> Comparison:
 def test_an_oracle_that_stands_alone_is_suspect(code: str) -> None:
     found = first(code, change(OracleLogprobs, WRONG))
     assert found.sentence.endswith("trainer and engine agree within 0: suspect the fp32 oracle")
+    assert found.owner == "the fp32 oracle (transformers)"
     assert "transformers #48241" in found.hint
 
 
 @pytest.mark.parametrize(("code", "kind"), [("LGP001", TrainerLogprobs), ("LGP002", EngineLogprobs)])
 def test_a_side_that_stands_alone_is_not_excused(code: str, kind: type[Record]) -> None:
-    assert "suspect" not in first(code, change(kind, WRONG)).sentence
+    found = first(code, change(kind, WRONG))
+    assert "suspect" not in found.sentence
+    assert "oracle" not in found.owner
 
 
 def test_without_an_engine_nobody_is_suspect() -> None:

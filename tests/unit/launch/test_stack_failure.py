@@ -189,3 +189,9 @@ def test_folders_of_packages_are_left_out():
     error = ImportError("cannot import name 'x' from 'vllm.y' (/any/lib/python3.12/site-packages/vllm/y.py)")
     message = place_of(raised(error, "verifier.engine.x")).message
     assert message == "ImportError: cannot import name 'x' from 'vllm.y' (vllm/y.py)"
+
+
+def test_notes_follow_the_text():
+    error = AttributeError("no module")
+    error.add_note("No mapping found for megatron_param: a.weight")
+    assert place_of(error).message == "AttributeError: no module; No mapping found for megatron_param: a.weight"

@@ -144,6 +144,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: [*map(Path.unlink, path.glob("model*")), save_file({}, path / SINGLE)],
         "{path} holds no weights: neither model.safetensors.index.json nor model.safetensors names any",
     ),
+    **{
+        f"only {file}": (
+            lambda path, file=file: [*map(Path.unlink, path.glob("model*")), (path / file).write_bytes(b"")],
+            f"{{path}} holds no weights: neither {INDEX} nor {SINGLE} names any; {file} {says}",
+        )
+        for file, says in (
+            ("pytorch_model.bin", "holds pickled weights: save them as safetensors by transformers' `save_pretrained`"),
+            (
+                "consolidated.safetensors",
+                "holds weights under Mistral's names: take the files model*.safetensors of the same model",
+            ),
+            ("adapter_config.json", "is an adapter, which is to be merged into its base model first"),
+            ("model-q4.gguf", "holds weights of llama.cpp: take the model's safetensors"),
+        )
+    },
+    "adapter alone": (
+        lambda path: [*map(Path.unlink, path.iterdir()), (path / "adapter_config.json").write_text("{}")],
+        "config.json is missing from {path}; adapter_config.json is an adapter, which is to be merged into its base "
+        "model first",
+    ),
     "config is a pipe": (
         lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")),
         "config.json is missing from {path}",

@@ -51,7 +51,7 @@ def gguf(tmp_path_factory):
     return GGUFReader(folder / model.file)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_are_those_that_ggufs_reader_dequantises(gguf, dtype):
     checkpoint = open_checkpoint(resolve_model(NAME, cache_folder(), dtype))
     require_stored(checkpoint, dtype)

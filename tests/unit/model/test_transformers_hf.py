@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -50,3 +51,20 @@ def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> N
     checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
     assert places.keys() == set(checkpoint.names())
     assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_norms_of_latent_attention_go_by_the_config(name: str, tmp_path: Path) -> None:
+    """In the oracle; as shipped, which an engine is, transformers has an epsilon of its own for them."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(write_scaled(name, tmp_path), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+
+    def epsilons(**options: tuple[str, ...]) -> set[float]:
+        attention = load_model(folder, torch.float32, **options).model.layers[0].self_attn
+        norms = [getattr(attention, item, None) for item in ("q_a_layernorm", "kv_a_layernorm")]
+        return {norm.variance_epsilon for norm in norms if norm is not None}
+
+    assert epsilons() == {1e-3}
+    assert epsilons(fixes=()) == {1e-6}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 import torch
 
-from verifier.oracle.step_hf import Adam, _rates, adapter_gradients, groups_of, half_step
+from verifier.oracle.oracle import DRAWS
+from verifier.oracle.step_hf import Adam, _rates, adapter_gradients, groups_of, half_step, rounded_anew
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
@@ -135,3 +138,39 @@ def test_rounding_of_large_weights_at_a_small_rate_is_no_gap_and_a_lost_move_is_
     assert Adam(0.9, 0.95, 1e-8).gap(*arguments)[0] < 1e-4
     unmoved = Adam(0.9, 0.95, 1e-8).gap("w", old, old, *arguments[3:])[0]
     assert unmoved > 0.9
+
+
+@pytest.mark.parametrize(
+    ("off", "off_from_exact", "asked"),
+    [
+        (0.9e-5, 0.9e-5, []),
+        (1e-4, 0.9e-5, [(torch.float64, 0)]),
+        (1e-4, 9e-5, [(torch.float64, 0), *((torch.float32, draw) for draw in range(1, DRAWS + 1))]),
+        (math.nan, math.nan, [(torch.float64, 0), *((torch.float32, draw) for draw in range(1, DRAWS + 1))]),
+    ],
+    ids=["near", "near-float64-alone", "far", "not-finite"],
+)
+def test_float64_and_then_further_passes_are_computed_where_a_gradient_is_not_near(off, off_from_exact, asked) -> None:
+    actual = {"w": torch.tensor([2.0, 1.0])}
+    expected = {"w": torch.tensor([2.0, 1.0 - 2 * off]), "unused": torch.zeros(3)}
+    exact = {"w": torch.tensor([2.0, 1.0 - 2 * off_from_exact], dtype=torch.float64), "unused": torch.zeros(3).double()}
+    computed = []
+
+    def compute(dtype: torch.dtype, draw: int) -> dict[str, torch.Tensor]:
+        computed.append((dtype, draw))
+        return exact if dtype == torch.float64 else {"w": exact["w"].float() + 1e-5 * draw, "unused": torch.zeros(3)}
+
+    found, roundings = rounded_anew(actual, expected, {}, compute)
+    assert computed == asked
+    assert found is (exact if asked else expected)
+    if len(asked) <= 1:
+        assert roundings == {}
+    elif not math.isnan(off):
+        assert roundings == {"w": pytest.approx(6e-5, rel=0.01), "unused": 0.0}
+
+
+def test_what_is_in_doubt_counts_as_near() -> None:
+    gradients = {"w": torch.tensor([1.0])}
+    doubts = {"w": torch.tensor([-3e-3])}
+    asked = ({"w": torch.tensor([1.001])}, gradients, doubts)
+    assert rounded_anew(*asked, lambda *_: pytest.fail("computed")) == (gradients, {})

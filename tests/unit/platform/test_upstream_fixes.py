@@ -11,7 +11,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY
 from verifier.errors import UsageError
 from verifier.platform import upstream_fixes as fixes
-from verifier.platform.stand_ins import stand_ins_of
+from verifier.platform.stand_ins import require_stand_ins, stand_ins_of
 
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
@@ -70,8 +70,14 @@ def reach(model, **run):
         (LATENT, {"dtype": "bfloat16", "balanced": True}, [fixes.MEGATRON_COUNTS]),
         (LATENT, {"balanced": True}, []),
         (SINKS, {"training": True, "tp": 2}, [fixes.MEGATRON_SINKS]),
-        (SINKS, {"training": True}, []),
-        (SINKS, {"tp": 2}, []),
+        (SINKS, {"tp": 2}, [fixes.MEGATRON_SINKS]),
+        ({"model_type": "mimo_v2_flash", "add_swa_attention_sink_bias": True}, {"tp": 2}, [fixes.MEGATRON_SINKS]),
+        (SINKS, {}, []),
+        (SINKS, {"tp": 2, "steps": 0}, []),
+        ({**LATENT, "rms_norm_eps": 1e-5}, {"engine": "hf"}, [fixes.TRANSFORMERS_LATENT]),
+        ({**LATENT, "rms_norm_eps": 1e-6}, {"engine": "hf"}, []),
+        ({**DENSE, "rms_norm_eps": 1e-5}, {"engine": "hf"}, []),
+        ({**LATENT, "rms_norm_eps": 1e-5}, {}, []),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):
@@ -176,3 +182,21 @@ def test_attention_of_gemma_2_stands_in_for_one_that_takes_no_packed_sequences()
     named = [item for item in stand_ins_of({"model_type": "gemma2"}, RUN) if "Gemma 2" in item]
     assert len(named) == 1
     assert not [item for item in stand_ins_of({"model_type": "gemma2"}, replace(RUN, tier="cuda")) if "Gemma" in item]
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ({**LATENT, "index_topk": 2048}, "sparse latent attention by an indexer (`index_topk` = 2048"),
+        ({**HYBRID, "moe_latent_size": 1024}, "experts in a latent space"),
+        ({"text_config": {"linear_num_value_heads": 32}}, "gated delta nets"),
+    ],
+)
+def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
+    with pytest.raises(UsageError, match=f"^the CPU tier has no stand-in for {re.escape(layers)}"):
+        require_stand_ins(model)
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**HYBRID, "moe_latent_size": None}])
+def test_what_has_a_stand_in_is_not_refused(model):
+    require_stand_ins(model)

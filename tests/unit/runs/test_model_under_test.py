@@ -22,7 +22,7 @@ from verifier.errors import InternalError, UsageError
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint, require_room
 from verifier.model.tiny import TINY, write_tiny
-from verifier.runs.model_under_test import MAX_MODEL_LEN, open_for_roundtrip, open_model
+from verifier.runs.model_under_test import MAX_MODEL_LEN, open_for_roundtrip, open_model, require_roundtrip
 from verifier.runs.resources import Deadline
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -184,7 +184,7 @@ def test_a_bad_size_of_one_family_is_refused(name, changes, tmp_path):
         {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}},
         {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": None},
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
         {"num_hidden_layers": 3, "num_nextn_predict_layers": 1},
     ],
@@ -234,14 +234,15 @@ def test_hf_is_refused_just_where_it_cannot_place_a_tensor(kind, changes, odd, t
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **changes), dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    assert (checkpoint_places(model).keys() == set(open_checkpoint(tmp_path).names())) == (odd is None)
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint_places(model).keys() == set(checkpoint.names())) == (odd is None)
     config = RoundtripConfig(model=str(tmp_path), engine=EngineOptions(kind="hf"))
     if odd is None:
-        open_for_roundtrip(config)
+        require_roundtrip(config, checkpoint.config, checkpoint.names(), "cpu")
     else:
         said = f"--engine hf has no place for `{odd}` of {tmp_path}: use --engine vllm"
         with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
-            open_for_roundtrip(config)
+            require_roundtrip(config, checkpoint.config, checkpoint.names(), "cpu")
 
 
 def test_hf_is_refused_for_layers_that_predict_further_tokens(copy):

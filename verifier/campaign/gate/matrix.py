@@ -22,19 +22,21 @@ from verifier.config import GateConfig, GoldenConfig, RoundtripConfig, TrainConf
 from verifier.config.commands import DTYPES
 from verifier.config.load import load
 from verifier.config.stored_dtype import stored_dtype
-from verifier.engine.api import refuse_adapters, refuse_unsupported
+from verifier.engine.api import refuse_unsupported
 from verifier.errors import UsageError
 from verifier.faults.matrix import chosen
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.mesh.mesh import axes_of
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import family_of, num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
-from verifier.model.named import config_of, is_generated
+from verifier.model.named import config_of, is_generated, is_named, require_stored
 from verifier.model.tiny import PREFIX, TO_TRAIN
 from verifier.platform import Tier
 from verifier.report.gate_result import Cell, LeftOut
 from verifier.report.gate_text import left_out
+from verifier.runs.model_under_test import require_buildable, require_roundtrip
 from verifier.trainer.fitting import require_fit
 
 SPELLED = {value: name for name, value in DTYPES.items()}
@@ -106,6 +108,11 @@ def matrix_of(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:
         for dtype in _dtypes(config, model, tier)[:1]:
             sizes = config_of(model, dtype)
         found.families.add(_family(sizes))
+        try:
+            require_buildable(model, sizes, tier)
+        except UsageError as refused:
+            found.leave_out(model, refused)
+            continue
         for kind in ("golden", "roundtrip"):
             if kind in config.kinds:
                 _add_runs(found, config, kind, model, sizes, meshes, tier, num_gpus)
@@ -196,6 +203,7 @@ def _add_runs(
     trips = kind == "roundtrip"
     engines = (config.engines or _engines(found, model, sizes, tier)) if trips else [""]
     shared = [f"model={model}", *([f"fixes={','.join(config.fixes)}"] if config.fixes else [])]
+    checkpoint = None if is_named(model) else open_checkpoint(model)
     meshes = _fitting(found, model, sizes, asked or _meshes(kind, sizes))
     for point in _points(config, meshes, _dtypes(config, model, tier), engines):
         if not trips and point.transport != (config.transports or ("",))[0]:
@@ -210,9 +218,13 @@ def _add_runs(
         name = " ".join(names)
         try:
             kept, _ = load(RoundtripConfig if trips else GoldenConfig, overrides=words)
+            if checkpoint is not None:
+                require_stored(checkpoint, point.dtype)
             tp = kept.engine.tp if isinstance(kept, RoundtripConfig) else 1
             if isinstance(kept, RoundtripConfig):
-                _require_engine(kept, sizes, tier)
+                require_roundtrip(kept, sizes, () if checkpoint is None else checkpoint.names(), tier)
+                if tier == "cpu" and transport not in ("", "gloo"):
+                    raise UsageError(f"--transport {transport} needs GPUs and this machine has none")
             places = _places(point.mesh, tp, transport, tier, num_gpus)
         except UsageError as refused:
             found.leave_out(name, refused)
@@ -225,18 +237,6 @@ def _add_runs(
                 carries=(*_ROUNDTRIP, *routes) if trips else _EXPORT, num_gpus=places, family=_family(sizes),
             )
         )  # fmt: skip
-
-
-def _require_engine(config: RoundtripConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
-    """Refuse what the engine would refuse when it starts."""
-    if config.engine.kind == "vllm":
-        refuse_unsupported(sizes, on_cpu=tier == "cpu", tp=config.engine.tp)
-    if config.engine.lora_rank:
-        refuse_adapters(sizes)
-    if tier == "cpu" and (options := config.engine.gpu_options()):
-        raise UsageError(f"{options[0]} needs GPUs and this machine has none")
-    if tier == "cpu" and config.transport not in (None, "gloo"):
-        raise UsageError(f"--transport {config.transport} needs GPUs and this machine has none")
 
 
 def _places(mesh: Mesh, engine_tp: int, transport: str, tier: Tier, num_gpus: int) -> int:

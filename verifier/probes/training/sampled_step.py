@@ -316,7 +316,8 @@ class SampledStep:
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
         checkpoint = self._model.checkpoint
-        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path))
+        live = self._config.data.rollouts is None
+        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path)) if live else (0,)  # recorded ones need no tokenizer
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
         told = (dtype, self._model.oracle_device, temperature, routes, ends)
         sampled = [rollout.logprobs for rollout in scored.rollouts]
@@ -326,7 +327,7 @@ class SampledStep:
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes, scored.reference)
             self._record_oracle(recorder, OracleLogprobs, "reference", 0, sides, whole)
-        if self._config.data.rollouts is None:
+        if live:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
             for version, weights in {last: before, **earlier}.items():
                 own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]

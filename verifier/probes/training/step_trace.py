@@ -76,7 +76,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
     first = happened.sent and happened.step == 1 and not config.lora.rank
     return msgspec.structs.replace(
         identity_of(config, model), command="train", notes=model.notes if happened.loaded else (),
-        stand_ins=tuple(stand_ins_of(sizes, engine_bugs)), upstream_bugs=tuple(bugs_of(sizes, bugs)),
+        stand_ins=tuple(stand_ins_of(sizes, engine_bugs)), upstream_bugs=tuple(bugs_of(sizes, engine_bugs)),
         facts=_with_model(config, model, happened),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
