@@ -1,7 +1,8 @@
 """What the upstream stack does to each family when no fix is on: `python -m tests.dist.as_shipped [FAMILY | ID...]`.
 
 Each case is a round trip, once as shipped and, where a known bug applies, once more with every fix. A case leaves one
-file in golden/as-shipped; `python -m tests.dist.as_shipped page` draws docs/as-shipped.md from all of them. What
+file in golden/as-shipped; `python -m tests.dist.as_shipped page` draws the table of docs/upstream.md from all of
+them. What
 tests/h100/test_as_shipped_gpu.py leaves in golden/gpu/as-shipped is drawn too.
 """
 
@@ -11,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,6 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.check import REGISTRY
 from verifier.core.finding import Verdict
 from verifier.errors import VerifierError
 from verifier.mesh import Mesh
@@ -30,7 +31,7 @@ from verifier.runs.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "golden" / "as-shipped", ROOT / "golden" / "gpu" / "as-shipped")
-PAGE = ROOT / "docs" / "as-shipped.md"
+PAGE = ROOT / "docs" / "upstream.md"
 BEGIN, END = "<!-- table: as shipped -->\n", "<!-- table: end -->\n"
 CYCLES = 2
 TP2, EP2 = Mesh(tp=2), Mesh(ep=2, dp=2)
@@ -146,41 +147,40 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(measured: Sequence[dict[str, Any]]) -> str:
-    """Markdown: a row for each run, a column for each check that is violated in any of them."""
-    codes = sorted({code for row in measured for code in row["violated"]})
-    titles = ["tier", "family", "engine", "dtype", "mesh", "fixes", *codes, "the other checks"]
+    """Markdown: a row for each run that does not hold, and the number of the others."""
+    titles = ("tier", "family", "engine", "dtype", "mesh", "violated checks, by the bug that the report names")
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in measured:
+    bad = [row for row in measured if row["violated"] or row["failure"]]
+    for row in bad:
         options = f" {' '.join(row['options'])}" if row["options"] else ""
-        cells = [
+        cells = (
             row["tier"], row["family"], row["engine"] + options, row["dtype"], row["mesh"],
-            ", ".join(row["fixes"]) or "none", *(_cell(row, code) for code in codes), _rest(row),
-        ]  # fmt: skip
+            "; ".join([*_by_bug(row), *_rest(row)]),
+        )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    named = [f"- {code} {REGISTRY[code].name}" for code in codes]
-    return "\n".join([*lines, "", *named]) + "\n"
+    families = sorted({row["family"] for row in measured if row not in bad})
+    fixed = sum(bool(row["fixes"]) for row in measured if row not in bad)
+    others = f"The other {len(measured) - len(bad)} runs hold, {fixed} of them with `--fix all`: {', '.join(families)}."
+    return "\n".join([*lines, "", textwrap.fill(others, 120, break_on_hyphens=False)]) + "\n"
 
 
-def _cell(row: dict[str, Any], code: str) -> str:
-    if code not in row["violated"]:
-        return ""
-    found = row["violated"][code]
-    issue = found["explained_by"].partition(";")[0] or "no known bug"
-    return f"**{found['count']}**: {issue}"
+def _by_bug(row: dict[str, Any]) -> list[str]:
+    codes: dict[str, list[str]] = {}
+    for code, found in sorted(row["violated"].items()):
+        codes.setdefault(found["explained_by"].partition(";")[0] or "no known bug", []).append(code)
+    return [f"{bug}: {', '.join(names)}" for bug, names in codes.items()]
 
 
-def _rest(row: dict[str, Any]) -> str:
-    if row["failure"]:
-        return f"ended: {row['ended_by'].partition(';')[0] or row['failure']}"
-    unsure = len(row["inconclusive"])
-    holding = row["num_checks"] - len(row["violated"]) - unsure
-    return f"{holding} hold" + (f", {unsure} could not tell" if unsure else "")
+def _rest(row: dict[str, Any]) -> list[str]:
+    unsure = [f"{len(row['inconclusive'])} could not tell"] if row["inconclusive"] else []
+    ended = [f"ended: {row['ended_by'].partition(';')[0] or row['failure']}"] if row["failure"] else []
+    return unsure + ended
 
 
 def draw() -> None:
     """Write the table into the page, in the order of tiers and families."""
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(head + BEGIN + table(rows()) + END + rest.split(END)[1], encoding="utf-8")
+    PAGE.write_text(head + BEGIN + table(rows()) + END + rest.split(END, maxsplit=1)[1], encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ DENSE = ("qwen3", "qwen3-tied", "llama")
 MOE = ("qwen3-moe", "deepseek-v3", "nemotron-h")
 HYBRID = "nemotron-h"
 FIXES = {HYBRID: ("all",)}
-"""Upstream fixes without which a clean run of a family does not hold; docs/as-shipped.md has it without them."""
+"""Upstream fixes without which a clean run of a family does not hold; docs/upstream.md has it without them."""
 DENSE_MESHES = (
     Mesh(dp=2),
     Mesh(tp=2),

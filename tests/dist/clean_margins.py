@@ -4,7 +4,7 @@
 --out golden/margins.jsonl` runs those that the file has no row of yet, so many at a time, and appends a row each.
 Called again it goes on. A run that the time does not suffice for is ended, and has a row of the steps that were judged,
 with `whole` false: it is run again, and of two rows the one with more steps counts. `--merge FILE ...` adds the rows of
-other files to `--out`. `--draw` draws docs/false-alarms.md anew.
+other files to `--out`. `--draw` draws docs/measurements.md anew.
 
 Every run is `verifier train CONFIG --verify`; its steps' shares are kept as they are judged and its traces thrown away.
 A step that does not hold is kept as an alarm, and the run goes on.
@@ -31,12 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.dist.clean_table import END
 from verifier.trainer.ranks import PRELOAD
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "margins.jsonl"
-PAGE = ROOT / "docs" / "false-alarms.md"
 HALF = 0.5
 """Share of a bound that no clean comparison is to take more of."""
 STATISTICAL = ("LGP004", "LGP011", "LGP014", "LGP018")
@@ -254,22 +252,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"| {code}{kind} | {count:,} | {' | '.join(cells)} | {steps[code]:,} |"
 
 
-def drawn(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page with its tables drawn anew."""
-    by_run = Counter[str]()
-    for row in rows:
-        by_run[f"| {row['run']} | {row['isa']} | {row['threads']} | {row['cpu']} |"] += row["steps"]
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: judged steps, alarms, and the table of checks."""
     alarms = [f"- {row['run']}, seed {row['seed']}: {alarm}"[:110] for row in rows for alarm in row["alarms"]]
     beyond = [code for code, found in merged(rows).items() if found[1] > HALF and code not in STATISTICAL]
+    runs = sorted({f"{row['run']} ({row['isa']}, {row['threads']} threads)" for row in rows})
     said = [
         f"Judged clean steps: {sum(row['steps'] for row in rows):,}, of {len(rows):,} runs. Alarms: {len(alarms):,}.",
         f"Beyond {HALF} of a bound: {', '.join(beyond) or 'none'}.", "", *alarms[:20], *[""][: len(alarms)],
-        *table(rows), "", "| run | instruction sets | threads | processor | steps |", "| --- | --- | --- | --- | --- |",
-        *(f"{key} {number:,} |" for key, number in sorted(by_run.items())),
+        *table(rows), "", f"{len(runs)} kinds of runs: [golden/margins.jsonl](../golden/margins.jsonl).",
     ]  # fmt: skip
-    begin = "<!-- table: margins -->\n"
-    head, rest = page.split(begin)
-    return head + begin + "\n".join(said) + "\n" + END + rest.split(END, maxsplit=1)[1]
+    return "\n".join(said) + "\n"
 
 
 def main(words: Sequence[str]) -> int:
@@ -304,7 +297,9 @@ def main(words: Sequence[str]) -> int:
                 rows[key] = row
     write(given.out, rows)
     if given.draw:
-        PAGE.write_text(drawn(PAGE.read_text(), list(rows.values())))
+        from tests.meta import measurement_tables
+
+        measurement_tables.draw()
     return 0
 
 

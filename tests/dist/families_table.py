@@ -2,7 +2,7 @@
 
 RUN is a key of `RUNS`; without names it runs every architecture that transformers and Megatron-Bridge both know, and
 those of `ASKED_FOR` that only one of them does. Each result replaces the one before in golden/families.json, and
-`python -m tests.dist.families_table page` draws docs/families.md from it.
+`python -m tests.dist.families_table page` draws its table in docs/models.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from verifier.runs.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "families.json"
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "models.md"
 END = "<!-- table: end -->\n"
 RUNS = {"golden": "golden, 1 rank", "golden-tp2": "golden, tp 2", "roundtrip": "round trip, hf engine, 1 rank"}
 """Name of a run -> head of its column."""
@@ -63,6 +64,7 @@ NOTES = {
 """Family -> whose fault it is that a run does not hold, as far as it was looked into."""
 _FRAME = re.compile(r'File "[^"]*site-packages/([^"]+)", line (\d+)')
 _RANK = re.compile(r"^rank \d+ (\([^)]*\) )?failed: ")
+_RANK_OF = re.compile(r" \(trainer rank .*\)$")
 _NO_PLACE = re.compile(r"/\S+/(tiny-|live-)")
 
 
@@ -120,36 +122,30 @@ def record(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each family and run that was measured, and no other."""
-    titles = ("family", "architecture", "run", "outcome", "checks", "compared", "reason")
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in sorted(rows, key=lambda row: (row["family"], list(RUNS).index(row["run"]))):
-        note = NOTES.get(row["family"], "") if row["outcome"] != "holds" else ""
-        reason = f"{row['reason']}{f' ({note})' if note else ''}".replace("|", r"\|")
-        cells = (
-            f"`tiny:{row['family']}`", row["architecture"], RUNS[row["run"]], row["outcome"],
-            str(row.get("num_checks", "")), f"{row['num_compared']:,}" if "num_compared" in row else "", reason.strip(),
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+    """Markdown: a row for each family, a column for each run, and why the first one that does not hold ended so."""
+    lines = [f"| family | {' | '.join(RUNS.values())} | why |", "|" + " --- |" * (len(RUNS) + 2)]
+    for family in sorted({row["family"] for row in rows}):
+        runs = {row["run"]: row for row in rows if row["family"] == family}
+        cells = [runs[run]["outcome"] if run in runs else "" for run in RUNS]
+        bad = next((runs[run] for run in RUNS if run in runs and runs[run]["outcome"] != "holds"), None)
+        reason = NOTES.get(family) or _RANK_OF.sub("", bad["reason"]) if bad else ""
+        lines.append(f"| `tiny:{family}` | {' | '.join(cells)} | {reason.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
 
 
 def measured_with(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: versions and commits of the rows."""
+    """Markdown: versions of the rows, and the names that stand for a row's model."""
     versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
-    commits = sorted({row["commit"] for row in rows})
-    return f"Measured with {', '.join(versions)}.\n\nAt {', '.join(commits)}.\n"
-
-
-def known() -> str:
-    """Markdown: every name that `tiny:` takes by rules."""
-    return "\n".join(f"- `tiny:{name}`: {item}" for name, item in sorted(architectures().items())) + "\n"
+    measured = {row["family"] for row in rows}
+    others = ", ".join(f"`tiny:{name}`" for name in sorted(architectures()) if name not in measured)
+    said = f"Measured with {', '.join(versions)}. Names without a row of their own: {others}."
+    return textwrap.fill(said, 120, break_on_hyphens=False) + "\n"
 
 
 def drawn(page: str) -> str:
     """The page's text with its tables drawn anew."""
     rows = json.loads(LEDGER.read_text())["rows"]
-    for name, text in (("families", table(rows)), ("versions", measured_with(rows)), ("names", known())):
+    for name, text in (("families", table(rows)), ("versions", measured_with(rows))):
         begin = f"<!-- table: {name} -->\n"
         head, rest = page.split(begin)
         page = head + begin + text + END + rest.split(END, maxsplit=1)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.dist.clean_margins import KEY, LEDGER, PAGE, drawn, merged, quantile, rows_of, table
+from tests.dist.clean_margins import KEY, merged, quantile, rows_of, table
 
 HEAD = {"run": "sft dp2", "seed": 1, "threads": 1, "isa": "default", "cpu": "a processor"}
 
@@ -29,7 +29,3 @@ def test_distributions_add_up_and_give_quantiles():
     bins = merged(parts)["ABC001"][2]
     assert (quantile(bins, 0.5), quantile(bins, 0.999), quantile(bins, 1.0)) == (0.125, 0.125, 0.5)
     assert list(table(parts))[-1] == "| ABC001 | 1,010 | 0.12 | 0.12 | 0.4 | 10 |"
-
-
-def test_the_page_is_drawn_from_its_rows():
-    assert drawn(PAGE.read_text(), list(rows_of(LEDGER).values())) == PAGE.read_text()

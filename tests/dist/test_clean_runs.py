@@ -1,10 +1,10 @@
 """Clean runs raise no alarm: every family, over every kind of mesh, exports bitwise and scores as the oracle does.
 
 One of them runs by default. `-m slow` runs them all and writes what they measured to golden/clean-runs.json, from which
-`python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
+`python -m tests.dist.clean_table` draws the table of docs/measurements.md.
 
 What this does not exercise: commands, engines with tensor parallelism and the engine's cold start from the exported
-checkpoint (test_roundtrip.py), and 64 ranks (docs/clean-runs.md has the command).
+checkpoint (test_roundtrip.py), and 64 ranks (docs/measurements.md has the command).
 """
 
 from __future__ import annotations

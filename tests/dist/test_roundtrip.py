@@ -2,7 +2,7 @@
 
 The first command of the README runs by default.
 
-What this does not exercise: other families and meshes (test_clean_runs.py), and 64 ranks (docs/clean-runs.md).
+What this does not exercise: other families and meshes (test_clean_runs.py), and 64 ranks (docs/measurements.md).
 """
 
 from __future__ import annotations

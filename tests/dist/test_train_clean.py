@@ -1,7 +1,7 @@
 """Clean training runs raise no alarm: three steps of 75 runs over algorithms, modes, meshes and families.
 
 `-m slow` runs them all and writes what they measured to golden/clean-training-runs.json, from which
-`python -m tests.dist.clean_table` draws the table of docs/clean-runs.md.
+`python -m tests.dist.clean_table` draws the table of docs/measurements.md.
 
 What this does not exercise: GPUs, Ray, and longer runs (golden/train has such).
 """

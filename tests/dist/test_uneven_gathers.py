@@ -1,6 +1,6 @@
 """Megatron's gather and scatter of rows that ranks have unequally many of, over gloo, against one process.
 
-What this does not exercise: the experts that need them (docs/clean-runs.md has meshes with etp and ep).
+What this does not exercise: the experts that need them (docs/measurements.md has meshes with etp and ep).
 """
 
 from __future__ import annotations

@@ -46,6 +46,6 @@ def test_a_round_trip_holds_with_every_check(verified_set, tmp_path):
 
 
 def test_clean_runs_raise_no_alarm(verified_set):
-    """Writes the ledger, from which `python -m tests.dist.clean_table` draws the tables of docs/clean-runs.md."""
+    """Writes the ledger, from which `python -m tests.dist.clean_table` draws the tables of docs/measurements.md."""
     done = run_in(verified_set, "python", "-m", "tests.dist.clean_sets")
     assert done.returncode == 0, done.stdout + done.stderr

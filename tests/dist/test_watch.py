@@ -1,6 +1,6 @@
 """`verifier golden --watch`: a wrong row shows in the next round, in checks and on ranks, and nothing is left.
 
-What this does not exercise: `roundtrip --watch`, whose times docs/adding-a-family.md has; edits of megatron-bridge.
+What this does not exercise: `roundtrip --watch`, whose times docs/contributing.md has; edits of megatron-bridge.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.dist.watch_times
 
-writes `golden/watch-times.json`, from which docs/adding-a-family.md has its table. The load is in it: on two cores
+writes `golden/watch-times.json`, from which docs/contributing.md has its table. The load is in it: on two cores
 that others use, all times are longer.
 """
 

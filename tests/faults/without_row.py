@@ -2,7 +2,7 @@
 
 It runs the trials of `CASES` that golden/faults-without-row.json lacks, or those of the faults named, whose rows it
 replaces.
-`python -m tests.faults.without_row page` draws docs/faults-without-row.md from it.
+`python -m tests.meta.measurement_tables` draws its table in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from verifier.platform.provenance import this_code
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "faults-without-row.json"
-PAGE = ROOT / "docs" / "faults-without-row.md"
-BEGIN, END = "<!-- table: trials -->\n", "<!-- table: end -->\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,36 +127,22 @@ def record(found: Iterable[Mapping[str, Any]]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each trial that was run, what it was run with, and no other."""
-    titles = ("model", "mesh", "engine", "fault", "injected in", "sits in", "first bad", "caught by", "healed")
-    lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    for row in sorted(rows, key=_key):
-        cells = (
-            f"`{row['model']}`", row["mesh"], row["engine"], f"`{row['fault']}`",
-            "derivation, run" if row["in_derivation"] else "run",
-            row["sits_in"], row["first_bad"] or "nothing", ", ".join(row["caught"]), "yes" if row["healed"] else "no",
-        )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
-    commits = sorted({row["commit"] for row in rows})
+    """Markdown: a row for each model, with and without the fault in the derivation."""
+    lines = ["| model | injected in | caught in their own stage | in a later one |", "| --- | --- | --- | --- |"]
+    for model, in_derivation in sorted({(row["model"], row["in_derivation"]) for row in rows}):
+        of = [row for row in rows if (row["model"], row["in_derivation"]) == (model, in_derivation)]
+        names: dict[bool, set[str]] = {True: set(), False: set()}
+        for row in of:
+            names[row["first_bad"] == row["sits_in"]].add(f"`{row['fault']}`")
+        where = "derivation, run" if in_derivation else "run"
+        lines.append(f"| `{model}` | {where} | {', '.join(sorted(names[True]))} | {', '.join(sorted(names[False]))} |")
     own = sum(row["first_bad"] == row["sits_in"] for row in rows)
-    return (
-        "\n".join(lines) + f"\n\nIn the stage in which it sits: {own} of {len(rows)}. At {', '.join(commits)}.\n\n"
-        f"Measured with {', '.join(versions)}.\n"
-    )
-
-
-def drawn(page: str) -> str:
-    """The page's text with its table drawn anew."""
-    head, rest = page.split(BEGIN)
-    return head + BEGIN + table(recorded()) + END + rest.split(END, maxsplit=1)[1]
+    healed = sum(row["healed"] for row in rows)
+    return "\n".join(lines) + f"\n\nCaught in their own stage: {own} of {len(rows)}. Healed: {healed}.\n"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run trials, and record each as it ends; or draw the page."""
-    if list(arguments) == ["page"]:
-        PAGE.write_text(drawn(PAGE.read_text()))
-        return
+    """Run trials, and record each as it ends."""
     done = {_key(row) for row in recorded()}
     with Trials(lambda text: print(text, file=sys.stderr, flush=True)) as trials:
         for case in CASES:

@@ -30,8 +30,9 @@ def main(folder: Path, machine: str) -> None:
 
 
 def table(folder: Path) -> str:
-    """One Markdown row for each kind of result in each machine's file, in the order of the tests."""
-    lines = ["| GPUs | what | shown |", "| --- | --- | --- |"]
+    """Markdown: a row for each kind of result, a column for each machine's file."""
+    machines: list[str] = []
+    cells: dict[str, dict[str, str]] = {}
     files = [*folder.glob("h?00-x?.json"), *folder.glob(f"h?00-x?{SHARED}.json")]
     for path in sorted(files, key=lambda path: path.stem):
         record = json.loads(path.read_text())
@@ -39,51 +40,45 @@ def table(folder: Path) -> str:
         gpus = f"{len(record['machine'])} {model}{', shared' if path.stem.endswith(SHARED) else ''}"
         not_held = record.get("not_held", {})
         rows = [{**row, "passed": row.get("passed", row["test"] not in not_held)} for row in record["rows"]]
-        lines += [f"| {gpus} | {what} | {shown} |" for what, shown in _sums(rows)]
+        machines.append(gpus)
+        for what, shown in _sums(rows):
+            cells.setdefault(what, {})[gpus] = shown
+    lines = [f"| what | {' | '.join(machines)} |", "| --- |" + " --- |" * len(machines)]
+    lines += [f"| {what} | {' | '.join(of.get(gpus, '') for gpus in machines)} |" for what, of in cells.items()]
     return "\n".join(lines)
 
 
 def _sums(rows: list[Row]) -> Iterator[tuple[str, str]]:
     exports = [row for row in rows if "bitwise" in row]
     if exports:
-        meshes = sorted({row["mesh"] for row in exports})
         tensors = sum(row["bitwise"] for row in exports)
-        yield "export of the source, bitwise", f"{_passed(exports)} exports ({', '.join(meshes)}), {tensors:,} tensors"
+        yield "exports, bitwise the source; tensors", f"{_passed(exports)}; {tensors:,}"
     trips = [row for row in rows if "mismatch" in row and "transport" in row]
     if trips:
         ratio = max(row["mismatch"][0] / row["noise_mean"] for row in trips)
-        yield (
-            "round trips by NCCL and IPC",
-            f"{_passed(trips)} hold every check; mean mismatch at most {ratio:.2f} of the measured noise",
-        )
+        yield "round trips by NCCL and IPC that hold; mean mismatch over noise", f"{_passed(trips)}; {ratio:.2f}"
     options = [row for row in rows if "mismatch" in row and "noise_mean" in row and "transport" not in row]
     if options:
-        what = "round trips with CUDA graphs, sleep levels 1 and 2, fp8 engines, an adapter"
-        yield what, f"{_passed(options)} hold every check"
+        yield "round trips with CUDA graphs, sleep, fp8, an adapter that hold", _passed(options)
     commands = [row for row in rows if "said" in row]
     if commands:
-        yield "commands of docs/gpu.md, as a user types them", f"{_passed(commands)} hold every check"
+        yield "commands of docs/gpu.md that hold", _passed(commands)
     faults = [row for row in rows if "first_bad_stage" in row]
     if faults:
-        stages = ", ".join(sorted({row["first_bad_stage"] for row in faults}))
         caught = sum(bool(row["caught"]) for row in faults)
-        shown = f"{caught} of {len(faults)} caught, first in: {stages}"
-        yield "shipped bugs, injected", f"{shown}; {_passed(faults)} in their own stage, and healed"
+        yield "injected bugs caught; in their own stage and healed", f"{caught} of {len(faults)}; {_passed(faults)}"
     for row in (row for row in rows if "placement" in row):
         rewards = row["held_out_reward"]
         limits = "limit 0.8" if "on_four" in row["test"] else "limits 0.8 and 300 s"
-        shown = f"`held_out_reward` from {next(iter(rewards.values())):.2f} to {max(rewards.values()):.2f}"
-        shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s ({limits})"
-        yield f"GRPO in bf16, {row['placement']}, all steps judged", shown
+        shown = f"{next(iter(rewards.values())):.2f} to {max(rewards.values()):.2f}"
+        shown += f" in {row['steps']} steps, {row['seconds'] + row['fine_tuning_s']:.0f} s"
+        yield f"`held_out_reward` of GRPO in bf16, {row['placement']}, all steps judged ({limits})", shown
     ratios = [step["mean"] for row in rows for step in row.get("mismatch_of_noise", ())]
     if ratios:
-        yield (
-            "trainer against engine after GRPO",
-            f"mean mismatch of {len(ratios)} steps at most {max(ratios):.2f} of the noise",
-        )
+        yield "trainer against engine after GRPO: mean mismatch over noise", f"{max(ratios):.2f}"
     floors = [row for row in rows if "longest" in row]
     if floors:
-        yield "noise floors by length", f"{len(floors)} checkpoints"
+        yield "checkpoints with noise floors by length", str(len(floors))
     yield from _speeds(rows)
 
 
@@ -94,36 +89,35 @@ def _passed(rows: list[Row]) -> str:
 def _speeds(rows: list[Row]) -> Iterator[tuple[str, str]]:
     for row in rows:
         if "median_share" in row:
-            yield (
-                "digest of 8 GiB on a GPU",
-                f"{row['digest_gb_s']:,} GB/s, {row['median_share']:.2f} of an int64 sum (limit 0.8)",
-            )
+            what = "digest of 8 GiB: GB/s; share of an int64 sum (limit 0.8)"
+            yield what, f"{row['digest_gb_s']:,}; {row['median_share']:.2f}"
         if "verified_speed_share" in row and row.get("chunk_mib") == 1024:
             ranks = row.get("engine_ranks", 1)
             to = f" to each of {ranks} engine ranks" if ranks > 1 else ""
             yield (
-                f"verified transfer of 8 GiB{to} by {row['transport'].upper()}, {row['num_tensors']:,} tensors",
-                f"{row['verified_gb_s']:.0f} GB/s; {row['verified_speed_share']:.2f} of vLLM's unverified, "
-                f"{row['verified_of_own_undigested']:.2f} of ours without digests (limit 0.97 of vLLM's)",
+                f"verified {row['transport'].upper()} transfer of 8 GiB{to}, {row['num_tensors']:,} tensors: GB/s; "
+                "share of vLLM's unverified (limit 0.97); of ours without digests",
+                f"{row['verified_gb_s']:.0f}; {row['verified_speed_share']:.2f}; "
+                f"{row['verified_of_own_undigested']:.2f}",
             )
         if "bare_unseeded" in row:
             yield (
-                f"rollouts, {row['model']}, {row['requests']} requests of {row['tokens']} tokens with seeds",
-                f"{row['tokens_per_s']:,} tokens/s, {row['share']:.2f} of a bare `vllm.LLM` (limit 0.9)",
+                f"rollouts, {row['model']}, {row['requests']} requests of {row['tokens']} tokens with seeds: tokens/s; "
+                "share of a bare `vllm.LLM` (limit 0.9)",
+                f"{row['tokens_per_s']:,}; {row['share']:.2f}",
             )
         if "largest" in row and "trials" in row:
             yield (
-                f"`verifier sweep --model {row['model']}`",
-                f"{row['largest']:,} tokens at {row['peak_gib']} GiB, {row['fastest']:,} tokens/s; {row['trials']} "
-                f"trials, {row['seconds']:.0f} s (limit 300 s)",
+                f"`verifier sweep --model {row['model']}`: largest budget, GiB, tokens/s, time (limit 300 s)",
+                f"{row['largest']:,} tokens, {row['peak_gib']}, {row['fastest']:,}, {row['seconds']:.0f} s",
             )
         if "mfu" in row:
             # Rows without a spread were recorded and judged one after the other.
             cost = row["recording_share"] + (0.0 if "spread" in row else row["judging_share"])
             yield (
-                f"training step, {row['model']}, {row['tokens_per_step']:,} tokens",
-                f"{row['tokens_per_s']:,} tokens/s, MFU {row['mfu']:.3f}; {row['speed_share']:.3f} of a bare loop "
-                f"(limit 0.95); recording and judging {cost:.1%} (limit 2 %)",
+                f"training step, {row['model']}, {row['tokens_per_step']:,} tokens: tokens/s; MFU; share of a bare "
+                "loop (limit 0.95); recording and judging (limit 2 %)",
+                f"{row['tokens_per_s']:,}; {row['mfu']:.3f}; {row['speed_share']:.3f}; {cost:.1%}",
             )
 
 

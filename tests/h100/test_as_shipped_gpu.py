@@ -1,7 +1,7 @@
 """What upstream does on a GPU with no fix on, and that the report names the bug; with every fix, the run holds.
 
 Each run leaves its row in `as-shipped/` beside the results, from which `python -m tests.dist.as_shipped page` draws the
-GPU's part of docs/as-shipped.md.
+GPU's part of docs/upstream.md.
 
 What this does not exercise: which cuDNN loses gradients (test_attention.py), and latent attention in fp8 (vllm #48251),
 whose derived matrices verifier/contracts/reload_vllm.py shows on the host.

@@ -7,7 +7,7 @@ from typing import get_args
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
-from verifier.core.check import REGISTRY, Check, is_owed, needed
+from verifier.core.check import REGISTRY, Check, is_owed
 from verifier.core.condition import Parts
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record, kind_of
@@ -105,14 +105,11 @@ def _kinds(need: type[Record] | UnionType) -> tuple[type[Record], ...]:
 
 def table() -> str:
     """The table, and the checks that judge no loop."""
-    rows = ["| check | calls | needs |", "| --- | --- | --- |"]
+    rows = ["| check | calls |", "| --- | --- |"]
     judging = [item for _, item in sorted(REGISTRY.items()) if judges_loops(item)]
     for item in judging:
         calls = sorted({CALL_OF[kind] for kind in needs_of(item) if kind in CALL_OF})
-        needs = ", ".join(needed(need) for need in item.needs if is_owed(need, LOOP)) or "what was exported"
-        rows.append(
-            f"| {item.code} {item.name} | {', '.join(f'`{call}`' for call in calls) or '`sending`'} | {needs} |"
-        )
+        rows.append(f"| {item.code} {item.name} | {', '.join(f'`{call}`' for call in calls) or '`sending`'} |")
     others = ", ".join(code for code, item in sorted(REGISTRY.items()) if not judges_loops(item))
     return (
         f"{len(judging)} of {len(REGISTRY)} checks.\n\n"

@@ -1,4 +1,4 @@
-"""docs/as-shipped.md is drawn from the rows in golden/, and tells of every fix that there is."""
+"""docs/upstream.md is drawn from the rows in golden/, and tells of every fix that there is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from verifier.platform.upstream_fixes import FIXES
 
 
 def test_table_is_what_the_rows_say():
-    drawn = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    drawn = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END, maxsplit=1)[0]
     assert drawn == table(rows())
 
 

@@ -5,10 +5,8 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.dist import clean_table, families_table
-from tests.faults import without_row
-from tests.h100.results import table
-from tests.meta import gate_schema, upgrades
+from tests.dist import families_table
+from tests.meta import gate_schema, measurement_tables, upgrades
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
 from verifier.core.check import REGISTRY
@@ -85,34 +83,22 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= MAX_README_LINES
 
 
-def test_gpu_page_shows_what_gpus_showed():
-    """The table is what `tests.h100.results.table` makes of the recorded rows."""
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    assert text.split("<!-- table: gpu -->\n")[1].split("\n<!-- table: end -->")[0] == table(ROOT / "golden" / "gpu")
-
-
-def test_families_page_is_drawn_from_the_ledger():
+def test_models_page_is_drawn_from_the_ledger():
     """`python -m tests.dist.families_table page` draws it anew."""
     text = families_table.PAGE.read_text()
     assert text == families_table.drawn(text)
 
 
-def test_page_of_faults_without_a_row_is_drawn_from_the_ledger():
-    """`python -m tests.faults.without_row page` draws it anew."""
-    text = without_row.PAGE.read_text()
-    assert text == without_row.drawn(text)
+def test_measurements_page_is_drawn_from_golden():
+    """`python -m tests.meta.measurement_tables` draws it anew."""
+    text = measurement_tables.PAGE.read_text()
+    assert text == measurement_tables.drawn(text)
 
 
-def test_upgrading_page_shows_the_recorded_upgrades():
+def test_upstream_page_shows_the_recorded_upgrades():
     """`python -m tests.meta.upgrades` draws it anew."""
     text = upgrades.PAGE.read_text()
     assert text == upgrades.drawn(text)
-
-
-def test_clean_runs_page_is_drawn_from_the_ledger():
-    """`python -m tests.dist.clean_table` draws it anew."""
-    text = clean_table.PAGE.read_text()
-    assert text == clean_table.drawn(text)
 
 
 def test_readme_finding_is_one_that_the_renderer_writes():

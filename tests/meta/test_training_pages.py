@@ -25,10 +25,7 @@ COLUMNS = {"divisor", "advantage", "reference"}
 """Keys in those functions that name columns of a batch."""
 KNOBS = {entry.key: entry.knob.choices for entry in entries(CONFIGS["train"])}
 GROUPS = sorted({key.split(".")[0] for key in KNOBS if "." in key})
-PAGES = (
-    "training", "metrics", "async-training", "mixtures-and-lora", "scaling-out", "preflight-and-replay", "checkpoints",
-    "slurm-and-ray", "sweep", "tools",
-)  # fmt: skip
+PAGES = ("training", "training-data", "metrics", "async-training", "scaling-out", "checkpoints")
 
 
 def table_keys(page: str) -> list[str]:

@@ -131,6 +131,6 @@ def test_no_skip_without_a_marker_and_a_reason():
 
 def test_top_level_holds_the_named_entries_only():
     named = {"pyproject.toml", "verifier", "golden", "tests", "conftest.py", "ci", "docs", "configs"}
-    named |= {"README.md", "CHANGELOG.md", "LICENSE"}
+    named |= {"README.md", "CHANGELOG.md", "changelog.d", "LICENSE"}
     found = {path.relative_to(ROOT).parts[0] for path in tracked()}
     assert {name for name in found if not name.startswith(".")} <= named

@@ -1,4 +1,4 @@
-"""The table of docs/upgrading.md: `python -m tests.meta.upgrades` draws it from golden/upgrades."""
+"""The table of docs/upstream.md: `python -m tests.meta.upgrades` draws it from golden/upgrades."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.meta.sources import ROOT
 
-PAGE = ROOT / "docs" / "upgrading.md"
+PAGE = ROOT / "docs" / "upstream.md"
 REPORTS = ROOT / "golden" / "upgrades"
 _TABLE = re.compile(r"(<!-- table: upgrades -->\n).*?(<!-- table: end -->)", re.DOTALL)
 
@@ -36,10 +36,15 @@ def _row(report: dict[str, Any]) -> str:
     died = [f"{item['command']}: {_place(item['place'])}" for item in report["failures"]]
     cells = [
         ", ".join(f"{name} {report['packages'][name][0]} to {report['packages'][name][1]}" for name in sorted(names)),
-        report["model"], ", ".join(others) or "none", "; ".join(moved) or "none moved", "; ".join(held),
+        report["model"], str(len(others)), _first(moved) or "none moved", "; ".join(held),
         "; ".join(died) or "nothing",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _first(moved: list[str], most: int = 3) -> str:
+    further = [f"{len(moved) - most} more"] if len(moved) > most else []
+    return "; ".join([*moved[:most], *further])
 
 
 def _moved(item: dict[str, Any]) -> str:

@@ -114,7 +114,7 @@ def text_of(found: Sequence[Looked]) -> str:
     ]
     lines += [f"  bug not found, so a fix can go: {item.contract.bug} ({item.contract.name})" for item in mended]
     lines += [
-        f"  does not hold in the verified set {item.verified_set}, as docs/upgrading.md states: {item.contract.name} "
+        f"  does not hold in the verified set {item.verified_set}, as docs/upstream.md states: {item.contract.name} "
         f"({item.contract.bug or item.contract.resting})"
         for item in found
         if item.stated

@@ -32,7 +32,7 @@ class Contract:
     """Id of the fix that it shows to work. No check rests on a fix: each judges what a fix left."""
     tiers: tuple[Tier, ...] = BOTH
     gone_in: tuple[str, ...] = ()
-    """Verified sets in which it does not hold, as docs/upgrading.md states; never one on which checks rest."""
+    """Verified sets in which it does not hold, as docs/upstream.md states; never one on which checks rest."""
 
     @property
     def resting(self) -> str:

@@ -17,9 +17,9 @@ from verifier.faults.matrix import TrialRow, latest, of_stage
 ISSUE = re.compile(r"^([\w.-]+/[\w.-]+)#(\d+)")
 HOW = """\
 Which checks catch which faults. A fault is a bug that shipped, re-enacted in the real code path
-([adding-a-fault.md](../adding-a-fault.md)). Its trial runs the same session three times: the clean run must hold, the
-faulted run must be violated, and the healed run must hold with the bits of the clean one. The fault is caught in its
-own stage when the first bad stage that the report names is the one in which the bug sits.
+([contributing.md](../contributing.md#a-fault)). Its trial runs the same session three times: the clean run must hold,
+the faulted run must be violated, and the healed run must hold with the bits of the clean one. The fault is caught in
+its own stage when the first bad stage that the report names is the one in which the bug sits.
 
 These pages are drawn from a ledger with one row a trial, `golden/kill-matrix.jsonl`. Trials that it lacks for the
 checked-out code run first:

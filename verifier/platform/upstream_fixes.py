@@ -329,7 +329,7 @@ def require_known(ids: Collection[str]) -> None:
         if item != ALL and not (fix := FIXES[item]).mends:
             raise UsageError(
                 f"--fix {item} does not mend {fix.issue} in {fix.package} {_running(fix.package)}: leave it out "
-                "(docs/upgrading.md says why)"
+                "(docs/upstream.md says why)"
             )
 
 

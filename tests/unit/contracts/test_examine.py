@@ -29,7 +29,7 @@ def test_what_a_verified_set_states_has_not_moved(verified_set, moved):
     assert last == (
         "    rests on it: the fix vllm-44371"
         if moved
-        else "  does not hold in the verified set vllm-0.22, as docs/upgrading.md states: a (the fix vllm-44371)"
+        else "  does not hold in the verified set vllm-0.22, as docs/upstream.md states: a (the fix vllm-44371)"
     )
     holds = Looked(contract=contract, failure=None, verified_set=verified_set)
     assert not holds.moved

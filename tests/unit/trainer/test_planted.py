@@ -1,6 +1,6 @@
 """Bugs that shipped elsewhere, planted into the trainer's own functions: the unit test of each has to fail.
 
-Each was a fault of the catalogue, caught by a check of a trace; docs/former-checks.md has what holds it now.
+Each was a fault of the catalogue, caught by a check of a trace; docs/contributing.md has what holds it now.
 """
 
 from __future__ import annotations
