@@ -25,26 +25,31 @@ def run(trainer_launcher, checkpoints, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_2777_states_of_a_mixed_model_are_found_where_they_are(run):
     shipped = run("misplaced_states", MEGATRON_DECAY)
     assert any(name.endswith("A_log") for name in shipped)
     assert run("misplaced_states", MEGATRON_DECAY, MEGATRON_INDEX) == []
 
 
+@pytest.mark.slow
 def test_2777_without_float32_parameters_there_is_nothing_to_misplace(run):
     assert run("misplaced_states") == []
 
 
+@pytest.mark.slow
 def test_2777_such_an_optimizer_cannot_be_saved(run):
     assert "sharded_param_state_dp_reshardable" in run("failure_of_a_save", MEGATRON_DECAY)
     assert run("failure_of_a_save", MEGATRON_DECAY, MEGATRON_INDEX) == ""
 
 
+@pytest.mark.slow
 def test_975_the_decay_of_a_bf16_model_is_rounded(run):
     assert set(run("decay_dtypes").values()) == {"torch.bfloat16"}
     assert set(run("decay_dtypes", MEGATRON_DECAY).values()) == {"torch.float32"}
 
 
+@pytest.mark.slow
 def test_7452_sinks_of_other_ranks_than_the_first_are_not_in_the_norm(trainer_launcher, checkpoints, tmp_path):
     args = {"checkpoint": str(write_scaled("gpt_oss", checkpoints))}
     counted = {

@@ -48,6 +48,7 @@ def rollouts(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_updates_are_counted_as_they_are_taken(rollouts, resources, tmp_path):
     for steps in (2, 3):  # the second continues the first, from a step that took no update
         words = [*KNOBS, f"data.rollouts={rollouts}", f"steps={steps}", f"run={tmp_path / 'run'}"]

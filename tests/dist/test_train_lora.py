@@ -79,6 +79,7 @@ def test_a_continued_run_is_the_uninterrupted_one(whole, resources, tmp_path):
     assert (tmp_path / "run" / file).read_bytes() == (run / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_adapters_on_some_linears(resources, tmp_path):
     knobs = ("mesh.tp=2", "fixes=[bridge-5840]", "lora.targets=[linear_qkv,linear_fc2]", "steps=2", "verify.every=1")
     codes = train(tmp_path / "run", resources, *SFT, *knobs)
@@ -102,6 +103,7 @@ def test_peft_applies_the_adapter_as_the_merged_weights_do(whole):
         assert float((after - merged(tokens).logits).abs().max()) < 1e-5 < float((after - before).abs().max())
 
 
+@pytest.mark.slow
 def test_vllm_samples_with_the_adapter_of_each_step(resources, tmp_path):
     codes = train(tmp_path / "run", resources, *LIVE, "verify.every=3")
     delivered = {"WGT010", "WGT012", "WGT013", "TPT002", "ENG001", "LGP009", "LGP010", "LSS003"}

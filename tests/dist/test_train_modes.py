@@ -133,6 +133,7 @@ def test_metrics_tell_the_age_of_tokens(name, run):
     assert [line["dropped_stale"] for line in lines] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["sync", *(pytest.param(name, marks=pytest.mark.slow) for name in ("async", "inflight"))]
 )

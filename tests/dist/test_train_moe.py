@@ -71,6 +71,7 @@ def test_a_resumed_mixture_has_the_bits_of_one_that_was_not_stopped(mesh, resour
     assert not_held(tmp_path / "stopped", 2) == []
 
 
+@pytest.mark.slow
 def test_a_score_bias_moves_resumes_and_is_exported_bit_by_bit(resources, tmp_path):
     """In several buckets of gradients that end in padding, which megatron-core alone mistakes (Megatron-LM #5077)."""
     knobs = (

@@ -84,6 +84,7 @@ def local(
             yield SimpleNamespace(cluster=cluster, run=run, wanted=wanted, sigterm=before)
 
 
+@pytest.mark.slow
 def test_actor_and_rank_have_the_environment_of_the_driver(local):
     assert local.cluster.environments() == [local.wanted]
     spec = JobSpec(function="ray_functions:environment", world_size=1, run_dir=local.run)

@@ -210,6 +210,7 @@ def killed(run: Path, step: int, delay_s: float) -> None:
         process.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_sigkill_and_the_same_command_end_bitwise(whole, tmp_path):
     run = tmp_path / "run"
     killed(run, 3, 0.1)

@@ -69,6 +69,7 @@ def test_every_sampled_step_holds(name, resources, tmp_path):
     assert not list((tmp_path / "run" / "oracle").iterdir())
 
 
+@pytest.mark.slow
 def test_in_bf16_the_engine_is_judged_from_the_first_sampled_step_on(resources, tmp_path):
     knobs = (*LIVE, "dtype=bf16", "data.batch_size=8", "grpo.entropy_weight=0.05")
     train(resources, tmp_path / "run", *(text for text in knobs if text != "data.batch_size=2"), "verify.every=2")

@@ -15,7 +15,7 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import Side
 
 
-@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("side", ["trainer", pytest.param("engine", marks=pytest.mark.slow)])
 def test_injected_and_healed(side):
     command = [sys.executable, "-m", "tests.faults.injection", side]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
