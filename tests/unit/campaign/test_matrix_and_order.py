@@ -85,7 +85,7 @@ def test_a_dtype_that_is_not_the_checkpoints_and_float32_on_gpus_are_left_out(tm
     config = GateConfig(models=(model,), kinds=("golden",), meshes=("tp=1",), dtypes=("fp32", "bf16"))
     matrix = matrix_of(config, "cpu", 0)
     assert [cell.dtype for cell in matrix.cells] == ["float32"]
-    assert "is stored in float32 and the run asks for bfloat16" in matrix.left_out[0].reason
+    assert "is stored in float32 and the run is in bfloat16" in matrix.left_out[0].reason
     matrix = matrix_of(GateConfig(models=(model,), kinds=("roundtrip",)), "cuda", 1)
     assert not matrix.cells
     assert "use --dtype bf16" in matrix.left_out[0].reason
