@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verifier.errors import ContractError
-from verifier.plan.digest_definition import finish_all
+from verifier.plan.digest_definition import PREFIX, finish, finish_all
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,8 @@ def _digests_of(data: Sequence[Any]) -> list[str]:
     from verifier.plan.digest_numba import lane_sums_numba
 
     held = data if are_arrays else [item.cpu() for item in data]
-    return finish_all(np.stack([lane_sums_numba(item) for item in held]), sizes)
+    words = [finish(*lane_sums_numba(item), size) for item, size in zip(held, sizes, strict=True)]
+    return [f"{PREFIX}{first:016x}{second:016x}" for first, second in words]
 
 
 @functools.cache

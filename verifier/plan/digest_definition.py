@@ -23,7 +23,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,31 +36,39 @@ BLOCK_BYTES = 4 * ROWS * COLUMNS
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
 PREFIX = "vd1:"
 
 
-def mix(value: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64 to an array of uint64, whose products wrap."""
-    value = (value ^ value >> 30) * MIX_1
-    value = (value ^ value >> 27) * MIX_2
+def mix(value: Any) -> Any:
+    """Apply the finaliser of splitmix64 to an int below 2^64 or to an array of uint64, whose products wrap."""
+    value = value ^ value >> 30
+    value = _wrapped(value * MIX_1)
+    value = value ^ value >> 27
+    value = _wrapped(value * MIX_2)
     return value ^ value >> 31
+
+
+def _wrapped(value: Any) -> Any:
+    """Return an int mod 2^64; an array of uint64 has wrapped by itself."""
+    return value & _MASK if isinstance(value, int) else value
 
 
 KEYS = (mix(np.arange(1, 2 * ROWS + 1, dtype=np.uint64) * GOLDEN) >> 32).astype(np.uint32).reshape(2, ROWS)
 """Keys of the two lanes, one per row of a block."""
 
 
-def finish_all(sums: torch.Tensor | np.ndarray, sizes: Sequence[int] | np.ndarray) -> list[str]:
-    """Return the digests of many pieces from both lanes' sums and their bytes.
+def finish(low: Any, high: Any, num_bytes: Any) -> tuple[Any, Any]:
+    """Return the two words of the digest from both lanes' sums and the length, as ints or as arrays of uint64."""
+    first = mix(_wrapped(low + mix(_wrapped(num_bytes + GOLDEN))))
+    second = mix(_wrapped(high + first * MIX_1))
+    return mix(_wrapped(first + second * MIX_2)), second
 
-    Args:
-        sums: [num_pieces, 2], int64 on the host, or uint64.
-        sizes: size of each piece, in bytes.
-    """
+
+def finish_all(sums: torch.Tensor, sizes: Sequence[int] | np.ndarray) -> list[str]:
+    """Return the digests of many pieces from both lanes' sums, int64 [num_pieces, 2] on the host, and their bytes."""
     words = np.empty(sums.shape, dtype=">u8")
-    low, high = np.asarray(sums).view(np.uint64).T
-    first = mix(low + mix(np.asarray(sizes, dtype=np.uint64) + GOLDEN))
-    second = mix(high + first * MIX_1)
-    words[:, 0], words[:, 1] = mix(first + second * MIX_2), second
+    low, high = sums.numpy().view(np.uint64).T
+    words[:, 0], words[:, 1] = finish(low, high, np.asarray(sizes, dtype=np.uint64))
     text = words.tobytes().hex(" ", 16)
     return (PREFIX + text.replace(" ", " " + PREFIX)).split(" ") if text else []

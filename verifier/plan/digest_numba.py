@@ -19,17 +19,20 @@ _WORDS_AHEAD = 1024
 """Distance, in words, at which one word of each cache line is read ahead (7 to 11 GB/s)."""
 
 
-def lane_sums_numba(data: torch.Tensor | np.ndarray) -> np.ndarray:
-    """Return both lanes' sums, uint64 [2], of a uint8 vector [num_bytes] on the host."""
-    array, sums = np.asarray(data), np.zeros(2, dtype=np.uint64)
+def lane_sums_numba(data: torch.Tensor | np.ndarray) -> tuple[int, int]:
+    """Return both lanes' sums of a uint8 vector [num_bytes] on the host."""
+    array = np.asarray(data)
     whole = array.size // BLOCK_BYTES
+    low = high = 0
     if whole:
-        sums += np.array(_block_sums(array[: whole * BLOCK_BYTES].view(np.uint32), np.uint64(0), KEYS)[:2], np.uint64)
+        low, high, _ = _block_sums(array[: whole * BLOCK_BYTES].view(np.uint32), np.uint64(0), KEYS)
     rest = array[whole * BLOCK_BYTES :]
     if rest.size:
-        padded = np.pad(rest, (0, BLOCK_BYTES - rest.size)).view(np.uint32)
-        sums += np.array(_block_sums(padded, np.uint64(whole), KEYS)[:2], np.uint64)
-    return sums
+        padded = np.zeros(BLOCK_BYTES, dtype=np.uint8)
+        padded[: rest.size] = rest
+        tail_low, tail_high, _ = _block_sums(padded.view(np.uint32), np.uint64(whole), KEYS)
+        low, high = low + tail_low, high + tail_high
+    return low, high
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
