@@ -7,7 +7,6 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 from verifier.checks.conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
 from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
@@ -94,10 +93,11 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         if noise:
             source = f"this run's noise: transformers in its dtype against itself in fp32, times {GRADIENT_NOISES}"
             bound = Tolerance(absolute=GRADIENT_NOISES * noise, unit=GRADIENT.unit, source=source)
-        if (rounding := ROUNDINGS * float(item.gradient_rounding)) > bound.absolute * scale:
-            source = "the scale of float32's rounding, transformers against itself in float64"
-            bound = replace(bound, absolute=rounding / scale, source=f"{ROUNDINGS:g} x {source}")
-        allowed = bound.absolute * scale + float(item.gradient_doubt)
+        allowed, rounding = bound.absolute * scale, ROUNDINGS * float(item.gradient_rounding)
+        words = str(bound)
+        if rounding > allowed:
+            words = f"{ROUNDINGS:g} x the scale of float32's rounding, transformers against itself in float64"
+        allowed = max(allowed, rounding) + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
         found += "" if dtype == "float32" else f", summed in {dtype}"
         owner, place, mismatched = _measured(item.gradient)
@@ -105,7 +105,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         at, what, sides = At(Stage.LOSS, item.version, owner), _subject(item), (found, f"greatest element {scale:.3g}")
         sentence = f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
         texts: Given = {"says": ("the trainer's", "transformers' gradient, fp32"), "mismatched": mismatched}
-        words = f"{allowed:.3g} in float32, {bound}"
+        words = f"{allowed:.3g} in float32, {words}"
         yield compare_value(
             at, what, *sides, same=same, sentence=sentence, allowed=words, bound=allowed, gap=gap, **texts
         )

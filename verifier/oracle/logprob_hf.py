@@ -68,8 +68,8 @@ def score(
 @torch.inference_mode()
 def sides(
     _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
-    temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (), ends: Sequence[int] = (),
-    draws: int = 1,
+    temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (),
+    ends: Sequence[int] | None = None, draws: int = 1,
 ) -> list[list[list[list[float]]]]:  # fmt: skip
     """Describe the distributions after all tokens but the last by float32 weights, and by those of another dtype.
 
@@ -80,7 +80,7 @@ def sides(
         device: see `score`.
         temperature: see `score`; above 0 with ends.
         routes: see `score`.
-        ends: end tokens. Without, log-probabilities are all that is asked for.
+        ends: end tokens, maybe none. With None log-probabilities are all that is asked for.
         draws: passes in float32 that the scale is the greatest of; see `verifier.oracle.oracle.DRAWS`.
 
     Returns:
@@ -97,14 +97,14 @@ def sides(
     full_float32()
     rounds = dtype == "float64"
     models = [hold_model(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]  # the last stays
-    found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(3 if ends else 1)]
+    found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(1 if ends is None else 3)]
     for part in _parts(models, sequences, temperature, routes, again=draws - 1 if rounds else 0, shares=True):
         other, exact = part.nats
         part.hand(found[0][0], part.told(exact).float())
         part.hand(found[0][1], part.told(other) if rounds else part.told(other).float())
         if rounds:
             part.hand(found[0][2], _scale(exact, other, part.again))
-        if ends:
+        if ends is not None:
             for rows, nats in zip(found[1], (exact, other), strict=False):
                 part.hand(rows, nats[..., list(ends)].exp().sum(dim=-1))
             for rows, nats in zip(found[2], (exact, other), strict=False):

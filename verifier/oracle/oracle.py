@@ -105,7 +105,7 @@ class Oracle:
 
     def _sides(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
-        temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] = (), draws: int = 1,
+        temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None = None, draws: int = 1,
     ) -> Any:  # fmt: skip
         """See `verifier.oracle.logprob_hf.sides`."""
         tokens = [list(sequence) for sequence in sequences]

@@ -20,6 +20,7 @@ from verifier.oracle.logprob_hf import entropy_scale, full_float32
 from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import (
     Adam,
+    Gradients,
     adapter_gradients,
     clip_of,
     gradients_of,
@@ -48,8 +49,6 @@ NEAR = 2
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
-Gradients = dict[str, torch.Tensor]
-"""Checkpoint name -> gradient."""
 SUMMED = 2.0**-24
 """Nats, times the root of the vocabulary: what a sum of so many exponentials in float32 changes a log-probability by.
 
@@ -126,7 +125,7 @@ def judge_updates(
         actual, roundings = tensors_of(path / f"gradients-{number}"), {}
         if dtype == torch.float32:
 
-            def compute(kind: torch.dtype, draw: int) -> Mapping[str, torch.Tensor]:
+            def compute(kind: torch.dtype, draw: int) -> Gradients:
                 found = _loss(before, rows, objective, kind, margin, device, draw)  # noqa: B023
                 return (found if adapter is None else _of_adapter(found, old, adapter)).gradients  # noqa: B023
 

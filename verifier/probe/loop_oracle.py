@@ -188,7 +188,7 @@ class _Recording:
     ) -> Any:
         """Entropy at each token in the loss of an update."""
         dtype, seen = self.seen.manifest.dtype, self.seen
-        _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [0])
+        _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
         masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
         exact, _, scale = (
             [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]

@@ -84,11 +84,14 @@ def test_a_gradient_is_held_against_the_noisiest_update_of_the_step(gap: float, 
     assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.0])
 @pytest.mark.parametrize(("gap", "verdict"), [(1.1e-3, Verdict.HOLDS), (1.3e-3, Verdict.VIOLATED)])
-def test_in_float32_a_gradient_is_held_against_twelve_measured_roundings_of_it(gap: float, verdict: Verdict) -> None:
+def test_in_float32_a_gradient_is_held_against_twelve_measured_roundings_of_it(
+    gap: float, verdict: Verdict, scale: float
+) -> None:
     template = next(item for item in clean() if type(item) is GradientRecord)
     measured = replace(template.gradient, value=gap)
-    facts = {"gradient_scale": 1.0, "gradient_doubt": 0.0, "gradient_noise": 0.0, "gradient_rounding": 1e-4}
+    facts = {"gradient_scale": scale, "gradient_doubt": 0.0, "gradient_noise": 0.0, "gradient_rounding": 1e-4}
     run = [item for item in clean() if type(item) is not GradientRecord]
     run.append(replace(template, gradient=measured, **facts))
     assert run_check(REGISTRY["LSS001"], make_trace(run)).verdict is verdict

@@ -110,3 +110,11 @@ def test_what_sequences_begin_with_alike_is_computed_once_and_scored_the_same(pa
         assert described[1][0][at] == pytest.approx(shares[:, ends].sum(-1).tolist(), abs=1e-5)
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         assert described[2][0][at] == pytest.approx(entropy.tolist(), abs=2e-5)
+
+
+def test_entropies_need_no_end_token(path: Path) -> None:
+    asked = ([SEQUENCES[0][:9]], "float64")
+    described = [sides(None, str(path), *asked, temperature=0.7, ends=ends) for ends in ((), (3,))]
+    assert described[0][2] == described[1][2]
+    assert described[0][1][0] == [[0.0] * 8]
+    assert len(sides(None, str(path), *asked, temperature=0.7)) == 1

@@ -317,7 +317,7 @@ class SampledStep:
         whole, routes = [len(tokens) for tokens in sequences], [rows.tolist() for rows in self._routes(scored.rollouts)]
         checkpoint = self._model.checkpoint
         live = self._config.data.rollouts is None
-        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path)) if live else (0,)  # recorded ones need no tokenizer
+        ends = ends_of(checkpoint, open_tokenizer(checkpoint.path)) if live else ()  # recorded ones need no tokenizer
         temperature, dtype = self._config.grpo.temperature, self._model.dtype
         told = (dtype, self._model.oracle_device, temperature, routes, ends)
         sampled = [rollout.logprobs for rollout in scored.rollouts]
