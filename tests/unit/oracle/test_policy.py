@@ -203,9 +203,12 @@ def save(path, checkpoint, tensors):
 
 
 def greatest_of(rows, number):
-    """Greatest gap of a gradient, of its tensor's greatest element, and greatest gap of a step, in learning rates."""
+    """Greatest gap of a gradient, in what LSS001 allows it, and greatest gap of a step, in learning rates."""
     of_update = [row for row in rows if row["update"] == number]
-    gaps = (row["gradient"][0] / (3e-5 * row["gradient_scale"] + row["gradient_doubt"]) for row in of_update)
+    gaps = (
+        row["gradient"][0] / (max(3e-5 * row["gradient_scale"], 12 * row["gradient_rounding"]) + row["gradient_doubt"])
+        for row in of_update
+    )
     return max(gaps), max(row["step"][0] for row in of_update)
 
 
