@@ -24,6 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.transformers_hf import checkpoint_places, compute_the_definition, load_model
 
+ROOM_BYTES = 2**30
+"""Bytes of weights that had to be converted or put together and stay on the host, where no gradient is computed."""
+ROOM_SHARE = 0.25
+"""Share of a GPU's free memory for weights that stay."""
 Take = Callable[[str, Sequence[torch.Tensor]], None]
 """Gets a checkpoint tensor's name and its gradients, on the host, one of each kind that was asked for."""
 Within = Callable[["Unit"], contextlib.AbstractContextManager[Any]]
@@ -75,6 +79,10 @@ class StreamedModel:
         for name, (holder, view) in places.items():
             self._parts.setdefault(id(_tensor(self.model, holder)), []).append((name, view))
         self._there: set[Unit] = set()
+        self._kept: dict[int, torch.Tensor] = {}
+        self._room = ROOM_BYTES if torch.is_inference_mode_enabled() else 0
+        if self.device.type == "cuda":
+            self._room = int(ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0])
         self._kind: Any = None
         self._forward = self.model.base_model.forward
         self.units = [_unit(module) for module in self._modules(base)]
@@ -127,17 +135,30 @@ class StreamedModel:
             self._there.remove(unit)
 
     def _read(self, empty: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """Values of a tensor, of one part if it is, else put together."""
+        """Values of a tensor, or of these rows."""
+        if (values := self._kept.get(id(empty))) is not None:
+            values = values if rows is None else values[rows]
+        else:
+            values = self._stored(empty, rows)
+        return nn.Parameter(values, requires_grad=torch.is_grad_enabled()) if _trains(empty) else values
+
+    def _stored(self, empty: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """The same from the checkpoint: of one part if it is, else put together. A copy stays while there is room."""
         parts, dtype = self._parts[id(empty)], self._dtypes.get(id(empty), empty.dtype)
-        (name, view), *more = parts
-        if not more and view.shape == empty.shape:
-            values = self.checkpoint.read(name)
-            values = (values if rows is None else values[rows.cpu()]).to(self.device, dtype)
+        if len(parts) == 1 and parts[0][1].shape == empty.shape:
+            stored = self.checkpoint.read(parts[0][0])
+            if rows is not None:
+                return stored[rows.cpu()].to(self.device, dtype)
+            if (values := stored.to(self.device, dtype)) is stored:
+                return values
         else:
             values = torch.empty(empty.shape, dtype=dtype, device=self.device)
             for name, view in parts:
                 _part(values, view).copy_(self.checkpoint.read(name))
-        return nn.Parameter(values, requires_grad=torch.is_grad_enabled()) if _trains(empty) else values
+        if values.nbytes <= self._room:
+            self._room -= values.nbytes
+            self._kept[id(empty)] = values
+        return values
 
     def hand(self, empty: torch.Tensor, gradients: Sequence[torch.Tensor | None], take: Take) -> None:
         """Hand out a tensor's gradients by checkpoint names; None stands for zeros."""
@@ -412,15 +433,12 @@ def _without_weights(path: Path | str, dtype: torch.dtype, device: str) -> Any:
     asked = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **asked)
-    with torch.no_grad():
-        for module in model.modules():
-            names = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
-            for name in names:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-            if names:
-                model._init_weights(module)
-            for name in names:
-                module._buffers[name] = module._buffers[name].to(device)
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name in module._non_persistent_buffers_set & module._buffers.keys():
+            if (buffer := module._buffers[name]) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
     compute_the_definition(model)
     return model.eval()
 
