@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from verifier.cli.train import started_judge
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
 from verifier.data.rollout import Rollout
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
@@ -36,6 +35,8 @@ from verifier.probes.weights_megatron import record_live
 from verifier.runs.scenario import rollout_rows
 from verifier.runs.trained_weights_megatron import DATA_PARALLEL
 from verifier.runs.workload import rollouts_of
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.train.records import ShardAfterIdleStep, StepReport
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment

@@ -23,34 +23,6 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Measurement, Real, Record, real
-from verifier.core.records_tokens import (
-    OWN_ROUTES,
-    ROUNDINGS,
-    SHARES,
-    DrawnTokens,
-    DtypeNoise,
-    EngineLogprobs,
-    EngineNoise,
-    GivenRoutes,
-    GradientRecord,
-    LogprobRecord,
-    NoiseRecord,
-    Objective,
-    OracleLogprobs,
-    OracleOfForced,
-    OracleOfNext,
-    OracleOfPlaces,
-    OracleOfSampled,
-    OracleOfShaped,
-    OracleRecord,
-    Rollouts,
-    RouterChoices,
-    SampledTokens,
-    ShapedTokens,
-    TrainerLogprobs,
-    UsedRoutes,
-)
-from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
 from verifier.export.derived import DerivedLayout
@@ -62,6 +34,31 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
+from verifier.stages.logprob.records import (
+    ROUNDINGS,
+    SHARES,
+    DtypeNoise,
+    EngineNoise,
+    NoiseRecord,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfPlaces,
+    OracleOfSampled,
+    OracleOfShaped,
+    TrainerLogprobs,
+)
+from verifier.stages.loss.records import GradientRecord, Objective, RouterChoices
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.replay.records import (
+    OWN_ROUTES,
+    GivenRoutes,
+    LogprobRecord,
+    OracleOfForced,
+    OracleRecord,
+    UsedRoutes,
+)
+from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
+from verifier.stages.train.records import OptimizerRule
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""

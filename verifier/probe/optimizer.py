@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from verifier.core.record import Array, Record, real
-from verifier.core.records_gradients import GradientSums, SummedTensor
-from verifier.core.records_trainer import (
-    AdamSample,
-    KnobsAsked,
-    KnobsReached,
-    OptimizerSettings,
-    ParameterGroup,
-    TrainerStep,
-)
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
+from verifier.stages.load.records import KnobsAsked, KnobsReached
+from verifier.stages.train.records import (
+    AdamSample,
+    GradientSums,
+    OptimizerSettings,
+    ParameterGroup,
+    SummedTensor,
+    TrainerStep,
+)
 
 if TYPE_CHECKING:
     import torch

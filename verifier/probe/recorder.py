@@ -19,20 +19,14 @@ from verifier.core import store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
-from verifier.core.records_weights import (
-    ExportedTensor,
-    Handover,
-    JoinedTensor,
-    KeptGradients,
-    KeptTensors,
-    KeptWeights,
-    ReceivedTensor,
-    Update,
-)
 from verifier.errors import UsageError
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sealed import mark_of, seal
 from verifier.probe.state import EngineRecorder, Named, pairs_of
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.loss.records import KeptGradients, KeptTensors
+from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
+from verifier.stages.transport.records import Handover, ReceivedTensor
 
 
 class _Known(msgspec.Struct):

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_activations import Activation, ActivationGradient, PointsLeftOut
 from verifier.errors import ContractError
 from verifier.mesh import Mesh
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint, order_of
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.logprob.records import Activation, PointsLeftOut
+from verifier.stages.loss.records import ActivationGradient
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import TokenLoss
 

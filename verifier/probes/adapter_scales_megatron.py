@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe, real
-from verifier.core.records_trainer import AdapterScale, AdapterScales
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.logprob.records import AdapterScale, AdapterScales
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_config import GivenArguments
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.logprob.records import GivenArguments
 
 _TENSORS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "pad_between_seqs")

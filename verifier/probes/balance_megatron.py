@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
-from verifier.core.records_trainer import RouterBalance
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.train.records import RouterBalance
 
 _LEFT: MutableMapping[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
 """Router -> its score bias as the last recorded update left it."""

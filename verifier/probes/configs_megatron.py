@@ -15,16 +15,10 @@ from torch import nn
 
 from verifier.config_json import with_defaults
 from verifier.core.record import Probe
-from verifier.core.records_config import (
-    LAYER_WINDOWS,
-    NORM_EPSILONS,
-    ROTARY_FREQUENCIES,
-    ExportedConfig,
-    ProviderFields,
-    SourceConfig,
-    StatedConfig,
-)
 from verifier.model.checkpoint import Checkpoint
+from verifier.stages.export.records import ExportedConfig
+from verifier.stages.load.records import SourceConfig, StatedConfig
+from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:

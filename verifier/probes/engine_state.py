@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.core import store
 from verifier.core.record import Probe
-from verifier.core.records_weights import (
+from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
+from verifier.engine.client import EngineClient
+from verifier.stages.engine.records import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
     ExpectedView,
     HeldTensorRecord,
     LoadedNames,
-    PlanDigest,
     Poison,
     QuantizedNames,
-    ReceivedTensor,
     SyncedSettings,
     SyncedTensor,
 )
-from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
-from verifier.engine.client import EngineClient
+from verifier.stages.plan.records import PlanDigest
+from verifier.stages.transport.records import ReceivedTensor
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_weights import ExportedShard
 from verifier.export.live_weights import LiveWeights
 from verifier.plan.digest import described
+from verifier.stages.export.records import ExportedShard
 
 if TYPE_CHECKING:
     from verifier.export.sharding import ParamPlacement

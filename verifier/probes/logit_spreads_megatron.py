@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
-from verifier.core.records_gradients import LogitSpreads
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.loss.records import LogitSpreads
 
 ELEMENTS = 2**22
 """Logits that are read at once."""

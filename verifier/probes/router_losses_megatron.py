@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
-from verifier.core.records_trainer import RouterGradients
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.loss.records import RouterGradients
 
 MOST_ROWS = 32
 """Rows of a pass whose gradients are kept, spread over all of them."""

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
-from verifier.core.records_tokens import (
+from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
+from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.replay.records import (
     OWN_ROUTES,
     ForcedRouteLogprobs,
     GivenRoutes,
@@ -19,8 +21,6 @@ from verifier.core.records_tokens import (
     ReplayedRouteLogprobs,
     UsedRoutes,
 )
-from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
-from verifier.model.provider_megatron import TrainerModel
 from verifier.train.pack import PackedBatch
 from verifier.train.router_replay_megatron import RouterPass, RouterWatch, Routing
 from verifier.train.step_megatron import OnShards, score

@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from verifier.core.record import Probe, TensorRecord
-from verifier.core.records_weights import (
-    ExportedTensor,
-    ExportStream,
-    Reread,
-    SavedCheckpoint,
-    SavedTensor,
-    SourceTensor,
-)
 from verifier.model.checkpoint import INDEX, Checkpoint
 from verifier.model.families import copies_of
 from verifier.plan.digest import described, digest_tensor
+from verifier.stages.export.records import ExportedTensor, ExportStream, Reread, SavedCheckpoint, SavedTensor
+from verifier.stages.load.records import SourceTensor
 
 if TYPE_CHECKING:
     import torch

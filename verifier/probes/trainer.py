@@ -10,17 +10,11 @@ import numpy as np
 import torch
 
 from verifier.core.record import Probe, Record
-from verifier.core.records_tokens import (
-    PackedBatchDigest,
-    PackLayout,
-    ReturnedLogprobs,
-    Rollouts,
-    TokenLedger,
-    TrainerLogprobs,
-)
 from verifier.data.rollout import Rollout
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
+from verifier.stages.logprob.records import ReturnedLogprobs, TrainerLogprobs
+from verifier.stages.pack.records import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
 from verifier.train.pack import PackedBatch, loss_rows
 
 

@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe, real
-from verifier.core.records_weights import (
-    ExpectedShard,
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
-    PlanDigest,
-    PlannedTensor,
-    ShardRecord,
-)
 from verifier.export.live_weights import LiveWeights
 from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import described, digest_tensors
 from verifier.probes.tensors import record_tensors
+from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling
+from verifier.stages.load.records import ExpectedShard, ShardRecord
+from verifier.stages.plan.records import PlanDigest, PlannedTensor
 from verifier.train.lora_megatron import further_settings, read_adapter
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from msgspec import convert, to_builtins
 
 from verifier.core.record import real
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered
@@ -33,6 +32,8 @@ from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.train.records import ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.train import recompute_megatron, step_megatron
 from verifier.trainer.preload_megatron import preload as preload
 

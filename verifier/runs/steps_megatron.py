@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.export.live_weights import LiveWeights
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.train.records import OptimizerRule
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.step_megatron import StepResult
 

@@ -10,18 +10,6 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import real
-from verifier.core.records_weights import (
-    AdapterShard,
-    AdapterSpread,
-    FrozenShard,
-    Handover,
-    JoinedTensor,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
-    ShardAfterExport,
-    Update,
-    UpdatedShard,
-)
 from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.adapters import adapters_of, in_adapter, in_base
@@ -37,6 +25,17 @@ from verifier.probes.engine_state import TransferProbe
 from verifier.probes.tensors import record_saved, record_tensors, recorded
 from verifier.probes.weights_megatron import record_exported_adapter, record_live, record_plan
 from verifier.runs.rank_run_megatron import RankRun
+from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.records import AdapterShard, AdapterSpread
+from verifier.stages.train.records import (
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    Update,
+    UpdatedShard,
+)
+from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron, router_replay_megatron
 from verifier.train.lora_megatron import SCALING, LoraSpec
 from verifier.train.optimizer_megatron import named_gradients

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from verifier.checks.served import keys_outlive_their_weights
 from verifier.core.manifest import Manifest
-from verifier.core.records_weights import KeptKeys
 from verifier.core.trace import Trace
+from verifier.stages.engine.checks import keys_outlive_their_weights
+from verifier.stages.engine.records import KeptKeys
 
 
 def wrong(blocks: tuple[int, ...], tokens: tuple[int, ...], *, kept: bool = False) -> list[str]:

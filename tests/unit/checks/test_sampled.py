@@ -9,16 +9,9 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import (
-    DrawnTokens,
-    DtypeNoise,
-    OracleOfNext,
-    OracleOfSampled,
-    OracleOfShaped,
-    SampledTokens,
-    ShapedTokens,
-)
 from verifier.core.trace import Trace
+from verifier.stages.logprob.records import DtypeNoise, OracleOfNext, OracleOfSampled, OracleOfShaped
+from verifier.stages.rollout.records import DrawnTokens, SampledTokens, ShapedTokens
 
 NEXT = np.log([0.5, 0.25, 0.25])
 TOKENS = [2, 0, 1, 0]

@@ -9,9 +9,9 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, MANIFEST, change, clean, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import GradientRecord
-from verifier.core.records_weights import StepReport
 from verifier.core.trace import Trace
+from verifier.stages.loss.records import GradientRecord
+from verifier.stages.train.records import StepReport
 
 
 @pytest.mark.parametrize(("norm", "verdict"), [(2.000019, Verdict.HOLDS), (2.00003, Verdict.VIOLATED)])

@@ -21,8 +21,6 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.record import Record
-from verifier.core.records_policy import Advantages, Drops, EpisodeTurns, PolicyColumns, SamplingAsked
-from verifier.core.records_trainer import LossColumns
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.api import Sample
 from verifier.knob import flat
@@ -31,6 +29,8 @@ from verifier.model.tiny import write_tiny
 from verifier.probes.training.data_as_read import DataAsRead
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.sampled_step import objective_of
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.records import Drops, EpisodeTurns, SamplingAsked
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts

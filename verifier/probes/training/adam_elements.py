@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_trainer import AdamSample, SampledMaster
+from verifier.stages.train.records import AdamSample, SampledMaster
 
 TENSORS = 16
 """Tensors of an update's sample, at most."""

@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 
 from verifier.core.record import Probe, real
-from verifier.core.records_weights import (
-    AdapterShard,
-    AdapterSpread,
-    FrozenShard,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
-    LoadedShard,
-    ShardAfterExport,
-    UpdatedShard,
-)
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.tensors import record_tensors
 from verifier.probes.training.kept_records import Kept
 from verifier.probes.weights_megatron import record_live
+from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.records import AdapterShard, AdapterSpread, LoadedShard
+from verifier.stages.train.records import FrozenShard, LiveAdapterMatrix, LiveAdapterScaling, UpdatedShard
 from verifier.train import lora_megatron
 from verifier.train.step_megatron import params_synced
 from verifier.trainer.adapters_megatron import Adapters

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_trainer import WrittenTensors
+from verifier.stages.checkpoint.records import WrittenTensors
 from verifier.trainer.observer import Observer
 
 

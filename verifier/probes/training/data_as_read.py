@@ -9,8 +9,8 @@ import xxhash
 
 from verifier.config import TrainConfig
 from verifier.core.record import Probe
-from verifier.core.records_data import HeldOutRead
 from verifier.data.examples import Example
+from verifier.stages.data.records import HeldOutRead
 
 
 class DataAsRead:

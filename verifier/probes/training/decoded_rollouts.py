@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_data import TokensRead
-from verifier.core.records_trainer import RolloutTexts
 from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example
 from verifier.data.rollout import Rollout
 from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
+from verifier.stages.data.records import RolloutTexts, TokensRead
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
-from verifier.core.records_weights import ColdSettings, ColdTensor, EngineServed, HeldTwice
 from verifier.core.store import Recorder
 from verifier.engine.api import EngineSlice, EngineTensor
 from verifier.engine.client import EngineClient
 from verifier.probes.engine_state import EngineState, held_by, record_views
+from verifier.stages.engine.records import ColdSettings, ColdTensor, EngineServed, HeldTwice
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_policy import EvaluatedAnswers, GivenRewards
 from verifier.data.examples import Example
 from verifier.data.recorded import rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import load_rollouts, save_rollouts
 from verifier.probes.training.decoded_rollouts import record_tokens
 from verifier.probes.training.rollout_evidence import turns_of
+from verifier.stages.reward.records import GivenRewards
+from verifier.stages.rollout.records import EvaluatedAnswers
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.evaluation import Answered, places
 from verifier.trainer.observer import RunParts

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
-from verifier.core.records_weights import UpdatedShard, WrittenShard
 from verifier.model.checkpoint import INDEX
 from verifier.plan.digest import described
 from verifier.probes.configs_megatron import record_config
@@ -16,6 +15,8 @@ from verifier.probes.tensors import record_saved, source_tensors
 from verifier.probes.training.kept_records import Kept
 from verifier.probes.training.transfer_evidence_megatron import merged_matrix
 from verifier.probes.weights_megatron import record_exported_adapter, record_live
+from verifier.stages.export.records import WrittenShard
+from verifier.stages.train.records import UpdatedShard
 from verifier.train.step_megatron import params_synced
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import RankParts

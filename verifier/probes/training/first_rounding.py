@@ -6,7 +6,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.config import TrainConfig
-from verifier.core.records_tokens import SampledNoise
 from verifier.model.families import size_if_any
 from verifier.oracle.oracle import Oracle
 from verifier.oracle.recording import scales_of
@@ -14,6 +13,7 @@ from verifier.probes.training.sampled_noise import sampled_noise
 from verifier.probes.training.sampled_step import unsampled_because
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
+from verifier.stages.logprob.records import SampledNoise
 from verifier.train.memory import host_bytes
 
 NUM_SEQUENCES, LENGTH = 4, 64

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_gradients import TensorProduct
+from verifier.stages.train.records import TensorProduct
 
 ELEMENTS = 2**24
 """Elements that are multiplied at once."""

@@ -17,13 +17,13 @@ from typing import Any, Literal, cast
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_gradients import GradientProducts, GradientSums, SummedTensor
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.gradient_elements import ELEMENTS, TENSORS, WHOLE, cut, joined, totals
 from verifier.probes.training.gradient_products_megatron import Products
 from verifier.probes.training.step_trace import compares_products
+from verifier.stages.train.records import GradientProducts, GradientSums, SummedTensor
 from verifier.train.optimizer_megatron import in_norm, owned_parts
 from verifier.train.written_megatron import Stepped
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_trainer import LoadedElements, LoadedState, SavedState, StateRecord
 from verifier.errors import UsageError
+from verifier.stages.checkpoint.records import LoadedElements, LoadedState, SavedState, StateRecord
 from verifier.trainer.saves_megatron import file_of
 from verifier.trainer.state_elements_megatron import Elements
 from verifier.trainer.state_megatron import Facts

@@ -24,7 +24,7 @@ def save_scores(folder: Path, number: int, coordinate: str, rows: Mapping[str, n
         folder: of the sampled step.
         number: of the update.
         coordinate: of the rank.
-        rows: arrays of `core.records_policy.LossRows`.
+        rows: arrays of `stages.loss.records.LossRows`.
     """
     file = _folder(folder, number) / f"{coordinate.replace(' ', '-')}.npz"
     with full_disk_refused(file):

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_tokens import UsedRoutes
-from verifier.core.records_trainer import LoadedState, SavedState
-from verifier.core.records_weights import SourceTensor, UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.engine.client import EngineClient, EngineGone
@@ -31,6 +28,10 @@ from verifier.probes.training.step_trace import cuts_exports
 from verifier.probes.training.transfer_evidence_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.probes.training.update_evidence_megatron import UpdateEvidence
 from verifier.probes.weights_megatron import record_live
+from verifier.stages.checkpoint.records import LoadedState, SavedState
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.replay.records import UsedRoutes
+from verifier.stages.train.records import UpdatedShard
 from verifier.train.router_replay_megatron import RouterWatch, Routing
 from verifier.train.step_megatron import OnRows, params_synced
 from verifier.train.written_megatron import Stepped

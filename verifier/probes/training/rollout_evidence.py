@@ -11,17 +11,6 @@ from msgspec import structs
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
-from verifier.core.records_policy import (
-    Advantages,
-    Drops,
-    EpisodeTurns,
-    GivenRewards,
-    PolicyColumns,
-    RequestSeeds,
-    SamplingAsked,
-)
-from verifier.core.records_tokens import GivenRoutes
-from verifier.core.records_trainer import DataOrder, LossColumns
 from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import Rollout, route_rows
@@ -30,6 +19,10 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.probes.training.decoded_rollouts import rendered
 from verifier.rewards.answer import is_number
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.records import DataOrder, Drops, EpisodeTurns, RequestSeeds, SamplingAsked
+from verifier.stages.replay.records import GivenRoutes
+from verifier.stages.reward.records import GivenRewards
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts, Values
 from verifier.trainer.episodes import PlayedTurns

@@ -13,10 +13,6 @@ import msgspec
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
 from verifier.core.record import Probe
-from verifier.core.records_policy import LossTerms
-from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, PreviousStep
-from verifier.core.records_weights import EngineRestart
 from verifier.core.store import Recorder, complete, create
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
@@ -50,6 +46,11 @@ from verifier.probes.training.trained_text import trained_text
 from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.engine.records import EngineRestart
+from verifier.stages.load.records import KnobsAsked
+from verifier.stages.logprob.records import SampledNoise
+from verifier.stages.loss.records import LossTerms
+from verifier.stages.train.records import OptimizerSettings, PreviousStep
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.engines import gone
 from verifier.trainer.evaluation import Answered

@@ -6,7 +6,7 @@ import numpy as np
 
 from verifier.core.comparison import slope_of
 from verifier.core.record import real
-from verifier.core.records_tokens import SampledNoise
+from verifier.stages.logprob.records import SampledNoise
 from verifier.trainer.mismatch import by_position
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from verifier.core.reader import digest_of
 from verifier.core.record import Probe
-from verifier.core.records_config import SavedFiles, SourceFiles
+from verifier.stages.export.records import SavedFiles
+from verifier.stages.load.records import SourceFiles
 from verifier.trainer.model_files import beside_weights, holds_weights
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from verifier.core.record import Probe
-from verifier.core.records_policy import ReferenceShard, ScoredRows
 from verifier.data.rollout import Rollout
 from verifier.export.live_weights import LiveWeights
 from verifier.mesh import Coordinate
+from verifier.stages.logprob.records import ReferenceShard, ScoredRows
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import OnRows
 from verifier.trainer.state_megatron import digests_of

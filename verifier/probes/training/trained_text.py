@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from unicodedata import normalize
 
-from verifier.core.records_trainer import TrainedText
 from verifier.data.examples import Example, Message
 from verifier.data.rollout import Rollout
 from verifier.data.tokenizer import Tokenizer
 from verifier.errors import UsageError
+from verifier.stages.data.records import TrainedText
 
 
 def trained_text(

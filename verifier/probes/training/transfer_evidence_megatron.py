@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from verifier.core.record import real
-from verifier.core.records_weights import Handover, KeptKeys, MergedMatrix
 from verifier.core.store import Recorder
 from verifier.engine.api import Poisoned
 from verifier.engine.client import EngineClient
@@ -21,6 +20,9 @@ from verifier.probes.exported_shards_megatron import cut
 from verifier.probes.tensors import recorded
 from verifier.probes.training.engine_evidence import EvidenceBefore, HeldEngine
 from verifier.probes.weights_megatron import record_exported_adapter, record_plan
+from verifier.stages.engine.records import KeptKeys
+from verifier.stages.export.records import MergedMatrix
+from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron
 from verifier.trainer.merge_rounding import MergeGap
 from verifier.trainer.observer import RankParts, Stream, Transfer, TransferObserver

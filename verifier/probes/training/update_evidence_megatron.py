@@ -12,9 +12,6 @@ import numpy as np
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
-from verifier.core.records_policy import LossRows, UpdateRatios
-from verifier.core.records_trainer import KnobsReached, ParameterGroup, TrainerStep
-from verifier.core.records_weights import StepReport
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.adapter_scales_megatron import adapter_scales
@@ -28,6 +25,9 @@ from verifier.probes.training.adam_audit_megatron import groups_of
 from verifier.probes.training.hand_on_megatron import HandOn
 from verifier.probes.training.oracle_scores import save_scores, tells_scores
 from verifier.probes.training.step_trace import can_audit, compares_products, has_router_losses
+from verifier.stages.load.records import KnobsReached
+from verifier.stages.loss.records import LossRows, UpdateRatios
+from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep
 from verifier.train import optimizer_megatron
 from verifier.train.pack import PackedBatch
 from verifier.train.policy_loss_megatron import LossMeter
