@@ -207,7 +207,7 @@ def test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for(tmp_p
 
 
 def test_the_reward_and_the_environment_are_those_of_the_config(tmp_path):
-    config = config_of(tmp_path, ("grpo.reward=verifier.faults.reward_faults:length_reward", *TURNED))
+    config = config_of(tmp_path, ("grpo.reward=verifier.stages.reward.faults:length_reward", *TURNED))
     rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path)))
     rollouts.start(Engine(rollouts._tokenizer.eos_id))
     try:

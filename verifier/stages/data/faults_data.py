@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault
 
 BATCHES = "verifier.trainer.batches"
-NUMBERS = Path(__file__).parent / "rollouts" / "numbers"
+NUMBERS = FOLDER / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
-NEWLINE_FIRST = Path(__file__).parent / "prompts" / "newline_first.jsonl"
+NEWLINE_FIRST = FOLDER / "prompts" / "newline_first.jsonl"
 """Conversations in which an assistant's turns begin with a newline."""
 ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 

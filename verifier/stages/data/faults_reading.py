@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault
 
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
-WITH_SYSTEM = Path(__file__).parent / "prompts" / "with_system.jsonl"
+WITH_SYSTEM = FOLDER / "prompts" / "with_system.jsonl"
 """Conversations that begin with a system's message."""
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",

@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.turn_faults import STEP_WISE
+from verifier.stages.data.faults_turn import STEP_WISE
 
 PLAN = "verifier.trainer.grpo_plan"
 ADVANTAGES = f"{PLAN}:advantages(rewards, groups, estimator, trajectories, token_counts)"
@@ -68,7 +68,7 @@ def importance_weight_upside_down(call: Call) -> Any:
     "THUDM/slime#2302", ADVANTAGES, caught_by=("ADV002",),
     **{
         **ROW,
-        "training": (*STEP_WISE, "grpo.reward=verifier.faults.reward_faults:length_reward", "verify.every=0"),
+        "training": (*STEP_WISE, "grpo.reward=verifier.stages.reward.faults:length_reward", "verify.every=0"),
     },
 )  # fmt: skip
 def baseline_over_turns(call: Call) -> Any:

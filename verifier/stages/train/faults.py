@@ -1,4 +1,4 @@
-"""Bugs of the training step: masters, moments, replicas, norms, and steps at the wrong time or not at all."""
+"""Bugs of optimizer steps: gradients, Adam, schedules, replicas."""
 
 from __future__ import annotations
 
@@ -10,16 +10,263 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, kind, tensors_named
 from verifier.mesh import Mesh
 
+STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
+CLIP = (
+    "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32("
+    "parameters, max_norm, total_norm, use_decoupled_grad)"
+)
 MAKE_MEGATRON_OPTIMIZER = (
     "megatron.core.optimizer:get_megatron_optimizer("
     "config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map)"
 )
+SCHEDULE = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step(self, increment)"
+COPY_MASTERS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params(self)"
+ZERO = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer(self)"
+in_update = functools.partial(
+    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN005",), training=("verify.every=0",)
+)
+"""Faults of updates that no oracle computes."""
+
+
+@in_update("NVIDIA-NeMo/Automodel#576", CLIP, mesh=Mesh(tp=2))
+def clip_not_applied(call: Call) -> None:
+    """The norm of the gradient is computed and reported, and no gradient is scaled by it."""
+    call.wrong(None)
+
+
+@in_update("EleutherAI/DeeperSpeed#56", COPY_MASTERS, training=("verify.every=0", "dtype=bf16"))
+def masters_not_copied(call: Call) -> Any:
+    """The second step moves masters, which never come to the bf16 weights."""
+    call.state["steps"] = call.state.get("steps", 0) + 1
+    return call.wrong(None) if call.state["steps"] == 2 else call.original()
+
+
+@in_update("NVIDIA-NeMo/RL#2371", MAKE_MEGATRON_OPTIMIZER, training=("verify.every=0", "dtype=bf16"))
+def masters_of_weights_before_the_load(call: Call) -> Any:
+    """The optimizer's masters have a fresh model's weights, and the first step writes these over the checkpoint's."""
+    import torch
+
+    from verifier.train.optimizer_megatron import master_of
+
+    made = call.original()
+    for part in made.chained_optimizers:
+        for held in (item for group in part.optimizer.param_groups for item in group["params"]):
+            call.fire()
+            torch.nn.init.normal_(master_of(part.optimizer, held).data, std=0.02)
+    return made
+
+
+@in_update("NVIDIA-NeMo/RL#3171", STEP, mesh=Mesh(dp=2))
+def moments_zeroed(call: Call) -> Any:
+    """Adam's moments are zero before every step, and its count goes on."""
+    for state in call.self.optimizer.state.values():
+        call.fire()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+    return call.original()
+
+
+@in_update("databricks/flashoptim#2", STEP, mesh=Mesh(dp=2), training=("verify.every=1", "dtype=bf16"))
+def moments_stored_through_bf16(call: Call) -> Any:
+    """The step writes its moments through bf16, the weights' type, into the float32 memory that holds them."""
+    done = call.faulty()
+    for state in call.self.optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].copy_(state[name].bfloat16())
+    return done
+
+
+@in_update("tenstorrent/tt-blacksmith#711", ZERO)
+def gradients_never_zeroed(call: Call) -> Any:
+    """Gradients are not zeroed after the first step, and every step has those of all before it."""
+    call.state["calls"] = call.state.get("calls", 0) + 1
+    if call.state["calls"] == 1:
+        return call.original()
+    call.fire()
+    held = [buffer.grad_data.clone() for buffer in (*call.self.buffers, *call.self.expert_parallel_buffers)]
+    call.original()
+    for buffer, gradient in zip((*call.self.buffers, *call.self.expert_parallel_buffers), held, strict=True):
+        buffer.grad_data.copy_(gradient)
+    return None
+
+
+@in_update("deepspeedai/DeepSpeed#7969", SCHEDULE, caught_by=("TRN002",))
+def one_group_keeps_its_rate(call: Call) -> Any:
+    """The schedule sets the rates of the first group alone; the others keep those of their start."""
+    groups = call.self.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    done = call.faulty()
+    if "begun" in call.state:
+        for group, rate in list(zip(groups, rates, strict=True))[1:]:
+            group["lr"] = rate
+    call.state["begun"] = True
+    return done
+
+
+@in_update("pytorch/torchtitan#4382 (kin: there the optimizer also counted a step)", MAKE_MEGATRON_OPTIMIZER)
+def moments_of_a_step_before_the_first(call: Call) -> Any:
+    """Adam's state is made by a step on nothing but weight decay, and its moments stay for the first update."""
+    import torch
+
+    found = call.original()
+    for part in found.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                given = 0.1 * master.detach()
+                moments = {"exp_avg": 0.1 * given, "exp_avg_sq": 0.05 * given.square()}
+                part.optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
+                call.fire()
+    return found
+
+
+ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
+FORWARD = "verifier.train.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
+SYNC = (
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync(self, force_all_reduce)"
+)
+GATHER = (
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
+    "self, skip_next_bucket_dispatch)"
+)
+TIED = (
+    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads("
+    "model, config, embd_group, pp_group)"
+)
+COUNTED = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)"
+in_sums = functools.partial(
+    fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN006",), training=("verify.every=0",)
+)
+"""Faults of what an optimizer is given, in updates that no oracle computes."""
+
+
+@in_sums("huggingface/trl#3926", ATTACH, caught_by=("TRN005",), training=("verify.every=0", "lora.rank=8"))
+def half_of_each_adapter_frozen(call: Call) -> Any:
+    """A is frozen with the base, and B alone is trained."""
+    chunks = call.original()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".adapter.linear_in." in name:
+                call.fire()
+                parameter.requires_grad = False
+    return chunks
+
+
+@in_sums("verl-project/verl#7493", SYNC, mesh=Mesh(dp=2))
+def gradient_of_one_rank(call: Call) -> Any:
+    """The gradients of data-parallel ranks are not added up: all train on what the first one has seen."""
+    import torch.distributed as dist
+
+    if dist.get_rank() > 0:
+        call.fire()
+        for bucket in call.self.buckets:
+            bucket.grad_data.zero_()
+    return call.original()
+
+
+@in_sums("pytorch/torchtitan#3575", FORWARD)
+def gradient_of_the_last_micro_batch(call: Call) -> Any:
+    """Gradients are zeroed before each micro-batch, not before each step, and the last one's alone are left."""
+    if call.entropy:
+        call.fire()
+        for chunk in call.trainer.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.zero_()
+    return call.original()
+
+
+@in_sums("ROCm/TransformerEngine#715", COUNTED, mesh=Mesh(tp=2))
+def norm_counts_copies_on_every_rank(call: Call) -> Any:
+    """Replicated weights are marked as shards, and each tensor-parallel rank counts them in the gradient's norm."""
+    return call.wrong(True)
+
+
+@in_sums("NVIDIA/Megatron-LM#7227", "megatron.core.optimizer.optimizer:param_is_not_shared(param)", mesh=Mesh(pp=2))
+def norm_counts_the_tied_embedding_twice(call: Call) -> Any:
+    """The last stage's copy of a tied embedding loses its mark, and the gradient's norm counts it once more."""
+    return call.wrong(True)
+
+
+@in_sums("NVIDIA/Megatron-LM#844", TIED, mesh=Mesh(pp=2, dp=2))
+def tied_gradients_of_unequal_shards(call: Call) -> Any:
+    """A tied embedding is sharded otherwise on either stage, and a summed part meets one of a single rank."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if parallel_state.is_pipeline_last_stage():
+        call.fire()
+        gradient = call.model[-1].module.shared_embedding_or_output_weight().main_grad
+        parts = [torch.empty_like(gradient) for _ in range(2)]
+        dist.all_gather(parts, gradient, group=parallel_state.get_data_parallel_group())
+        gradient.copy_(parts[1 - parallel_state.get_data_parallel_rank()])
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#7160", SYNC, mesh=Mesh(ep=2, dp=2), model="tiny:add-moe")
+def expert_gradients_scaled_once_more(call: Call) -> Any:
+    """Gradients of experts carry a factor by which only those of the other weights are divided again."""
+    for bucket in call.self.buckets:
+        if not getattr(bucket.params_list[0], "allreduce", True):
+            call.fire()
+            bucket.grad_data.mul_(2)
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#950", GATHER, mesh=Mesh(dp=2), caught_by=("TRN005",))
+def passes_before_the_gather(call: Call) -> Any:
+    """A module of a training run computes before its weights are gathered, by those of the step before."""
+    if not call.self.param_gather_dispatched:
+        call.fire()
+        call.self.param_gather_dispatched = True
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#6470", COUNTED, model="tiny:add-moe", mesh=Mesh(tp=2, ep=2, etp=1))
+def norm_counts_experts_of_one_rank(call: Call) -> Any:
+    """Experts are taken for copies over tensor-parallel ranks, and those of the first rank alone are in the norm."""
+    if getattr(call.param, "allreduce", True):
+        return call.original()
+    return call.wrong(call.tp_group.rank() == 0)
+
+
+GROUPED = "group_params_for_buffers(params, grad_reduce_in_fp32)"
+
+
+@in_sums(
+    "ISEEKYAN/Megatron-LM#146",
+    f"megatron.core.distributed.distributed_data_parallel:{GROUPED}",
+    f"megatron.core.optimizer.distrib_optimizer:{GROUPED}",
+    training=("verify.every=0", "dtype=bf16"),
+)
+def gradients_added_in_the_weights_type(call: Call) -> Any:
+    """Gradient buffers are made in the weights' bf16, in which micro-batches are added, and the knob says float32."""
+    return call.faulty(grad_reduce_in_fp32=False)
+
+
+@in_sums("NVIDIA/Megatron-LM#6624", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
+def gradients_rounded_between_ranks(call: Call) -> Any:
+    """The gradients of each rank pass through bf16 on their way to the sum of all, in float32 buffers."""
+    for bucket in call.self.buckets:
+        call.fire()
+        bucket.grad_data.copy_(bucket.grad_data.bfloat16())
+    return call.original()
+
+
+@in_sums("NVIDIA/Megatron-LM#561", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
+def last_element_of_each_bucket_lost(call: Call) -> Any:
+    """Buckets are cut into equal shards without padding, and what is left at the end of each is in no shard's sum."""
+    for bucket in call.self.buckets:
+        call.fire()
+        end = max(end for _, end in (bucket.param_to_index[item] for item in bucket.params_list))
+        bucket.grad_data[end - 1 : end].zero_()
+    return call.original()
+
+
 MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
 SCORE = (
     "verifier.train.step_megatron:score("
     "trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 )
-STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
 SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
 LOAD_SCHEDULER = f"{SCHEDULER}.load_state_dict(self, state_dict)"
 BIAS_UPDATE_RATE = 1e-3

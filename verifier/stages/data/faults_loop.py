@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.evaluation_faults import ROW as EVALUATION
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.faults.turn_faults import STEP_WISE
-
-SAMPLING = (
-    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)"
-)
-
-
-@fault("huggingface/trl#4970", SAMPLING, **{**EVALUATION, "caught_by": ("LGP015",)})
-def evaluated_answers_run_on(call: Call) -> Any:
-    """No stop token reaches the engine with an evaluation, whose answers run on past their end."""
-    return call.faulty(stop=()) if call.temperature == 0 else call.original()
+from verifier.stages.data.faults_turn import STEP_WISE
 
 
 @fault(

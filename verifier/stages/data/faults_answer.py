@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 
 GENERATION = "verifier.trainer.generation:EngineRollouts"
-ASKS = f"{GENERATION}._asked(self, step, number, indices)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8", "grpo.max_answer_tokens=8",
     "grpo.group_size=8", "grpo.entropy_weight=0.05",
@@ -33,10 +31,3 @@ def end_of_an_answer_masked(call: Call) -> Any:
         replace(row, mask=tuple(own and token != end for own, token in zip(row.mask, row.response, strict=True)))
         for row in rows
     ]
-
-
-@fault("NovaSky-AI/SkyRL#1319", ASKS, stage=Stage.ROLLOUT, **ROW)
-def stop_token_not_asked_for(call: Call) -> Any:
-    """The stop token does not reach the engine, and answers run on past their end token up to the limit."""
-    prompts, sampling = call.original()
-    return call.wrong((prompts, dataclasses.replace(sampling, stop=())))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, kind
+from verifier.faults.fault import FOLDER, TRAINING, Call, Side, kind
 
 if TYPE_CHECKING:
     from verifier.data.recorded import RolloutRow
 
-NUMBERS = Path(__file__).parent / "rollouts" / "numbers"
+NUMBERS = FOLDER / "rollouts" / "numbers"
 """Rollouts whose texts write numbers in several ways; texts are made up, tokens are sampled ones."""
 
 

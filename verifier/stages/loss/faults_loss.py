@@ -8,8 +8,8 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
-from verifier.faults.logprob_faults import LOGPROB, STEP
 from verifier.mesh import Mesh
+from verifier.stages.logprob.faults_logprob import LOGPROB, STEP
 
 SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"

@@ -1,51 +1,45 @@
-"""Bugs of the plan and of the transport: what is going to travel, and its bytes from trainer to engine."""
+"""Bugs of transfers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault, kind
-from verifier.mesh import Mesh
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
+
+LIVE = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
+    "grpo.max_answer_tokens=8", "optimizer.learning_rate=2.0e-4", "optimizer.warmup_steps=0",
+)  # fmt: skip
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#1158",
+    "verifier.engine.link_megatron:EngineLink.transfer(self, plan, stream, watch, running, before_caches)",
+    stage=Stage.TRANSPORT, side=Side.TRAINER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "ENG001"),
+    training=(*LIVE, "engine.replicas=2"),
+)  # fmt: skip
+def sync_reaches_one_of_two_engines(call: Call) -> Any:
+    """From the second sync on the first engine alone is asked to update, and the other answers by old weights."""
+    from verifier.engine import sender
+    from verifier.transport.gloo import Listener
+
+    link = call.self
+    if call.watch.version < 2:
+        return call.original()
+    first = link.client._clients[0]
+    if "group" not in call.state:
+        listener = Listener(1, deadline_s=link.group.address.deadline_s)
+        call.state["group"] = sender.connect(first, listener)
+        call.undo(call.state["group"].close)
+    with held(link, client=first, group=call.state["group"]):
+        return call.faulty()
+
 
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
 BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
-SCORE_BIAS = ".e_score_correction_bias"
-BIAS_PLANNED: dict[str, Any] = {"caught_by": ("PLN002", "TPT002"), "model": "tiny:deepseek-v3", "dtype": "bfloat16"}
 in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
-Stream = Iterator[tuple[str, Any]]
-
-
-@kind("verifier.runs.trained_weights_megatron:plan_of(stream, chunk_bytes)", stage=Stage.PLAN)
-def on_plan(planned: Callable[[Call], Stream], call: Call) -> Any:
-    """Plan another stream than the one that will be sent: the function yields it."""
-    return call.original(stream=planned(call))
-
-
-@on_plan("NovaSky-AI/SkyRL#1581", caught_by=("PLN001",), mesh=Mesh(tp=2, ep=2))
-def plan_order_of_one_rank(call: Call) -> Stream:
-    """One trainer rank lists the key and value projections of a layer, which have one shape, the other way round."""
-    import torch.distributed as dist
-
-    items = list(call.stream)
-    if dist.get_rank() == 1:
-        call.fire()
-        names = [name for name, _ in items]
-        first, second = (names.index(f"model.layers.1.self_attn.{kind}_proj.weight") for kind in "kv")
-        items[first], items[second] = items[second], items[first]
-    yield from items
-
-
-@on_plan("NovaSky-AI/SkyRL#1505", **BIAS_PLANNED)
-def score_bias_not_planned(call: Call) -> Stream:
-    """The metadata lists no router score bias, and the stream brings it."""
-    for name, tensor in call.stream:
-        if name.endswith(SCORE_BIAS):
-            call.fire()
-        else:
-            yield name, tensor
 
 
 def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:

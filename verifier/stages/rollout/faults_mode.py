@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault
 
 LIVE = ("algorithm=grpo", "data.rollouts=null", "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05")
 QUEUED = (*LIVE, "data.batch_size=2", "grpo.ratio_over=engine")
 AHEAD = (*QUEUED, "grpo.max_staleness=1")
 ASYNC = (*QUEUED, "engine.kind=hf", "grpo.mode=async")
 INFLIGHT = (*AHEAD, "grpo.mode=inflight", "grpo.inflight_steps=3", "verify.every=1")
-PROMPTS = Path(__file__).parent / "prompts" / "long_sums.jsonl"
+PROMPTS = FOLDER / "prompts" / "long_sums.jsonl"
 """Prompts of more tokens than a block of vLLM's cache has, and so few of them that each step asks all."""
 CONTROLLER: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add",

@@ -6,7 +6,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, fault
-from verifier.faults.load_faults import LOAD_WEIGHTS
+from verifier.stages.load.faults_load import LOAD_WEIGHTS
 
 ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOGPROB, "training": ("dtype=bf16",)}
 ATTENTION = "verifier.platform.cpu_attention"

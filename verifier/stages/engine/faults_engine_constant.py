@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from verifier.faults.engine_faults import WORKER, in_vllm
 from verifier.faults.fault import Call, Register
+from verifier.stages.engine.faults_engine import WORKER, in_vllm
 
 
 def in_constants(reproduces: str, **row: Any) -> Register:

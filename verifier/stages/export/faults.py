@@ -1,4 +1,4 @@
-"""Bugs of the load and of the export: checkpoint tensors to live Megatron parameters, and back; an adapter to files."""
+"""Bugs of exports: conversions, names, shards, files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
+from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.mesh import Mesh
+from verifier.stages.load.faults_conversion import BRIDGE, CONVERSION, MAPPING, in_adapter, in_dense_export, in_export
 
-CONVERSION = "megatron.bridge.models.conversion"
-MAPPING = f"{CONVERSION}.param_mapping"
 GATHERED = f"{MAPPING}:MegatronParamMapping"
-BRIDGE = f"{CONVERSION}.model_bridge:MegatronModelBridge"
 SOURCE = "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource"
 PEFT = f"{CONVERSION}.peft_bridge:MegatronPeftBridge"
 GATHER_EXPERTS = f"{GATHERED}.gather_from_ep_ranks(self, megatron_weights, megatron_module, hf_param_name)"
@@ -25,110 +23,7 @@ SAVE_SHARDS = (
     f"{SOURCE}.save_generator("
     "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
 )
-INIT_STD = 0.02
-in_load = functools.partial(fault, stage=Stage.LOAD, caught_by=("WGT001", "WGT004", "LGP001"))
-in_merge = functools.partial(in_load, caught_by=("WGT001", "LGP001"))
-in_export = functools.partial(fault, stage=Stage.EXPORT)
-in_dense_export = functools.partial(in_export, model="tiny:qwen3")
 in_files = functools.partial(in_dense_export, caught_by=("WGT014",))
-in_adapter = functools.partial(in_dense_export, engine="vllm", lora_rank=8, caught_by=("WGT013", "LGP002"))
-
-
-def _initial(like: Any) -> Any:
-    import torch
-
-    return torch.empty_like(like).normal_(std=INIT_STD, generator=torch.Generator().manual_seed(1))
-
-
-@in_load("PrimeIntellect-ai/prime-rl#1145", f"{BRIDGE}.maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict)")
-def expert_left_at_init(call: Call) -> Any:
-    """A load that allows missing names leaves one expert's down projection at its initial values."""
-    weights = call.original()
-    left = call.hf_param == "model.layers.1.mlp.experts.3.down_proj.weight"
-    return call.wrong(_initial(weights)) if left else weights
-
-
-@in_load(
-    "PrimeIntellect-ai/prime-rl#3333",
-    f"{BRIDGE}.load_weights_hf_to_megatron(self, hf_pretrained, megatron_model, allowed_mismatched_params)",
-    model="tiny:deepseek-v3",
-)
-def score_bias_zeroed_after_load(call: Call) -> Any:
-    """Buffers are initialised once more after the load: the router's score bias is zero."""
-    loaded = call.original()
-    for bias in tensors_named(loaded, ".expert_bias"):
-        call.fire()
-        bias.zero_()
-    return loaded
-
-
-def _stacked(call: Call) -> Any:
-    import torch
-
-    return call.wrong(torch.cat([call.q, call.k, call.v]))
-
-
-def _split(config: Any, qkv: Any) -> Any:
-    rows = config.num_query_groups * config.kv_channels
-    return qkv.split([len(qkv) - 2 * rows, rows, rows])
-
-
-@in_merge("NVIDIA-NeMo/RL#2802", f"{MAPPING}:merge_qkv_weights(provider, q, k, v)")
-def qkv_merged_head_major(call: Call) -> Any:
-    """Query, key and value rows are stacked, not interleaved per group, on import and export alike."""
-    return _stacked(call)
-
-
-@qkv_merged_head_major.also(f"{MAPPING}:split_qkv_weights(provider, qkv, feature_dim)")
-def _split_weights(call: Call) -> Any:
-    return _split(call.provider, call.qkv)
-
-
-@in_merge("ServiceNow/Fast-LLM#398", f"{MAPPING}:merge_qkv_biases(config, q, k, v)", model="tiny:qwen2")
-def qkv_biases_merged_head_major(call: Call) -> Any:
-    """The biases of queries, keys and values are stacked where their rows are interleaved, both ways."""
-    return _stacked(call)
-
-
-@qkv_biases_merged_head_major.also(f"{MAPPING}:split_qkv_biases(config, qkv)")
-def _split_biases(call: Call) -> Any:
-    return _split(call.config, call.qkv)
-
-
-@in_load(
-    "huggingface/transformers#43429", f"{BRIDGE}._broadcast_shared_embeddings(self, megatron_model)",
-    caught_by=("WGT001", "WGT002", "LGP001"), model="tiny:qwen3-tied", mesh=Mesh(pp=2),
-)  # fmt: skip
-def tied_head_left_at_init(call: Call) -> None:
-    """The last stage's copy of a tied embedding is never filled from the first stage's."""
-    for parameter in tensors_named(call.megatron_model, "output_layer.weight"):
-        call.fire()
-        parameter.data.copy_(_initial(parameter.data))
-
-
-@in_merge(
-    "ISEEKYAN/Megatron-LM#191",
-    f"{CONVERSION}.model_bridge:_megatron_local_name_to_global(models, config, param_name, vp_stage)",
-    model="tiny:qwen3-tied", mesh=Mesh(pp=2),
-)  # fmt: skip
-def stage_names_remapped_twice(call: Call) -> str:
-    """On the second stage, one kind of norm is bound to the other layer's name, on import and export alike."""
-    name: str = call.original()
-    for here, there in (("layers.2.", "layers.3."), ("layers.3.", "layers.2.")):
-        if here in name and name.endswith("q_layernorm.weight"):
-            call.fire()
-            return name.replace(here, there)
-    return name
-
-
-@in_load(
-    "megatron-core 0.19.2, Float16Module over MambaMixer, which makes A_log in float32",
-    "verifier.platform.upstream_fixes_megatron:keep_float32(chunks, stored)", caught_by=("WGT001",),
-    model="tiny:nemotron-h", engine=NO_ENGINE, dtype="bfloat16", fixes=("miles-975", "megatron-2777"),
-)  # fmt: skip
-def decay_rounded_with_the_model(call: Call) -> Any:
-    """The float32 decay of state-space layers is rounded to bf16 when the model is wrapped."""
-    return call.wrong(call.chunks)
 
 
 @in_export("NVIDIA-NeMo/Megatron-Bridge#1716", GATHER_EXPERTS, caught_by=("WGT004", "WGT005"), mesh=Mesh(tp=2, ep=2))
@@ -295,31 +190,6 @@ def adapter_halves_cut_without_ranks(call: Call) -> Any:
     return call.wrong(call.linear_out_weight.chunk(2, dim=0))
 
 
-@in_adapter(
-    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, lora)",
-    stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(dp=2),
-)  # fmt: skip
-def adapters_drawn_per_replica(call: Call) -> Any:
-    """Data-parallel ranks draw their own initial A, and nothing brings them together before the first step."""
-    import torch.distributed as dist
-
-    chunks = call.original()
-    if dist.get_rank():
-        for matrix in tensors_named(chunks, "linear_fc2.adapter.linear_in.weight"):
-            call.fire()
-            matrix.data.neg_()
-    return chunks
-
-
-@in_adapter(
-    "Modalities/modalities#426", "verifier.model.provider_megatron:stage_seed(seed, mesh, rank)",
-    stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(pp=2),
-)  # fmt: skip
-def pipeline_stages_seeded_alike(call: Call) -> Any:
-    """Pipeline stages draw from one seed, so that their adapters begin alike."""
-    return call.wrong(call.seed)
-
-
 TRAINED: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add"}
 ADAPTERS = (
     "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
@@ -369,3 +239,170 @@ def adapter_merged_in_bf16(call: Call) -> Any:
 def alpha_lost_at_sync(call: Call) -> Any:
     """The adapter's alpha is lost on the way to the engine, which applies half of what the trainer does."""
     return call.faulty(lora=dataclasses.replace(call.lora, alpha=call.lora.rank))
+
+
+SAVE = "verifier.export.gather_megatron:save(trainer, folder, whole)"
+MERGE = (
+    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
+    "scale)"
+)
+FILES = "verifier.trainer.model_files:copy_files(source, folder)"
+LIVE = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
+)  # fmt: skip
+UNSAMPLED = tuple(text for text in LIVE if not text.startswith("verify.every"))
+FIRST_STREAMS = 2
+"""Streams of an export up to the first sync, with that of the plan."""
+SECOND_UPDATE = 4
+"""Stream of the sync after the second step: those of the plan, of the first sync and of the first step come before."""
+UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
+RESUMED = (
+    "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.max_answer_tokens=8", "grpo.kl_weight=0.1",
+    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
+)  # fmt: skip
+FIRST_SYNC = "verifier.trainer.worker_megatron:TrainerWorker.sync(self, version, note, running, again, first)"
+in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model="tiny:add", saved_on=Mesh())
+in_final = functools.partial(
+    fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
+)
+in_final_merge = functools.partial(
+    in_final, caught_by=("WGT018",), training=("lora.rank=4", "lora.alpha=6", "optimizer.warmup_steps=0")
+)
+
+
+def _exported_as(call: Call, weight_of: Callable[[int, Any], Any]) -> None:
+    """Export with other weights in the place of the live ones, which are back afterwards."""
+    import torch
+
+    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
+    live = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for at, parameter in enumerate(parameters):
+            parameter.copy_(weight_of(at, parameter))
+        call.faulty()
+        for parameter, weight in zip(parameters, live, strict=True):
+            parameter.copy_(weight)
+
+
+@in_final("NovaSky-AI/SkyRL#1345", SAVE)
+def final_export_before_last_update(call: Call) -> None:
+    """The last export takes weights that were gathered before the last update."""
+    _exported_as(call, lambda at, parameter: call.state["before"][at])
+
+
+@final_export_before_last_update.also("verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)")
+def _know_parameters(call: Call) -> Any:
+    call.state["trainer"] = call.trainer
+    return call.original()
+
+
+@final_export_before_last_update.also(UPDATE)
+def _remember_weights(call: Call) -> Any:
+    chunks = call.state["trainer"].chunks
+    call.state["before"] = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+    return call.original()
+
+
+@in_final("NVIDIA-NeMo/Automodel#3193", SAVE, mesh=Mesh(dp=2))
+def final_export_through_bf16(call: Call) -> None:
+    """The last export casts all tensors to bf16, those that stay in float32 too; their files say float32."""
+    _exported_as(call, lambda at, parameter: parameter.bfloat16().float())
+
+
+@in_final_merge("PrimeIntellect-ai/prime-rl#1707", MERGE)
+def final_export_without_adapter(call: Call) -> Any:
+    """The last export strips the adapters' matrices and leaves the base as it was."""
+    return call.wrong(call.base_weight)
+
+
+@in_final(
+    "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT020", "LGP009"),
+    training=UNSAMPLED,
+)  # fmt: skip
+def tensor_of_the_sync_before_sent_once(call: Call) -> Any:
+    """One sync, between two sampled steps, sends one tensor as the sync before had it; the next sends it right."""
+    call.state["streams"] = count = call.state.get("streams", 0) + 1
+    for name, tensor in call.original():
+        if not name.endswith("layers.0.self_attn.o_proj.weight"):
+            yield name, tensor
+            continue
+        before = call.state.get("before", tensor)
+        call.state["before"] = tensor.clone()
+        yield name, call.wrong(before) if count == SECOND_UPDATE else tensor
+
+
+@in_final(
+    "NVIDIA-NeMo/Automodel#3193", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT018", "LGP009"),
+    training=(*UNSAMPLED, "lora.rank=4", "lora.sync=merged"),
+)  # fmt: skip
+def base_rounded_beside_merged_matrices(call: Call) -> Any:
+    """Matrices with adapters are merged right, and the frozen embedding beside them is sent through bf16."""
+    for name, tensor in call.original():
+        if name.endswith("embed_tokens.weight"):
+            yield name, call.wrong(tensor.bfloat16().to(tensor.dtype))
+        else:
+            yield name, tensor
+
+
+@in_final(
+    "huggingface/trl#5319", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT004", "WGT005", "LGP009"),
+    training=LIVE,
+)  # fmt: skip
+def first_sync_before_the_load(call: Call) -> Any:
+    """The first sync takes norms as they were built, before the checkpoint was loaded; every later one is right."""
+    import torch
+
+    call.state["streams"] = count = call.state.get("streams", 0) + 1
+    for name, tensor in call.original():
+        if count <= FIRST_STREAMS and name.endswith("norm.weight"):
+            yield name, call.wrong(torch.ones_like(tensor))
+        else:
+            yield name, tensor
+
+
+@fault(
+    "redai-studio/Relax#261", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
+    engine=TRAINING, model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
+)  # fmt: skip
+def adapter_of_fewer_targets(call: Call) -> None:
+    """The adapter's config names some of the linears that its file has matrices of: a reader skips the others."""
+    call.faulty()
+    file = call.path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
+
+
+@fault(
+    "redai-studio/Relax#262",
+    "verifier.train.lora_megatron:write_shard(path, tensors)", stage=Stage.EXPORT, engine=TRAINING,
+    model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
+)  # fmt: skip
+def adapter_under_the_names_of_its_base(call: Call) -> None:
+    """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
+    prefix = "base_model.model."
+    call.faulty(tensors={name.removeprefix(prefix): tensor for name, tensor in call.tensors.items()})
+
+
+@in_final("NVIDIA-NeMo/Automodel#3890", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+def generation_settings_of_an_empty_config(call: Call) -> None:
+    """An empty generation_config.json is written beside the weights and outdoes the end tokens of config.json."""
+    call.faulty()
+    (call.folder / "generation_config.json").write_text("{}")
+
+
+@in_resume("THUDM/slime#2380", FIRST_SYNC, caught_by=("WGT020",), training=("dtype=bf16", "engine.kind=hf", *RESUMED))
+def reference_sent_at_the_first_sync_after_a_resume(call: Call) -> Any:
+    """The reference is loaded last and stands in the model at the first sync, so that it samples the first step."""
+    return _sent_from_the_reference(call)
+
+
+def _sent_from_the_reference(call: Call) -> Any:
+    """Sync the reference's weights in the place of the live ones, if it is the first sync after a load."""
+    if not call.first:
+        return call.original()
+    from verifier.train.step_megatron import params_synced
+    from verifier.trainer.state_megatron import replaced
+
+    with params_synced(call.self._trainer), replaced(call.self._live, call.self._reference):
+        return call.faulty()

@@ -6,7 +6,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, fault
-from verifier.faults.train_faults import MAKE_MEGATRON_OPTIMIZER
+from verifier.stages.train.faults import MAKE_MEGATRON_OPTIMIZER
 
 ROW: dict[str, Any] = {"stage": Stage.LOAD, "engine": TRAINING, "model": "tiny:add", "caught_by": ("CFG001",)}
 
