@@ -196,7 +196,7 @@ class LoopRecorder(EngineRecorder):
 
     def _record_source(self) -> None:
         from verifier.model.checkpoint import open_checkpoint
-        from verifier.probes.tensors import source_tensors
+        from verifier.stages.export.probe_tensors import source_tensors
 
         for item in source_tensors(open_checkpoint(self.model)):
             self.emit(item)
@@ -210,7 +210,7 @@ class LoopRecorder(EngineRecorder):
             kept = {}
         whole = isinstance(named, Mapping | list | tuple)
         if kind is ExportedTensor and not whole:  # what is held while later tensors come is looked at again
-            from verifier.probes.tensors import recorded
+            from verifier.stages.export.probe_tensors import recorded
 
             for name, tensor in recorded(self, pairs_of(named), version):
                 if kept is not None:

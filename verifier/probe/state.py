@@ -105,7 +105,7 @@ class StateRecorder(OptimizerRecorder):
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
         """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
-        from verifier.probes.configs_megatron import record_provider
+        from verifier.stages.load.probe_configs_megatron import record_provider
 
         record_provider(self, config, chunks)
 
@@ -170,8 +170,8 @@ class StateRecorder(OptimizerRecorder):
             UsageError: `probe.open` was given no `model`.
         """
         from verifier.plan.digest import described
-        from verifier.probes.tensors import record_saved, source_tensors
-        from verifier.probes.training.saved_files import record_files
+        from verifier.stages.export.probe_saved_files import record_files
+        from verifier.stages.export.probe_tensors import record_saved, source_tensors
 
         folder = Path(folder)
         if not self.model:

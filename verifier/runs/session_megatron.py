@@ -18,21 +18,21 @@ from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
-from verifier.probes.activations_megatron import ActivationProbe
-from verifier.probes.arguments_megatron import given_arguments
-from verifier.probes.configs_megatron import record_provider, record_stated
-from verifier.probes.engine_state import held_by, record_views
-from verifier.probes.routes_megatron import record_replay, replaying
-from verifier.probes.tensors import record_source
-from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
-from verifier.probes.weights_megatron import record_expected, record_live
 from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
+from verifier.stages.engine.probe_engine_state import held_by, record_views
+from verifier.stages.export.probe_tensors import record_source
+from verifier.stages.load.probe_configs_megatron import record_provider, record_stated
+from verifier.stages.load.probe_weights_megatron import record_expected, record_live
 from verifier.stages.load.records import LoadedShard
+from verifier.stages.logprob.probe_activations_megatron import ActivationProbe
+from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.pack.probe_tokens import TokenProbe, record_of_rollouts, record_scored
+from verifier.stages.replay.probe_megatron import record_replay, replaying
 from verifier.stages.train.records import ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.train import recompute_megatron, step_megatron
 from verifier.trainer.preload_megatron import preload as preload

@@ -20,12 +20,12 @@ from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import gather_json
-from verifier.probes.configs_megatron import record_config
-from verifier.probes.engine_state import TransferProbe
-from verifier.probes.tensors import record_saved, record_tensors, recorded
-from verifier.probes.weights_megatron import record_exported_adapter, record_live, record_plan
 from verifier.runs.rank_run_megatron import RankRun
+from verifier.stages.engine.probe_engine_state import TransferProbe
+from verifier.stages.export.probe_tensors import record_saved, record_tensors, recorded
 from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.probe_configs_megatron import record_config
+from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_live, record_plan
 from verifier.stages.load.records import AdapterShard, AdapterSpread
 from verifier.stages.train.records import (
     FrozenShard,

@@ -12,9 +12,9 @@ from verifier.core.manifest import MeshSizes
 from verifier.core.record import ONLY
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
-from verifier.probes.trainer import record_of_rollouts
 from verifier.runs.workload import Answer, expected_rollouts, rollouts_of, with_answers
 from verifier.stages.pack.checks_packing import token_misplaced
+from verifier.stages.pack.probe_tokens import record_of_rollouts
 from verifier.stages.pack.records import TokenLedger
 from verifier.stages.rollout.records import SampledTokens
 

@@ -19,8 +19,8 @@ from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
-from verifier.probes.training.rollout_evidence import has_second_reader, rewards_of
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.probe_rollouts import has_second_reader, rewards_of
 from verifier.stages.loss.records import LossRows, UpdateRatios
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")

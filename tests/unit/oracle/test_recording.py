@@ -22,7 +22,6 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import record_oracle
-from verifier.probes.trainer import record_of_rollouts
 from verifier.stages.logprob.records import (
     DtypeNoise,
     OracleLogprobs,
@@ -32,6 +31,7 @@ from verifier.stages.logprob.records import (
     TrainerLogprobs,
 )
 from verifier.stages.loss.records import GradientRecord, Objective, RouterChoices
+from verifier.stages.pack.probe_tokens import record_of_rollouts
 from verifier.stages.replay.records import OWN_ROUTES, GivenRoutes, UsedRoutes
 from verifier.stages.rollout.records import DrawnTokens, SampledTokens
 from verifier.stages.train.records import OptimizerRule

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verifier.engine.stored_tensors import slice_of
-from verifier.probes.engine_state import record_views
+from verifier.stages.engine.probe_engine_state import record_views
 from verifier.stages.engine.records import CheckpointView, ExpectedView
 
 

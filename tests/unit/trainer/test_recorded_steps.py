@@ -14,7 +14,7 @@ from verifier.config.training import TrainConfig
 from verifier.data.rollout_file import load_rollouts
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.rollout_evidence import record_policy
+from verifier.stages.data.probe_rollouts import record_policy
 from verifier.stages.data.records import Drops
 from verifier.stages.reward.records import GivenRewards
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts

@@ -13,9 +13,9 @@ from verifier.model.families import has_score_bias
 from verifier.platform.stand_ins import stand_ins_of
 from verifier.platform.upstream_fixes import RunFacts, bugs_of
 from verifier.probes.training.sampled_step import unsampled_because
-from verifier.probes.training.spot import has_spot, why_no_spot
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.run_manifest import identity_of
+from verifier.stages.logprob.probe_spot_scores import has_spot, why_no_spot
 
 MAX_CUT_BYTES = 2**28
 """Largest checkpoint whose exports a GPU's ranks copy to the host at every sync."""

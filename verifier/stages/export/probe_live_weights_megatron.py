@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from verifier.core.record import Probe
 from verifier.model.checkpoint import INDEX
 from verifier.plan.digest import described
-from verifier.probes.configs_megatron import record_config
-from verifier.probes.tensors import record_saved, source_tensors
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.training.transfer_evidence_megatron import merged_matrix
-from verifier.probes.weights_megatron import record_exported_adapter, record_live
+from verifier.stages.export.probe_tensors import record_saved, source_tensors
 from verifier.stages.export.records import WrittenShard
+from verifier.stages.load.probe_configs_megatron import record_config
+from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_live
 from verifier.stages.train.records import UpdatedShard
+from verifier.stages.transport.probe_megatron import merged_matrix
 from verifier.train.step_megatron import params_synced
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import RankParts

@@ -13,8 +13,8 @@ import torch
 from verifier.core.record import real
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.training.adam_elements import Slice, UpdateSample, chosen, greatest_moment
-from verifier.probes.training.gradient_sums_megatron import Places, Sums, UpdateSums
+from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment
+from verifier.stages.train.probe_gradient_sums_megatron import Places, Sums, UpdateSums
 from verifier.stages.train.records import ParameterGroup
 from verifier.train.masters_megatron import models_of, owned_masters
 from verifier.train.optimizer_megatron import StepSettings

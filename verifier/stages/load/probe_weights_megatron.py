@@ -13,7 +13,7 @@ from verifier.export.live_weights import LiveWeights
 from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import described, digest_tensors
-from verifier.probes.tensors import record_tensors
+from verifier.stages.export.probe_tensors import record_tensors
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling
 from verifier.stages.load.records import ExpectedShard, ShardRecord
 from verifier.stages.plan.records import PlanDigest, PlannedTensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from verifier.model.checkpoint import open_checkpoint
-from verifier.probes.training.adapter_evidence_megatron import AdapterEvidence
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.weights_megatron import record_expected, record_live
+from verifier.stages.load.probe_weights_megatron import record_expected, record_live
 from verifier.stages.load.records import LoadedShard
+from verifier.stages.train.probe_adapters_megatron import AdapterEvidence
 from verifier.train.step_megatron import params_synced
 from verifier.trainer.observer import RankParts
 

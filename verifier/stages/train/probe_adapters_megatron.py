@@ -6,10 +6,10 @@ import torch
 
 from verifier.core.record import Probe, real
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.tensors import record_tensors
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.weights_megatron import record_live
+from verifier.stages.export.probe_tensors import record_tensors
 from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.probe_weights_megatron import record_live
 from verifier.stages.load.records import AdapterShard, AdapterSpread, LoadedShard
 from verifier.stages.train.records import FrozenShard, LiveAdapterMatrix, LiveAdapterScaling, UpdatedShard
 from verifier.train import lora_megatron

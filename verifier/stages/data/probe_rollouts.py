@@ -17,9 +17,9 @@ from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import Tokenizer
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
-from verifier.probes.training.decoded_rollouts import rendered
 from verifier.rewards.answer import is_number
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.probe_decoded_rollouts import rendered
 from verifier.stages.data.records import DataOrder, Drops, EpisodeTurns, RequestSeeds, SamplingAsked
 from verifier.stages.replay.records import GivenRoutes
 from verifier.stages.reward.records import GivenRewards

@@ -12,7 +12,7 @@ from verifier.core.record import Probe
 from verifier.core.store import Recorder
 from verifier.engine.api import EngineSlice, EngineTensor
 from verifier.engine.client import EngineClient
-from verifier.probes.engine_state import EngineState, held_by, record_views
+from verifier.stages.engine.probe_engine_state import EngineState, held_by, record_views
 from verifier.stages.engine.records import ColdSettings, ColdTensor, EngineServed, HeldTwice
 
 if TYPE_CHECKING:

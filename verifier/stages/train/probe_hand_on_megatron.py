@@ -13,7 +13,7 @@ from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.tensors import record_tensors
+from verifier.stages.export.probe_tensors import record_tensors
 from verifier.stages.train.records import JoinedTensor
 from verifier.train import lora_megatron
 from verifier.train.optimizer_megatron import named_gradients, named_states
