@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import ragged
 from verifier.core.record import Record
 from verifier.core.trace import Trace
