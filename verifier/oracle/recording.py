@@ -1,7 +1,7 @@
 """Evidence of the oracle, from the run's own evidence and the weights that it dumped, and from nothing else.
 
-Weights lie in a folder: ``live-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``, the
-gradients of the step that made it; of an adapter ``matrices-v`` too.
+Weights lie in a folder: ``weights-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``,
+the gradients of the step that made it; of an adapter ``matrices-v`` too.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Recording:
         if floor is not None:
             record_floor(self.recorder, floor)
         for version in self.seen.versions(TrainerLogprobs):
-            checkpoint = self.source.path if version == 0 else self.weights / f"live-{version}"
+            checkpoint = self.source.path if version == 0 else self.weights / f"weights-{version}"
             if checkpoint.is_dir():
                 self._record_version(checkpoint, version)
         if manifest.layout:
@@ -272,7 +272,7 @@ class _Recording:
         for row in rows:
             self.recorder.emit(gradient_record(row, owners, mesh))
         for record, chosen in zip(trained, routes, strict=True):
-            before = self.weights / f"live-{record.version - 1}" if record.version > 1 else self.source.path
+            before = self.weights / f"weights-{record.version - 1}" if record.version > 1 else self.source.path
             if record.version in own and before.is_dir():
                 self._record_choices(record, before, chosen)
 

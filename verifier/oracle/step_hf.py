@@ -61,7 +61,7 @@ def judge_steps(
 
     Args:
         source: checkpoint of version 0, to which an adapter adds nothing.
-        work: folder with ``gradients-v`` and ``live-v``, the checkpoint, for each version v; of an adapter
+        work: folder with ``gradients-v`` and ``weights-v``, the checkpoint, for each version v; of an adapter
             ``matrices-v`` too, also for version 0.
         batches: the sequences of each step.
         rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
@@ -78,8 +78,8 @@ def judge_steps(
     adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
     past = 0
     for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
-        before = folder / f"live-{version - 1}" if version > 1 else Path(source)
-        held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
+        before = folder / f"weights-{version - 1}" if version > 1 else Path(source)
+        held = [folder / f"matrices-{v}" if adapter else folder / f"weights-{v}" for v in (version - 1, version)]
         if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
             break
         old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}

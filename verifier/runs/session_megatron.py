@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 REPLAYED, RECOMPUTED = (1, 3), (2, 3)
 """Versions, modulo 4, whose steps replay routes, and recompute activations; 0 is the idle step's."""
 RESUMED = 2
-"""Version before whose step the optimizer is written, made anew and read again."""
+"""Version before whose step a checkpoint is written, and read by an optimizer made anew, where TRN001 judges it."""
 
 
 def run(context: RankContext) -> dict[str, float]:
@@ -222,7 +222,7 @@ class Session:
         if run.spec.roundtrip.update == "noise":
             move(self._weights.live, run.source, f"{run.spec.roundtrip.seed}/{version}")
             return
-        if version == RESUMED:
+        if version == RESUMED and run.spec.gradients:
             self._steps.resume(run.folder("stopped"))
         self._step(self._steps, self._batch(version), version)
 

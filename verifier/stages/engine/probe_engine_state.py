@@ -25,6 +25,7 @@ from verifier.stages.engine.records import (
 )
 from verifier.stages.plan.records import PlanDigest
 from verifier.stages.transport.records import ReceivedTensor
+from verifier.trainer.observer import TransferObserver
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,11 @@ WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), 
 """Dtype -> those that have every value of it."""
 
 
-class TransferProbe:
-    """One weight transfer, on trainer rank 0; see `verifier.engine.sender.TransferWatch`.
+class TransferProbe(TransferObserver):
+    """Evidence of one weight transfer, on trainer rank 0.
 
     Args:
-        ranks: recorders by engine rank.
+        ranks: recorders by engine rank; none of a transfer that is not recorded.
         version: of the weights.
         keeps: whether what was sent is copied to the host, which a sync that nobody judges does without.
 
@@ -50,19 +51,20 @@ class TransferProbe:
     """
 
     def __init__(self, ranks: Sequence[Probe], version: int, *, keeps: bool = True) -> None:
-        self._ranks, self.version, self._keeps = ranks, version, keeps
+        super().__init__(version)
+        self._ranks, self._keeps = ranks, keeps
         self.sent: dict[str, torch.Tensor] = {}
         self._drawn: dict[str, torch.Tensor] = {}
 
     def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
         """Record the effect of the poison on each tensor of every engine rank."""
-        for rank, found in enumerate(outcomes):
+        for rank, found in enumerate(outcomes if self._ranks else ()):
             how = {item.name: item.how for item in found}
             self._ranks[rank].emit(Poison(name=f"engine rank {rank}", version=self.version, outcomes=how))
 
     def agreed(self, agreement: Agreement) -> None:
         """Record the plan that each engine rank holds; the first member is the sender."""
-        for rank, digest in enumerate(agreement.messages[1:]):
+        for rank, digest in enumerate(agreement.messages[1:] if self._ranks else ()):
             self._ranks[rank].emit(PlanDigest(name="chunk plan", version=self.version, digest=digest))
 
     def drawn(self, name: str, tensor: torch.Tensor) -> None:
@@ -77,7 +79,7 @@ class TransferProbe:
         version = self.version
         if self._keeps:
             self.sent |= {name: self._drawn.pop(name) for name in delivery.packed.chunk.names}
-        for receipt in delivery.receipts:
+        for receipt in delivery.receipts if self._ranks else ():
             probe, chunk, refused = self._ranks[receipt.rank], receipt.chunk, receipt.refused or ""
             for item in receipt.received:
                 probe.emit(ReceivedTensor(version=version, chunk=chunk, **_facts(item)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from verifier.core.record import Probe, real
@@ -32,9 +34,7 @@ class AdapterEvidence:
         with params_synced(trainer):
             record_live(self._loaded, adapters.base, 0, LoadedShard)
         record_live(self._begun, adapters.trained, 0, AdapterShard)
-        for name, matrix in adapters.matrices().items():
-            deviation = real(float(matrix.double().square().mean().sqrt()))
-            self._begun.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
+        record_spreads(self._begun, adapters.matrices())
 
     def record_update(self, probe: Probe, version: int) -> None:
         """Record what ranks hold after the steps that made a version, beside the base as it was loaded."""
@@ -49,10 +49,7 @@ class AdapterEvidence:
     def record_matrices(self, probe: Probe, version: int) -> dict[str, torch.Tensor]:
         """Record the live matrices by their published names, on rank 0, and their factor; return them."""
         matrices = self._adapters.matrices()
-        record_tensors(probe, LiveAdapterMatrix, matrices.items(), version)
-        scaling = real(lora_megatron.scaling_of(self._trainer))
-        if self._rank == 0:
-            probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+        record_matrices(probe, self._trainer, matrices, version, self._rank)
         return matrices
 
     def record_exported(self, probe: Probe, version: int) -> None:
@@ -60,3 +57,20 @@ class AdapterEvidence:
         with params_synced(self._trainer):
             record_live(probe, self._adapters.base, version, ShardAfterExport)
             record_live(probe, self._adapters.trained, version, ShardAfterExport)
+
+
+def record_spreads(probe: Probe, matrices: Mapping[str, torch.Tensor]) -> None:
+    """Record how far the matrices of new adapters spread, by their published names."""
+    for name, matrix in matrices.items():
+        deviation = real(float(matrix.double().square().mean().sqrt()))
+        probe.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
+
+
+def record_matrices(
+    probe: Probe, trainer: TrainerModel, matrices: Mapping[str, torch.Tensor], version: int, rank: int
+) -> None:
+    """Record the live matrices by their published names, and, on rank 0, the factor of the trainer's adapters."""
+    record_tensors(probe, LiveAdapterMatrix, matrices.items(), version)
+    scaling = real(lora_megatron.scaling_of(trainer))
+    if rank == 0:
+        probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))

@@ -51,7 +51,7 @@ class HandOn:
             version: of the weights.
         """
         if first:
-            self._weights(number - 1, probe, version)
+            self.after(number - 1, probe, version)
         rounded = ["master"] if self._trainer.provider.bf16 else []
         for part in ("exp_avg", "exp_avg_sq", *rounded):
             states = named_states(self._trainer, self._optimizer, part)
@@ -61,19 +61,30 @@ class HandOn:
         """Hand on reduced gradients, between backward pass and step."""
         self._save(f"gradients-{number}", named_gradients(self._trainer), gradients=True)
 
-    def after(self, number: int, probe: Probe | None = None, version: int = 0) -> None:
-        """Hand on what an update made, and record it, if asked to, for the export that follows; no adapters."""
-        self._weights(number, probe, version)
+    def after(self, number: int, probe: Probe | None = None, version: int = 0) -> dict[str, torch.Tensor]:
+        """Hand on what an update made, and record all weights, if asked to, for the export that follows.
 
-    def _weights(self, number: int, probe: Probe | None, version: int) -> None:
-        adapters, name = self._adapters, "weights" if self._adapters is None else "matrices"
+        Returns:
+            On rank 0, what was handed on: weights, or the matrices of adapters, by published name.
+        """
+        name, adapters = f"weights-{number}", self._adapters
+        if adapters is not None:
+            found = self.matrices(number)
+            if self._rank == 0:
+                added = lora_megatron.merged(self._source, found, adapters.lora.scaling)
+                save_checkpoint(self._folder / name, self._source.config, added)
+            return found
         with params_synced(self._trainer):
-            found = self._save(f"{name}-{number}", self._live.tensors())
-        if adapters is not None and self._rank == 0:
-            added = lora_megatron.merged(self._source, dict(adapters.layout.spread(found)), adapters.lora.scaling)
-            save_checkpoint(self._folder / f"weights-{number}", self._source.config, added)
-        if probe is not None and adapters is None and self._rank == 0:
+            found = self._save(name, self._live.tensors())
+        if probe is not None and self._rank == 0:
             record_tensors(probe, JoinedTensor, found.items(), version)
+        return found
+
+    def matrices(self, number: int) -> dict[str, torch.Tensor]:
+        """Hand on the matrices of adapters; rank 0 returns them by published name."""
+        assert self._adapters is not None
+        with params_synced(self._trainer):
+            return self._adapters.published(self._save(f"matrices-{number}", self._live.tensors()))
 
     def _save(
         self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False

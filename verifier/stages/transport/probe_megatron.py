@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,7 @@ import torch
 
 from verifier.core.record import real
 from verifier.core.store import Recorder
-from verifier.engine.api import Poisoned
 from verifier.engine.client import EngineClient
-from verifier.engine.sender import Delivery
 from verifier.export.live_weights import LiveWeights
 from verifier.stages.engine.probe_engine_state import TransferProbe, record_views
 from verifier.stages.engine.probe_served import EvidenceBefore, HeldEngine
@@ -25,8 +23,7 @@ from verifier.stages.load.probe_weights_megatron import record_exported_adapter,
 from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron
 from verifier.trainer.merge_rounding import MergeGap
-from verifier.trainer.observer import RankParts, Stream, Transfer, TransferObserver
-from verifier.transport.wire import Agreement
+from verifier.trainer.observer import RankParts, Stream, Transfer
 
 if TYPE_CHECKING:
     from verifier.probes.training.rank_evidence_megatron import RankEvidence
@@ -48,7 +45,7 @@ def held_adapter(parts: RankParts, adapter: Mapping[str, torch.Tensor]) -> dict[
     return base | lora_megatron.held_by_engine(adapter, parts.adapters.lora.scaling)
 
 
-class AdapterTransfer(TransferObserver):
+class AdapterTransfer(TransferProbe):
     """Evidence of one transfer of an adapter; the part that it shares with one of weights.
 
     Args:
@@ -64,8 +61,7 @@ class AdapterTransfer(TransferObserver):
         done: Callable[[], None],
     ) -> None:  # fmt: skip
         self._rank, self._transfer, self._probe, self._held, self._done = rank, transfer, probe, held, done
-        super().__init__(transfer.version)
-        self._engines: Sequence[Recorder] = ()
+        super().__init__((), transfer.version, keeps=probe is not None)
         self._open = contextlib.ExitStack()
         trace = None if probe is None else str(probe.path)
         self._before = EvidenceBefore(trace if rank.parts.rank == 0 else None, transfer.num_ranks)
@@ -75,9 +71,9 @@ class AdapterTransfer(TransferObserver):
         if self._probe is not None and self._transfer.client is not None:
             with contextlib.ExitStack() as stack:
                 recorders = [Recorder(self._probe.path, "engine", at) for at in range(self._transfer.num_ranks)]
-                self._engines = [stack.enter_context(contextlib.closing(item)) for item in recorders]
+                self._ranks = [stack.enter_context(contextlib.closing(item)) for item in recorders]
                 if self._held is not None and not self._transfer.first:
-                    self._held.record_served(self._engines, self.version - 1)
+                    self._held.record_served(self._ranks, self.version - 1)
                 self._open = stack.pop_all()
         return self
 
@@ -97,7 +93,7 @@ class AdapterTransfer(TransferObserver):
     def on_sent(self, refused: str) -> None:
         """Record what the engine holds."""
         if self._held is not None:
-            self._held.synced(self.version, self._engines)
+            self._held.synced(self.version, self._ranks)
         client = self._transfer.client
         if client is None or self._probe is None:
             return
@@ -113,7 +109,7 @@ class AdapterTransfer(TransferObserver):
             self._rank.adapters.record_exported(probe, self.version)
 
     def _record_views(self, client: EngineClient, sent: Mapping[str, torch.Tensor]) -> None:
-        for probe, slices in zip(self._engines, client.checkpoint_view(), strict=True):
+        for probe, slices in zip(self._ranks, client.checkpoint_view(), strict=True):
             record_views(probe, slices, sent, self.version)
 
 
@@ -131,12 +127,6 @@ class WeightTransfer(AdapterTransfer):
     ) -> None:  # fmt: skip
         super().__init__(rank, transfer, probe, held, done)
         self._live = live
-        self._watch = TransferProbe((), self.version, keeps=False)
-
-    def __enter__(self) -> WeightTransfer:
-        super().__enter__()
-        self._watch = TransferProbe(self._engines, self.version, keeps=self._probe is not None)
-        return self
 
     def exported(self, stream: Stream) -> Stream:
         """The export stream, digested; each live shard is cut from it where it has to be compared."""
@@ -161,38 +151,19 @@ class WeightTransfer(AdapterTransfer):
         if self._probe is not None and not self._transfer.again:
             self._probe.emit(merged_matrix(name, gap, self.version))
 
-    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """Record the effect of the poison."""
-        if self._engines:
-            self._watch.poisoned(outcomes)
-
-    def agreed(self, agreement: Agreement) -> None:
-        """Record the plan that each engine rank holds."""
-        if self._engines:
-            self._watch.agreed(agreement)
-
-    def drawn(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a copy of what is going to be packed."""
-        self._watch.drawn(name, tensor)
-
-    def delivered(self, delivery: Delivery) -> None:
-        """Record what every engine rank received."""
-        if self._engines:
-            self._watch.delivered(delivery)
-
     def on_sent(self, refused: str) -> None:
         """Record what ranks hold after the export, what engines hold, and which keys of requests they kept."""
         if self._probe is not None:
             self._record_shards(self._probe)
         if self._held is not None:
-            self._held.synced(self.version, self._engines)
+            self._held.synced(self.version, self._ranks)
         client = self._transfer.client
         if client is None or self._probe is None:
             return
-        self._record_views(client, self._watch.sent)
+        self._record_views(client, self.sent)
         if not refused:
             blocks, tokens = zip(*client.call_driver(KEPT_KEYS), strict=True)
-            self._engines[0].emit(
+            self._ranks[0].emit(
                 KeptKeys(
                     name="keys after a sync", version=self.version, blocks=blocks, tokens=tokens,
                     kept=self._transfer.running == "kept",
