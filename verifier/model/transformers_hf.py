@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, scan_in_one_chunk
 
@@ -42,6 +43,8 @@ def load_model(
     Raises:
         ContractError: a tensor is missing, or the architecture has no place for one.
     """
+    if dtype == torch.bfloat16:
+        multiply_bfloat16_in_float32()
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -22,10 +21,9 @@ GRADIENT = Tolerance(
 )  # fmt: skip
 GRADIENT_NOISES = 5
 """Times the greatest noise of any tensor that a gradient may be off by, in a run of less than fp32 (ADR 0102)."""
-LENGTH_NOISES = 2
-"""Times a group's noise, or its layer's, that the length of its gradient may be off by, in a run of less than fp32."""
-UPDATE_NOISES = 6
-"""The same of updates of a training run, whose gradients may hang on a few tokens; times the greatest such noise."""
+LENGTH_NOISES = 6
+"""Times the greatest noise of a group's kind that the length of its gradient may be off by, in a run of less than
+fp32."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
 FEW_TOKENS = 10
@@ -64,12 +62,13 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     models, 12 times the greatest of six distances of transformers in float32 from float64, if that is more: a chance
     of 3e-5 a step where one direction dominates (ADR 0103). More by what 1e-5 nats of each log-probability change it
     by, of a loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps.
-    In bf16 five times the run's own noise: the greatest of all tensors and updates of the version, on sampled steps by
-    one pass of transformers, or by six where a gradient is not near. A length may be off by twice the noise of the
-    tensor, or the median of its layer's or its kind's, if that is more; in an update of a training run by six times
-    the greatest noise of its kind, or of any tensor in the update, whichever is less; it is not judged of fewer than
-    ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by which LSS004 judges;
-    where routers flip, transformers takes the trainer's experts.
+    In bf16 five times the run's own noise: the greatest of all tensors and updates of the version, by one pass of
+    transformers, or by up to six, each rounded anew, where a gradient is not near. A length may be off by six times
+    the greatest noise of its kind, or of any tensor in the update, whichever is less; and where one pass did not show
+    it to be near, by twelve times the greatest noise of the tensor itself in six: a chance of 1.2e-6 where one
+    direction dominates, 3e-5 where the trainer's kernels have twice the noise of transformers' (ADR 0107). It is not
+    judged of fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by
+    which LSS004 judges; where routers flip, transformers takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
     loss.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16 routers
@@ -114,36 +113,26 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
     known = (item for item in trace.of(GradientRecord) if item.acting is None or item.acting >= FEW_TOKENS)
     noisy = (item for item in known if item.group and item.group_noise)
     groups = {(item.version, item.update, item.group): item for item in noisy}
-    layers: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    kinds: dict[tuple[int, str], list[float]] = defaultdict(list)
-    updates: dict[tuple[int, int], list[float]] = defaultdict(list)
+    kinds: dict[tuple[int, str], float] = defaultdict(float)
+    updates: dict[tuple[int, int], float] = defaultdict(float)
     for (version, update, name), item in groups.items():
-        layers[version, update, _layer(name)].append(float(item.group_noise))
-        kinds[version, _kind(name)].append(float(item.group_noise))
-        updates[version, update].append(float(item.group_noise))
+        noise = float(item.group_noise)
+        kinds[version, _kind(name)] = max(kinds[version, _kind(name)], noise)
+        updates[version, update] = max(updates[version, update], noise)
     for (version, update, name), item in groups.items():
-        of_kind = kinds[version, _kind(name)]
-        if update:
-            allowed = UPDATE_NOISES * min(max(of_kind), max(updates[version, update]))
-            source = "the greatest noise of this tensor in all layers and updates, or of any tensor in this update, "
-            source += f"times {UPDATE_NOISES}"
-        else:
-            others = layers[version, update, _layer(name)], of_kind
-            allowed = LENGTH_NOISES * max(float(item.group_noise), *map(statistics.median, others))
-            source = "the noise of this tensor in this run, or the median of its layer's or its kind's, "
-            source += f"times {LENGTH_NOISES}"
+        allowed = LENGTH_NOISES * min(kinds[version, _kind(name)], updates[version, update])
+        source = "the greatest noise of this tensor in all layers and updates, or of any tensor in this update, "
+        source += f"times {LENGTH_NOISES}"
+        own = ROUNDINGS * float(item.group_noise)
+        if item.noise_passes > 1 and own > allowed:
+            allowed = own
+            source = f"the greatest noise of this tensor in {item.noise_passes} passes, times {ROUNDINGS:g}"
         bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         length = float(item.group_length)
         what = f"{name} (length)" + (f" of update {update}" if update else "")
         subject = f"the length of the gradient of `{name}`"
         says = ("the trainer's", "along transformers' gradient, fp32")
         yield compare_value(At(Stage.LOSS, version), what, length, 1.0, subject=subject, says=says, allowed=bound)
-
-
-def _layer(name: str) -> str:
-    """Up to the layer's index; the tensor's own name outside of layers."""
-    found = re.match(r".*\.layers\.\d+\.", name)
-    return found[0] if found else name
 
 
 def _kind(name: str) -> str:

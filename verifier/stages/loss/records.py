@@ -157,6 +157,9 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Length of the trainer's gradients of the group along transformers', in units of theirs."""
     group_noise: Real = 0.0
     """Distance of transformers' own gradients of the group in the run's dtype, in units of their length."""
+    noise_passes: Count = 1
+    """Passes of transformers in the run's dtype, each rounded anew, that `gradient_noise` and `group_noise` are the
+    greatest of."""
     loss: Real
     """Mean over the tokens in the loss by transformers, nats."""
     loss_scale: Real
