@@ -333,9 +333,10 @@ def shaped_logprobs(
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
         row = []
         for at, token in enumerate(tokens):
-            most, least = (
-                float(shaped(logits[at], prompt, tokens[:at], sampling, by)[token]) for by in (-slack, slack)
-            )
-            row.append((least, most if math.isfinite(most) else least))
+            least = float(shaped(logits[at], prompt, tokens[:at], sampling, slack)[token])
+            most = least
+            if math.isfinite(least):  # with fewest tokens beside it
+                most = float(shaped(logits[at], prompt, tokens[:at], sampling, -slack, token)[token])
+            row.append((least, most))
         found.append(row)
     return found

@@ -296,7 +296,7 @@ def groups_of(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far less than float32 moves gradients."""
+    """Noise of gradients in less than float32."""
 
     noise: float
     """Greatest of all passes, see `noise_of`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 
@@ -18,13 +19,15 @@ def multiply_bfloat16_in_float32() -> None:
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in {"mm": _mm, "bmm": _bmm, "addmm": _addmm, "baddbmm": _baddbmm}.items():
-        library.impl(name, kernel, "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
+        for name, kernel in {"mm": _mm, "bmm": _bmm, "addmm": _addmm, "baddbmm": _baddbmm}.items():
+            library.impl(name, kernel, "CPU", allow_override=True)
     _held.append(library)
 
 
 _held: list[torch.library.Library] = []
-"""What is registered lives as long as this."""
+"""Libraries whose kernels stay registered."""
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,23 @@ def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
     return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
 
 
+def _reported_noise(trace: Trace, drawn: DrawnTokens, distribution: np.ndarray) -> float:
+    """Greatest distance of a drawn token's reported log-probability from the oracle's, nats; 0 in float32."""
+    if trace.manifest.dtype == "float32":
+        return 0.0
+    with np.errstate(divide="ignore"):
+        oracle = np.log(distribution[np.minimum(drawn.tokens, len(distribution) - 1)])
+    off = np.abs(trace.array(drawn).astype(np.float64) - oracle)
+    return float(off[np.isfinite(off)].max(initial=0.0))
+
+
+def _nearest(share: float, found: float, noise: float) -> float:
+    """The share nearest to what was found that a distribution may have whose log-probabilities are so far off, nats."""
+    less, more = math.exp(-noise), math.exp(noise)
+    low, high = max(share * less, 1 - (1 - share) * more), min(share * more, 1 - (1 - share) * less)
+    return min(max(found, low), high)
+
+
 def compare_with_chance(
     item: DrawnTokens | SampledTokens,
     nats: float,
@@ -82,8 +99,10 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     not makes every importance ratio wrong, and each log-probability is right. Requests that share a seed repeat each
     other: a group of rollouts holds fewer than it seems to, and its advantages are zero or count twice.
     Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
-    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed. Any
-    two samples agree as often as in the oracle's distribution, or as all samples do if that is more.
+    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed. In
+    less than float32 a share of one next token may be off by what the reported log-probabilities of these tokens are
+    off the oracle's, which LGP003 judges. Any two samples agree as often as in the oracle's distribution, or as all
+    samples do if that is more.
     Where to look: temperature, top-p, top-k and penalties of the sampler; what the seed of each request and of each of
     its samples is made of, and whether a request's generator goes on from token to token.
     What it does not catch: changes of less than a few hundredths of the distribution; a distribution so peaked that
@@ -97,8 +116,12 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
         rows = [("among its least likely tokens, which have", *row) for row in counts]
         for token, _ in item.bias:
             rows.append((f"token {token}, which has", float(distribution[token]), item.tokens.count(token)))
+        noise = _reported_noise(trace, item, distribution)
         nats, which, share, count = max(
-            ((nats_of(count, total, share), which, share, count) for which, share, count in rows if 0 < share < 1),
+            (
+                (nats_of(count, total, _nearest(share, count / total, noise)), which, share, count)
+                for which, share, count in rows if 0 < share < 1
+            ),
             key=lambda row: row[0], default=(0.0, "", 0.0, 0),
         )  # fmt: skip
         sentence = f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
