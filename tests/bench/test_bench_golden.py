@@ -25,9 +25,9 @@ from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES
 from verifier.plan.digest import digest_tensor
-from verifier.probes.tensors import record_source, recorded
 from verifier.report.report import report_of
 from verifier.runs.spec import RunSpec
+from verifier.stages.export.probe_tensors import record_source, recorded
 
 SIZES = {
     "hidden_size": 2048,

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from verifier.cli.train import started_judge
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, StepReport
 from verifier.data.rollout import Rollout
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
@@ -28,14 +27,16 @@ from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.families import FAMILIES, Content, tensors_of
 from verifier.model.tiny import TINY
-from verifier.probes.arguments_megatron import given_arguments
-from verifier.probes.configs_megatron import record_provider
-from verifier.probes.trainer import TokenProbe
 from verifier.probes.training.verdicts import Judged
-from verifier.probes.weights_megatron import record_live
 from verifier.runs.scenario import rollout_rows
 from verifier.runs.trained_weights_megatron import DATA_PARALLEL
 from verifier.runs.workload import rollouts_of
+from verifier.stages.load.probe_configs_megatron import record_provider
+from verifier.stages.load.probe_weights_megatron import record_live
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.pack.probe_tokens import TokenProbe
+from verifier.stages.train.records import ShardAfterIdleStep, StepReport
 from verifier.train import optimizer_megatron, step_megatron
 from verifier.train.pack import PackedBatch, pack
 from verifier.train.token_layout import Alignment

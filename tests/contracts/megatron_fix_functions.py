@@ -49,7 +49,7 @@ def failure_of_a_save(context: RankContext) -> str:
     folder.mkdir(exist_ok=True)
     try:
         steps.resume(folder)
-    except AssertionError:
+    except RuntimeError:
         return traceback.format_exc()
     return ""
 

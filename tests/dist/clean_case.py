@@ -10,20 +10,14 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import (
-    DtypeNoise,
-    EngineLogprobs,
-    GradientRecord,
-    LogprobRecord,
-    OracleLogprobs,
-    OracleOfSampled,
-    SampledTokens,
-    TrainerLogprobs,
-)
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
 from verifier.report.report import Report, report_of
 from verifier.runs.runner import Runner
+from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, OracleOfSampled, TrainerLogprobs
+from verifier.stages.loss.records import GradientRecord
+from verifier.stages.replay.records import LogprobRecord
+from verifier.stages.rollout.records import EngineLogprobs, SampledTokens
 
 CYCLES = 2
 EXACT_NATS = 1e-5

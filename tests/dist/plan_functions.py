@@ -24,7 +24,6 @@ class _Kept:
 
 def planned(context: RankContext) -> list[dict[str, Any]]:
     """Load the model on this rank, export it and plan the transfer; the records of live shards and of the plan."""
-    from verifier.core.records_weights import LoadedShard
     from verifier.export import gather_megatron
     from verifier.export.live_weights import LiveWeights
     from verifier.export.names import layout_of
@@ -32,7 +31,8 @@ def planned(context: RankContext) -> list[dict[str, Any]]:
     from verifier.model.checkpoint import open_checkpoint
     from verifier.model.provider_megatron import build
     from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
-    from verifier.probes.weights_megatron import record_live, record_plan
+    from verifier.stages.load.probe_weights_megatron import record_live, record_plan
+    from verifier.stages.load.records import LoadedShard
 
     args, probe = context.args, _Kept()
     mesh, checkpoint = Mesh(**args["mesh"]), open_checkpoint(args["checkpoint"])

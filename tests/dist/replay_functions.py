@@ -19,7 +19,7 @@ def replay(context: RankContext) -> dict[str, Any]:
 
     from verifier.core.store import Recorder
     from verifier.model.provider_megatron import build
-    from verifier.probes.routes_megatron import record_replay
+    from verifier.stages.replay.probe_megatron import record_replay
     from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
 
     args = context.args
@@ -54,7 +54,7 @@ def update(context: RankContext) -> list[int]:
 
     from verifier.core.store import Recorder
     from verifier.model.provider_megatron import DataParallel, build
-    from verifier.probes.routes_megatron import replaying
+    from verifier.stages.replay.probe_megatron import replaying
     from verifier.train.recompute_megatron import recomputed
     from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
     from verifier.train.step_megatron import backward

@@ -6,7 +6,6 @@ one clean mesh run; `-m slow` has them all.
 
 import pytest
 
-from verifier.checks.first_difference import first_difference
 from verifier.cli import bisect as cli_bisect
 from verifier.config import BisectConfig
 from verifier.core import store
@@ -14,6 +13,7 @@ from verifier.core.finding import ExitCode
 from verifier.faults.catalog import CATALOG
 from verifier.faults.injection import INJECTED
 from verifier.mesh import Mesh
+from verifier.runs.first_difference import first_difference
 from verifier.runs.runner import Runner
 
 ROTARY, QKV = "layers.0.self_attention.rotary_query", "layers.0.self_attention.linear_qkv"

@@ -34,7 +34,7 @@ def measured() -> Iterator[dict[Case, Measured]]:
 
 def require_exact(found: Measured) -> None:
     """In float32 trainer, engine and sampler agree with the oracle, before and after every sync."""
-    print(clean_table.table([found.row()]))
+    print(found.row())
     if found.case.dtype == "float32":
         assert max(found.trainer_nats, found.engine_nats, found.sampled_nats) <= EXACT_NATS
 

@@ -15,12 +15,13 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.core import store
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.data.characters import VOCABULARY, tokenizer_files
 from verifier.data.text_dataset import load_examples
 from verifier.environments.verifiers_episodes import VerifiersEnvironment, verifiers_reward
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny
+from verifier.stages.data.records import EpisodeTurns
+from verifier.stages.reward.records import GivenRewards
 from verifier.trainer.episodes import row_of
 
 pytestmark = pytest.mark.slow  # needs the packages of ci/locks/environments.txt

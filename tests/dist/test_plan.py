@@ -21,12 +21,13 @@ from verifier.cli.plan import as_json
 from verifier.config import EngineOptions, PlanConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.record import Record
-from verifier.core.records_weights import LoadedShard, PlanDigest, PlannedTensor
 from verifier.mesh import Mesh
 from verifier.model.named import sizes_alone
 from verifier.model.tiny import write_tiny
 from verifier.plan.run_plan import run_plan
 from verifier.runs.runner import Runner
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.plan.records import PlanDigest, PlannedTensor
 
 Case = tuple[str, Mesh, str, tuple[str, ...]]
 CASES: list[Case] = [

@@ -17,7 +17,7 @@ from tests.meta.sources import ROOT
 INNER = """
 import json
 
-from verifier.core.records_weights import SourceTensor
+from verifier.stages.engine.records import SourceTensor
 from verifier.core.store import read
 
 def test_golden(verifier_golden, tmp_path):

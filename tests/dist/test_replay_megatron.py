@@ -9,9 +9,9 @@ from verifier.core import store
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_tokens import OWN_ROUTES, GivenRoutes, NaturalRouteLogprobs, UsedRoutes
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
+from verifier.stages.replay.records import OWN_ROUTES, GivenRoutes, NaturalRouteLogprobs, UsedRoutes
 
 CASES = [
     ("qwen3-moe", {}, "float32"),

@@ -11,14 +11,14 @@ import random
 import numpy as np
 import pytest
 
-from verifier.checks.logprob_bounds import bounds_of
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import DtypeNoise
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.logprob_hf import score
+from verifier.stages.logprob.checks_logprobs import bounds_of
+from verifier.stages.logprob.records import DtypeNoise
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = 120, 8, 16, 14
 DRAWS = 10_000

@@ -17,12 +17,12 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import TrainerStep
 from verifier.data.recorded import read_recorded
 from verifier.faults.training_trial import GRPO_KNOBS, DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
+from verifier.stages.train.records import TrainerStep
 from verifier.trainer.controller import Trainer
 
 KNOBS = (

@@ -16,13 +16,13 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import LoadedState
-from verifier.core.records_weights import EngineRestart, SyncedTensor
 from verifier.errors import InternalError
 from verifier.faults.training_trial import DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline
+from verifier.stages.checkpoint.records import LoadedState
+from verifier.stages.engine.records import EngineRestart, SyncedTensor
 from verifier.trainer.controller import Trainer
 from verifier.trainer.engines import RESTARTS
 

@@ -16,13 +16,16 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import CheckpointView, ExportedAdapterMatrix, FrozenShard, LoadedShard
 from verifier.faults.training_trial import KNOBS, DeferredJudge
 from verifier.mesh import Mesh
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.model_under_test import open_model
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.engine.records import CheckpointView
+from verifier.stages.export.records import ExportedAdapterMatrix
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.train.records import FrozenShard
 from verifier.trainer.controller import Trainer
 
 SFT = (*KNOBS, "lora.rank=4", "lora.alpha=6", "checkpoint.every=2", "optimizer.schedule=constant")

@@ -17,14 +17,15 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_policy import Advantages, PolicyColumns
-from verifier.core.records_tokens import OracleOfSampled, SampledTokens
-from verifier.core.records_trainer import DataOrder
 from verifier.core.trace import Trace
 from verifier.faults.training_trial import DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.data.records import DataOrder
+from verifier.stages.logprob.records import OracleOfSampled
+from verifier.stages.rollout.records import SampledTokens
 from verifier.trainer.controller import Trainer
 
 STEPS = 3

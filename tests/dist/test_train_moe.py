@@ -20,16 +20,16 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import GivenRoutes, UsedRoutes
-from verifier.core.records_trainer import RouterBalance
 from verifier.data.recorded import read_recorded
 from verifier.errors import UsageError
-from verifier.faults.route_faults import ROUTES
 from verifier.faults.training_trial import DeferredJudge
 from verifier.model.checkpoint import open_checkpoint
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.replay.faults import ROUTES
+from verifier.stages.replay.records import GivenRoutes, UsedRoutes
+from verifier.stages.train.records import RouterBalance
 from verifier.trainer.controller import Trainer
 from verifier.trainer.observer import SILENT
 

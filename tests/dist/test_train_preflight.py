@@ -17,7 +17,6 @@ from verifier.cli.train import judge_step
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
-from verifier.core.records_tokens import GradientRecord
 from verifier.errors import UsageError, ViolationFound
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import FireCounter
@@ -25,6 +24,7 @@ from verifier.faults.training_trial import GRPO_KNOBS
 from verifier.model.checkpoint import open_checkpoint
 from verifier.probes.training.verdicts import Judged
 from verifier.runs.preflight import Preflight, preflight
+from verifier.stages.loss.records import GradientRecord
 from verifier.trainer.update_log import read
 
 SFT = ("steps=600", "mesh.dp=2", "optimizer.schedule=cosine", "optimizer.warmup_steps=50", "data.batch_size=6")

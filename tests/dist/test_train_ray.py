@@ -27,7 +27,6 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import EngineRestart
 from verifier.errors import UsageError
 from verifier.faults.training_trial import DeferredJudge
 from verifier.launch.fork_launcher import ForkLauncher
@@ -36,6 +35,7 @@ from verifier.launch.rank import JobSpec
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Resources
+from verifier.stages.engine.records import EngineRestart
 from verifier.trainer import join_ray
 from verifier.trainer.cluster_ray import Cluster
 from verifier.trainer.controller import Launcher, Trainer

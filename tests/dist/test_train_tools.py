@@ -15,9 +15,10 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.dist.test_train_modes import require_held, train
 from verifier.core import store
-from verifier.core.records_policy import Advantages, EpisodeTurns, PolicyColumns
-from verifier.core.records_tokens import Rollouts
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.data.records import EpisodeTurns
+from verifier.stages.pack.records import Rollouts
 
 STEPS = 3
 ECHO = (

@@ -13,12 +13,13 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import GradientRecord, OracleLogprobs, TrainerLogprobs
 from verifier.core.trace import Trace
 from verifier.faults.training_trial import DeferredJudge
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.logprob.records import OracleLogprobs, TrainerLogprobs
+from verifier.stages.loss.records import GradientRecord
 from verifier.trainer.controller import Trainer
 
 STEPS = 3

@@ -187,7 +187,6 @@ def stepped(context: RankContext) -> dict[str, str]:
     from verifier.export.gather_megatron import export
     from verifier.runs.scenario import MICRO_BATCH, RULE
     from verifier.runs.steps_megatron import Steps
-    from verifier.train.step_megatron import params_synced
 
     built = _build(context.args)
     steps = Steps(built, RULE, MICRO_BATCH)
@@ -195,8 +194,7 @@ def stepped(context: RankContext) -> dict[str, str]:
         if at and context.args["resume"]:
             folder = context.run_dir / f"stopped-{at}"
             folder.mkdir(exist_ok=True)
-            with params_synced(built):
-                steps.resume(folder)
+            steps.resume(folder)
         steps.take(rollouts())
     return _digests(export(built))
 

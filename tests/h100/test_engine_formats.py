@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.h100.test_engine_options import CYCLES, config_of, run
-from verifier.core.records_tokens import EngineNoise
-from verifier.core.records_weights import CheckpointView, QuantizedNames, SyncedTensor
+from verifier.stages.engine.records import CheckpointView, QuantizedNames, SyncedTensor
+from verifier.stages.logprob.records import EngineNoise
 
 
 @pytest.mark.h100(gpus=1)

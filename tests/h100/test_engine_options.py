@@ -13,8 +13,9 @@ from tests.h100.test_faults import verdicts
 from tests.h100.test_roundtrip_gpu import distance
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.faults.catalog import CATALOG
+from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, TrainerLogprobs
+from verifier.stages.rollout.records import EngineLogprobs
 
 CYCLES = 2
 FUNCTIONS = "tests.h100.engine_functions"

@@ -8,11 +8,11 @@ from tests.dist.clean_case import judge
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import Handover
 from verifier.faults.catalog import CATALOG
 from verifier.mesh import Mesh
 from verifier.report.report import report_of
 from verifier.runs.runner import Phase
+from verifier.stages.transport.records import Handover
 
 RELOAD = (
     "reload-drops-one-load",

@@ -10,8 +10,9 @@ from tests.dist.clean_case import judge
 from tests.h100.models import fixes, model
 from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
-from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, TrainerLogprobs
 from verifier.mesh import Mesh
+from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, TrainerLogprobs
+from verifier.stages.rollout.records import EngineLogprobs
 
 CYCLES = 3
 SLOW = ("wide:qwen3-30b-a3b", "wide:deepseek-v3", "wide:nemotron-3-nano", "nemotron-h")

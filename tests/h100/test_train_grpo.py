@@ -28,10 +28,10 @@ from tests.h100.conftest import RESULTS
 from tests.h100.lanes import FINE_TUNED
 from tests.meta.sources import ROOT
 from verifier.core import store
-from verifier.core.records_policy import PolicyColumns
-from verifier.core.records_tokens import SampledNoise
 from verifier.plan.digest import digest_tensor
 from verifier.report.report import report_of
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.logprob.records import SampledNoise
 
 LEARNS = {
     "first": "null", "dtype": "bf16", "steps": "90", "data.batch_size": "256", "grpo.group_size": "4",

@@ -7,17 +7,20 @@ import sys
 
 import pytest
 
-from tests.meta.sources import ROOT, circles, import_graph, imports_of, python_files, tree_of, where
+from tests.meta.sources import ROOT, circles, import_graph, imports_of, module_of, python_files, tree_of, where
 from verifier.core import store
 from verifier.core.manifest import Manifest
+from verifier.core.stage import Stage
 
 ROOMS = {
     "core": set(),
+    "records": {"core"},
+    "stages": set(),
     "mesh": set(),
     "environments": set(),
     "config": {"mesh", "platform", "environments"},
     "platform": {"core"},
-    "launch": {"core", "mesh", "platform"},
+    "launch": {"core", "records", "mesh", "platform"},
     "data": {"core", "environments"},
     "algorithms": {"core", "data"},
     "rewards": {"core", "data", "environments", "launch"},
@@ -26,11 +29,12 @@ ROOMS = {
     "export": {"core", "mesh", "model", "train", "platform"},
     "plan": {"core", "mesh", "config", "model", "export"},
     "transport": {"core", "mesh", "plan", "launch", "platform"},
-    "engine": {"core", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
-    "oracle": {"core", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
+    "engine": {"core", "records", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
+    "oracle": {"core", "records", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
     "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
     "probes": {
         "core",
+        "records",
         "mesh",
         "config",
         "platform",
@@ -69,6 +73,7 @@ ROOMS = {
     },
     "probe": {
         "core",
+        "records",
         "mesh",
         "platform",
         "data",
@@ -100,15 +105,17 @@ ROOMS = {
         "faults",
     },
     "strategies": {"core", "mesh", "data", "train", "export", "plan"},
-    "checks": {"core", "mesh", "plan"},
-    "report": {"core", "mesh", "checks"},
+    "checks": {"core", "records", "mesh", "plan"},
+    "report": {"core", "records", "mesh", "checks"},
 }
-"""Package -> packages that it may import."""
+"""Room -> rooms that it may import. A room is a package, or all records, probes, checks or faults of the stages."""
+PARTS = {"records": "records", "checks": "checks", "probe": "probes", "faults": "faults"}
+"""First word of the name of a file in `verifier/stages/<stage>` -> its room."""
 OPEN = ("config_json", "errors", "knob", "__version__")
 """What is open to all."""
 JUDGES = ("checks", "faults", "report", "cli", "campaign")
 """What a run must not know of."""
-RUNS = {"runs", "knob.py"}
+RUNS = {"runs", "knob"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
 DOORS = ("_megatron.py", "_vllm.py", "_ray.py", "_hf.py")
 DOOR_FOLDERS = ("platform", "launch", "transport")
@@ -116,18 +123,27 @@ GIVEN_A_GROUP = {"verifier/train/vocab_logprob.py"}
 """Takes the process group that it is handed, and loads torch.distributed when it first reduces over one."""
 
 
-def package_of(path) -> str:
-    return path.relative_to(ROOT / "verifier").parts[0]
+def room_of(module: str) -> str:
+    package, *rest = module.split(".")[1:]
+    return PARTS.get(rest[-1].partition("_")[0], package) if package == "stages" and rest else package
+
+
+def room_of_file(path) -> str:
+    module = module_of(path)
+    return room_of(module) if "." in module else module
+
+
+def files_of(room: str):
+    return [path for path in python_files("verifier") if room_of_file(path) == room]
 
 
 def test_a_room_imports_only_what_stands_before_it():
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in python_files("verifier")
-        if package_of(path) in ROOMS
+        if (room := room_of_file(path)) in ROOMS
         for module, line in imports_of(path)
-        if module.startswith("verifier.")
-        and module.split(".")[1] not in ROOMS[package_of(path)] | {package_of(path), *OPEN}
+        if module.startswith("verifier.") and room_of(module) not in ROOMS[room] | {room, *OPEN}
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -136,14 +152,14 @@ def test_no_run_knows_who_judges_it():
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in python_files("verifier")
-        if package_of(path) in ROOMS.keys() - {"checks", "report", "campaign"} | RUNS
+        if room_of_file(path) in ROOMS.keys() - {"checks", "report", "campaign"} | RUNS
         for module, line in imports_of(path)
-        if module.startswith("verifier.") and module.split(".")[1] in JUDGES
+        if module.startswith("verifier.") and room_of(module) in JUDGES
     ]
     assert not wrong, "\n".join(wrong)
 
 
-INSTRUMENT = re.compile(r"records|\.emit\(|verifier\.(checks|oracle|probes)|core\.store")
+INSTRUMENT = re.compile(r"records|\.emit\(|verifier\.(checks|oracle|probes|stages)|core\.store")
 """Words of what looks at a run."""
 
 
@@ -158,7 +174,7 @@ TRAINS = ("verifier.trainer.controller", "verifier.trainer.loop", "verifier.cli.
 
 def test_a_run_that_nobody_judges_loads_no_probe():
     """Ranks, which load torch and megatron-core, are in tests/unit/trainer/test_observer.py."""
-    program = f"import sys, {', '.join(TRAINS)}; print([name for name in sys.modules if 'verifier.probes' in name])"
+    program = f"import sys, {', '.join(TRAINS)}; print([name for name in sys.modules if '.probe' in name])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
@@ -170,6 +186,18 @@ def test_every_package_is_in_the_table():
     assert packages - ROOMS.keys() - {"runs", "cli", "faults"} == set()
 
 
+def test_a_stage_is_a_folder_of_records_probes_checks_and_faults():
+    folders = {path.parent for path in python_files("verifier/stages")} - {ROOT / "verifier" / "stages"}
+    assert sorted(folder.name for folder in folders) == sorted(stage.label for stage in Stage)
+    wrong = [
+        where(path)
+        for folder in folders
+        for path in folder.glob("*.py")
+        if not re.fullmatch(r"(__init__|records|(checks|probe|faults)(_\w+)?)\.py", path.name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_circle_of_imports():
     assert circles(import_graph("verifier")) == []
 
@@ -178,7 +206,7 @@ def test_checks_do_nothing_but_judge():
     forbidden = {"time", "os", "random", "pathlib", "subprocess", "socket", "datetime", "tempfile", "shutil"}
     wrong = [
         f"{where(path, line)} imports {module}"
-        for path in python_files("verifier/checks")
+        for path in files_of("checks")
         for module, line in imports_of(path)
         if module.split(".")[0] in forbidden
     ]
@@ -186,7 +214,7 @@ def test_checks_do_nothing_but_judge():
 
 
 def test_no_check_recognises_a_fault():
-    wrong = [where(path) for path in python_files("verifier/checks") if re.search(r"\bfault", path.read_text(), re.I)]
+    wrong = [where(path) for path in files_of("checks") if re.search(r"\bfault", path.read_text(), re.I)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -210,9 +238,9 @@ def test_heavy_libraries_come_in_by_their_doors():
     wrong = [
         f"{where(path, line)} imports {module}"
         for path in python_files("verifier")
-        if not path.name.endswith(DOORS) and package_of(path) not in DOOR_FOLDERS and where(path) not in GIVEN_A_GROUP
+        if not path.name.endswith(DOORS) and room_of_file(path) not in DOOR_FOLDERS and where(path) not in GIVEN_A_GROUP
         for module, line in imports_of(path)
-        if is_heavy(module) and not (package_of(path) == "faults" and line in lines_inside_functions(path))
+        if is_heavy(module) and not (room_of_file(path) == "faults" and line in lines_inside_functions(path))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -10,9 +10,9 @@ from fractions import Fraction
 
 import pytest
 
-from verifier.checks.answers import gold_stated, stated_value
 from verifier.errors import UsageError
 from verifier.rewards.answer import answer_of, answer_reward, gold_value
+from verifier.stages.reward.checks import gold_stated, stated_value
 
 # fmt: off
 BY_HAND = [

@@ -17,74 +17,78 @@ from tests.snapshots.tensors import PLAN, SHAPES, digest, tensor
 from tests.snapshots.token_arrays import DRAWN, LEDGER, SCORES, TOKENS
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.record import ArrayRecord, Measurement, Record, TensorRecord
-from verifier.core.records_config import ExportedConfig, GivenArguments, ProviderFields, SavedFiles
-from verifier.core.records_run import StackFailure
-from verifier.core.records_tokens import (
-    DrawnTokens,
-    EngineLogprobs,
-    ForcedRouteLogprobs,
-    GivenRoutes,
-    GradientRecord,
-    NaturalRouteLogprobs,
-    OracleLogprobs,
-    OracleOfForced,
-    OracleOfNext,
-    OracleOfPlaces,
-    OracleOfSampled,
-    PackedBatchDigest,
-    PackLayout,
-    ReplayedRouteLogprobs,
-    ReturnedLogprobs,
-    Rollouts,
-    SampledTokens,
-    TokenLedger,
-    TrainerLogprobs,
-    UsedRoutes,
-)
-from verifier.core.records_weights import (
-    AdapterShard,
-    AdapterSpread,
+from verifier.core.trace import Trace
+from verifier.stages.engine.records import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
     EngineRestart,
     EngineServed,
-    ExpectedShard,
     ExpectedView,
+    HeldTwice,
+    KeptKeys,
+    LoadedNames,
+    Poison,
+    SyncedSettings,
+    SyncedTensor,
+)
+from verifier.stages.export.records import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
+    ExportedConfig,
     ExportedShard,
     ExportedTensor,
     ExportStream,
-    FrozenShard,
-    Handover,
-    HeldTwice,
-    JoinedTensor,
-    KeptKeys,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
-    LoadedNames,
-    LoadedShard,
     MergedMatrix,
-    PlanDigest,
-    PlannedTensor,
-    Poison,
-    ReceivedTensor,
     Reread,
     SavedCheckpoint,
+    SavedFiles,
     SavedTensor,
     ShardAfterExport,
-    ShardAfterIdleStep,
-    ShardAfterScoring,
-    SourceTensor,
-    StepReport,
-    SyncedSettings,
-    SyncedTensor,
-    Update,
-    UpdatedShard,
     WrittenShard,
 )
-from verifier.core.trace import Trace
+from verifier.stages.load.records import (
+    AdapterShard,
+    AdapterSpread,
+    ExpectedShard,
+    LoadedShard,
+    SourceTensor,
+    StackFailure,
+)
+from verifier.stages.logprob.records import (
+    GivenArguments,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfPlaces,
+    OracleOfSampled,
+    ProviderFields,
+    ReturnedLogprobs,
+    TrainerLogprobs,
+)
+from verifier.stages.loss.records import GradientRecord
+from verifier.stages.pack.records import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
+from verifier.stages.plan.records import PlanDigest, PlannedTensor
+from verifier.stages.replay.records import (
+    ForcedRouteLogprobs,
+    GivenRoutes,
+    NaturalRouteLogprobs,
+    OracleOfForced,
+    ReplayedRouteLogprobs,
+    UsedRoutes,
+)
+from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens
+from verifier.stages.train.records import (
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    StepReport,
+    Update,
+    UpdatedShard,
+)
+from verifier.stages.transport.records import Handover, ReceivedTensor
 
 MANIFEST = Manifest(
     command="roundtrip", complete=True, dtype="float32", world_size=2, mesh=MeshSizes(tp=2), engine_ranks=1,

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from verifier.core.record import Record
-from verifier.core.records_config import (
-    ExportedConfig,
-    GivenArguments,
-    ProviderFields,
-    SavedFiles,
-    SourceConfig,
-    SourceFiles,
-    StatedConfig,
-)
+from verifier.stages.export.records import ExportedConfig, SavedFiles
+from verifier.stages.load.records import SourceConfig, SourceFiles, StatedConfig
+from verifier.stages.logprob.records import GivenArguments, ProviderFields
 
 STATED = {"hidden_size": "8", "num_attention_heads": "2", "rms_norm_eps": "1e-06", "sliding_window": "2048"}
 PROVIDER = {

@@ -9,10 +9,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.core.record import Record
-from verifier.core.records_gradients import GradientProducts, TensorProduct
-from verifier.core.records_policy import RequestSeeds, ScoredRows
-from verifier.core.records_trainer import AdapterScale, AdapterScales, RouterGradients, WrittenTensors
 from verifier.core.seal import seal_of_array
+from verifier.stages.checkpoint.records import WrittenTensors
+from verifier.stages.data.records import RequestSeeds
+from verifier.stages.logprob.records import AdapterScale, AdapterScales, ScoredRows
+from verifier.stages.loss.records import RouterGradients
+from verifier.stages.train.records import GradientProducts, TensorProduct
 
 PULLS = {"counts": np.array([[1, 0]]), "logits": np.zeros((1, 2)), "size": np.ones(1)}
 """One row of two experts with equal logits, under a z-loss with a coefficient of 1."""

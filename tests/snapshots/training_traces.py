@@ -10,40 +10,33 @@ from msgspec.structs import replace
 
 from tests.snapshots import measured_traces
 from verifier.core.record import Record
-from verifier.core.records_data import HeldOutRead, TokensRead
-from verifier.core.records_gradients import GradientSums, LogitSpreads, SummedTensor
-from verifier.core.records_policy import (
-    Advantages,
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.checkpoint.records import LoadedState, SavedState
+from verifier.stages.data.records import (
+    DataOrder,
     Drops,
     EpisodeTurns,
-    EvaluatedAnswers,
-    GivenRewards,
-    LossRows,
-    LossTerms,
-    OracleEntropy,
-    PolicyColumns,
-    ReferenceShard,
+    HeldOutRead,
     RequestSeeds,
+    RolloutTexts,
     SamplingAsked,
-    SpotScore,
-    UpdateRatios,
+    TokensRead,
+    TrainedText,
 )
-from verifier.core.records_tokens import OracleEnds, RouterChoices, SampledTokens
-from verifier.core.records_trainer import (
+from verifier.stages.load.records import KnobsAsked, KnobsReached
+from verifier.stages.logprob.records import OracleEnds, OracleEntropy, ReferenceShard, SpotScore
+from verifier.stages.loss.records import LogitSpreads, LossRows, LossTerms, RouterChoices, UpdateRatios
+from verifier.stages.reward.records import GivenRewards
+from verifier.stages.rollout.records import EvaluatedAnswers, SampledTokens
+from verifier.stages.train.records import (
     AdamSample,
-    DataOrder,
-    KnobsAsked,
-    KnobsReached,
-    LoadedState,
-    LossColumns,
+    GradientSums,
     OptimizerSettings,
     ParameterGroup,
     PreviousStep,
-    RolloutTexts,
     RouterBalance,
     SampledMaster,
-    SavedState,
-    TrainedText,
+    SummedTensor,
     TrainerStep,
 )
 

@@ -6,16 +6,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from verifier.checks.first_difference import NATS, FirstDifference, PointCompared, first_difference
 from verifier.cli.results import show
 from verifier.config import BisectConfig
 from verifier.core import store
 from verifier.core.finding import ExitCode
-from verifier.core.records_activations import Activation
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.report.header import mesh_of
+from verifier.runs.first_difference import NATS, FirstDifference, PointCompared, first_difference
+from verifier.stages.logprob.records import Activation
 
 ROWS = 12
 """Rows of the table on either side of the first difference; `--verbose` prints all."""

@@ -152,13 +152,15 @@ def if_cut(run: Manifest) -> Sequence[When]:
 
 
 def if_adapted(run: Manifest) -> Sequence[When]:
-    """Each export of adapters."""
+    """Each export of adapters; of a round trip each version that it sends."""
+    if _cycles(run):
+        return per_sync(run)
     return [] if _without_adapters(run) else per_export(run)
 
 
 def if_stepped(run: Manifest) -> Sequence[When]:
     """Each export of adapters but that of a training run's first ones, which no step of its trace has made."""
-    return [] if _without_adapters(run) else per_later_export(run)
+    return per_step(run) if run.facts.step and not _without_adapters(run) else if_adapted(run)
 
 
 def _without_adapters(run: Manifest) -> bool:

@@ -12,34 +12,13 @@ from typing import Any, TypeVar, Union, cast
 import msgspec
 from msgspec.structs import replace
 
-from verifier.core import (
-    records_activations,
-    records_config,
-    records_data,
-    records_gradients,
-    records_policy,
-    records_run,
-    records_tokens,
-    records_trainer,
-    records_weights,
-)
 from verifier.core.record import Record, UnknownRecord, kind_of
-from verifier.core.stage import Stage
+from verifier.core.stage import Stage, modules_of
 from verifier.errors import UsageError
 
 KINDS: dict[str, type[Record]] = {
     kind_of(item): item
-    for module in (
-        records_config,
-        records_data,
-        records_weights,
-        records_tokens,
-        records_activations,
-        records_trainer,
-        records_gradients,
-        records_policy,
-        records_run,
-    )
+    for module in modules_of("records")
     for item in vars(module).values()
     if isinstance(item, type) and issubclass(item, Record) and "/" in kind_of(item)
 }

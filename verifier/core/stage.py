@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
-from types import TracebackType
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType, TracebackType
 
 _MARK = "verifier_stage"
 
@@ -48,6 +50,15 @@ class Stage(enum.IntEnum):
     def label(self) -> str:
         """Lower-case name, as printed in reports and stored in traces."""
         return self.name.lower()
+
+
+def modules_of(part: str) -> Iterator[ModuleType]:
+    """Import the modules of every stage whose names begin with "records", "checks" or "faults"."""
+    for stage in Stage:
+        package = import_module(f"verifier.stages.{stage.label}")
+        for found in iter_modules(package.__path__):
+            if found.name.startswith(part):
+                yield import_module(f"{package.__name__}.{found.name}")
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class EngineConfig(EngineOptions):
     dtype: str = "float32"
     max_model_len: int = 512
     """Greatest length of prompt and continuation together, in tokens."""
-    max_num_seqs: int = 16
+    max_num_seqs: int = 64
     """Greatest number of sequences that are sampled at a time."""
     max_batch_tokens: int = 0
     """Greatest number of tokens of a forward pass; 0 leaves it to the engine."""

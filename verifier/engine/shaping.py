@@ -11,8 +11,9 @@ from verifier.engine.api import Sampling
 
 
 def shaped(
-    logits_V: torch.Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, slack: float = 0.0
-) -> torch.Tensor:
+    logits_V: torch.Tensor, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, slack: float = 0.0,
+    spared: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probabilities [V] of the next token under a request; temperature 0 counts as 1.
 
     Args:
@@ -21,6 +22,7 @@ def shaped(
         answer: tokens sampled so far.
         sampling: the request.
         slack: bound on rounding: truncation keeps more (above 0) or fewer (below 0) tokens; in nats and fractions.
+        spared: token that no truncation takes away.
 
     Source:
         vLLM's documentation of `SamplingParams`, and the order of its `Sampler`: allowed tokens, least length, bias,
@@ -41,18 +43,21 @@ def shaped(
         found[token] -= shape.frequency * count + shape.presence
     found = torch.log_softmax(found / (sampling.temperature or 1.0), dim=-1)
     if shape.min_p:
-        found = _only(found, found.exp() >= shape.min_p * found.max().exp() * (1 - slack))
+        found = _only(found, found.exp() >= shape.min_p * found.max().exp() * (1 - slack), spared)
     if 0 < shape.top_k < len(found):
         last, next_one = found.topk(shape.top_k + 1).values[-2:]
-        found = _only(found, (found >= last - max(slack, 0.0)) & (found > next_one - slack if slack < 0 else True))
+        kept = (found >= last - max(slack, 0.0)) & (found > next_one - slack if slack < 0 else True)
+        found = _only(found, kept, spared)
     if shape.top_p < 1:
         order = found.argsort(descending=True)
         likelier = torch.zeros_like(found)
         likelier[order[1:]] = found[order].exp().cumsum(0)[:-1]
-        found = _only(found, likelier < shape.top_p + slack)
+        found = _only(found, likelier < shape.top_p + slack, spared)
     return found
 
 
-def _only(logprobs_V: torch.Tensor, kept_V: torch.Tensor) -> torch.Tensor:
-    """Return the distribution restricted to the kept tokens."""
+def _only(logprobs_V: torch.Tensor, kept_V: torch.Tensor, spared: int | None) -> torch.Tensor:
+    """Return the distribution restricted to the kept tokens, and to the one that is spared."""
+    if spared is not None:
+        kept_V[spared] = True
     return torch.log_softmax(logprobs_V.masked_fill(~kept_V, -torch.inf), dim=-1)

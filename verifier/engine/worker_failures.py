@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from verifier.core.records_run import StackFailure
 from verifier.launch.stack_failure import failure_of
+from verifier.stages.load.records import StackFailure
 
 LOGGER = "vllm"
 _DRIVER, _FOLDER = "VERIFIER_ENGINE_DRIVER", "VERIFIER_ENGINE_FAILURES"

@@ -1,44 +1,8 @@
-"""All faults by id. Importing this module imports every file of faults, which fills the catalogue."""
+"""All faults by id. Importing this module imports those of every stage, which fills the catalogue."""
 
-from verifier.faults import (  # noqa: F401
-    adam_faults,
-    adapter_request_faults,
-    advantage_faults,
-    answer_faults,
-    backward_faults,
-    checkpoint_faults,
-    column_faults,
-    conversion_faults,
-    data_faults,
-    draw_faults,
-    engine_constant_faults,
-    engine_faults,
-    evaluation_faults,
-    export_faults,
-    gradient_faults,
-    handing_faults,
-    knob_faults,
-    live_engine_faults,
-    load_faults,
-    logprob_faults,
-    loop_faults,
-    loss_faults,
-    mode_faults,
-    pack_faults,
-    policy_faults,
-    reading_faults,
-    replica_faults,
-    reward_faults,
-    rollout_faults,
-    route_faults,
-    router_faults,
-    score_faults,
-    setting_faults,
-    train_faults,
-    transport_faults,
-    tuning_faults,
-    turn_faults,
-)
+from verifier.core.stage import modules_of
 from verifier.faults.fault import CATALOG
+
+list(modules_of("faults"))
 
 __all__ = ["CATALOG"]

@@ -198,6 +198,8 @@ class Fault:
             yield
 
 
+FOLDER = Path(__file__).parent
+"""Folder of the rollouts and prompts of faults."""
 CATALOG: dict[str, Fault] = {}
 """Every registered fault by id; `verifier.faults.catalog` imports the files that register them."""
 

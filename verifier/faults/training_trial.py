@@ -13,7 +13,6 @@ from verifier.config.training import TrainConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import UpdatedShard
 from verifier.errors import VerifierError
 from verifier.faults.fault import Fault, FireCounter, Side
 from verifier.faults.injection import INJECTED, in_engines
@@ -22,6 +21,7 @@ from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.verdicts import Judged
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.train.records import UpdatedShard
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Progress, Trainer
 from verifier.trainer.run_folder import FINISHED, RunFolder

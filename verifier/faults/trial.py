@@ -15,7 +15,6 @@ from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
 from verifier.core.record import TensorRecord
-from verifier.core.records_weights import CheckpointView, ExportedTensor, SyncedTensor, UpdatedShard
 from verifier.core.trace import Trace
 from verifier.core.work_folder import work_folder
 from verifier.errors import VerifierError
@@ -25,6 +24,9 @@ from verifier.faults.training_trial import TrainingOutcome, run_training, traini
 from verifier.report.report import Report, report_of
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Phase, Progress, Runner
+from verifier.stages.engine.records import CheckpointView, SyncedTensor
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.train.records import UpdatedShard
 
 TIMEOUT_S = 900.0
 COLLECTIVE_DEADLINE_S = 60.0

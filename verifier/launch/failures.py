@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from verifier.core.records_run import StackFailure
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.launch.stack_failure import StackFailed, failure_of, named
+from verifier.stages.load.records import StackFailure
 
 JSON = Any
 OURS = (UsageError, ContractError, InternalError)

@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from verifier.core.records_run import StackFailure
 from verifier.core.stage import stage_of
 from verifier.errors import VerifierError
 from verifier.platform.pins import installed
+from verifier.stages.load.records import StackFailure
 
 STACK = {
     "megatron.bridge": ("megatron-bridge",), "megatron": ("megatron-core",),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, scan_in_one_chunk
 
@@ -53,14 +54,16 @@ def load_model(
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
-    compute_the_definition(model, fixes)
+    compute_the_definition(model, dtype, fixes)
     return model.eval().requires_grad_(False)
 
 
 def compute_the_definition(
-    model: PreTrainedModel, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
+    model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
 ) -> None:
-    """Mend what transformers computes otherwise than the model is defined; see `load_model`."""
+    """Mend what transformers, in a dtype, computes otherwise than the model is defined; see `load_model`."""
+    if dtype == torch.bfloat16:
+        multiply_bfloat16_in_float32()
     if TRANSFORMERS_SCAN in fixes:
         scan_in_one_chunk(model)
     if TRANSFORMERS_LATENT in fixes:

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 
 from verifier.core import store
 from verifier.core.record import real
-from verifier.core.records_activations import Activation, ActivationGradient
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
 from verifier.export.sharding import Owners
@@ -22,6 +21,8 @@ from verifier.model.families import size_if_any
 from verifier.model.module_points import OF_THE_LOSS, order_of
 from verifier.oracle.oracle import Oracle
 from verifier.oracle.recording import gradient_record
+from verifier.stages.logprob.records import Activation
+from verifier.stages.loss.records import ActivationGradient
 
 
 def record_activations(

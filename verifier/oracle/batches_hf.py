@@ -81,7 +81,7 @@ def hidden_of(
 
 
 def choosing_in(model: StreamedModel, batch: Batch) -> Within:
-    """What gives the routers of a unit their experts, each time that it is computed."""
+    """Context in which the routers of a unit are given their experts, each time that it is computed."""
     blocks = mixtures_of(model.model) if batch.experts else {}
 
     def within(unit: Unit) -> contextlib.AbstractContextManager[None]:

@@ -173,7 +173,7 @@ class _Part:
         return every.gather(1, self.labels)[:, 0] if self.temperature else every.amax(dim=-1)
 
     def rows(self) -> Iterator[tuple[Sequence[tuple[int, int]], int, slice]]:
-        """Of each row that has some of these tokens: its members, the place of the first of them in it, and which."""
+        """Rows that have some of these tokens: members, the place of the first of them in the row, and which."""
         end = self.begin + len(self.labels)
         for row in range(self.begin // self.width, -(-end // self.width)):
             first = max(self.begin, row * self.width)
@@ -358,9 +358,10 @@ def shaped_logprobs(
         row = []
         for some in slices_of(model, len(tokens)):
             for at, logits in enumerate(model.logits(hidden[some]).double().cpu(), some.start):
-                most, least = (
-                    float(shaped(logits, prompt, tokens[:at], sampling, by)[tokens[at]]) for by in (-slack, slack)
-                )
-                row.append((least, most if math.isfinite(most) else least))
+                least = float(shaped(logits, prompt, tokens[:at], sampling, slack)[tokens[at]])
+                most = least
+                if math.isfinite(least):  # with fewest tokens beside it
+                    most = float(shaped(logits, prompt, tokens[:at], sampling, -slack, tokens[at])[tokens[at]])
+                row.append((least, most))
         found.append(row)
     return found

@@ -12,10 +12,10 @@ import msgspec
 
 from verifier.core.outputs import require_writable, write_whole
 from verifier.core.record import Probe
-from verifier.core.records_tokens import StoredFloor
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform.pins import installed
+from verifier.stages.logprob.records import StoredFloor
 
 FLOORS = Path("golden") / "noise"
 EDGES = (64, 256, 1024)

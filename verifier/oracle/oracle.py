@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verifier.core.records_tokens import ROUNDINGS
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
+from verifier.stages.logprob.records import ROUNDINGS
 
 REMEMBERED_BYTES = 64 * 2**20
 """Largest folder of weights whose content is recognised, so that what was answered of it is answered again."""

@@ -16,16 +16,15 @@ from safetensors.torch import load_file
 
 from verifier.oracle.batches_hf import MAX_LOGITS, MAX_TOKENS, Batch, batches, choosing_in, hidden_of, slices_of
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
-from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import (
     Adam,
     Gradients,
+    Spread,
     adapter_gradients,
+    all_near,
     chosen,
     clip_of,
-    groups_of,
     measured,
-    noise_of,
     rounded_anew,
     rounding_anew,
     rounding_of,
@@ -43,8 +42,6 @@ Source:
 """
 NOISES = 3
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
-NEAR = 2
-"""Noises of one pass within which a gradient, or the length of one, lies far inside of what LSS001 allows, 5 and 6."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
@@ -128,23 +125,20 @@ def judge_updates(
                 found = _loss(before, rows, objective, kind, margin, device, draw)  # noqa: B023
                 return (found if adapter is None else _of_adapter(found, old, adapter)).gradients  # noqa: B023
 
-            known, roundings = rounded_anew(actual, exact.gradients, exact.doubts, compute)
-            exact = rounded = replace(exact, gradients=known)
+            if not all_near(actual, exact.gradients, exact.doubts):
+                exact = replace(exact, gradients=compute(torch.float64, 0))
+                roundings = rounded_anew(actual, exact.gradients, exact.doubts, compute)
+            rounded = exact
         norm, scale = clip_of(actual, rule["clip_grad"])
-        gap, groups = (
-            noise_of(rounded.gradients, exact.gradients),
-            groups_of(exact.gradients, rounded.gradients, actual),
-        )
-        if rounded is not exact and not _near(actual, exact.gradients, gap, groups):
-            for draw in range(1, DRAWS):
-                again = _loss(before, rows, objective, dtype, math.inf, device, draw).gradients
-                gap = max(gap, noise_of(again, exact.gradients))
-                for name, group in groups_of(exact.gradients, again, actual).items():
-                    groups[name] = max(groups[name], group, key=lambda found: found["group_noise"])
+        spread = Spread.of(
+            actual, exact.gradients, rounded.gradients,
+            lambda draw: _loss(before, rows, objective, dtype, math.inf, device, draw).gradients,  # noqa: B023
+        )  # fmt: skip
         noise = torch.where(rounded.told & ~exact.told, 0.0, rounded.nats - exact.nats).abs()
         off = [noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
         whole = {
-            "update": number, "gradient_norm": norm, "gradient_noise": gap,
+            "update": number, "gradient_norm": norm, "gradient_noise": spread.noise,
+            "noise_passes": spread.passes,
             "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
             "loss_noise": float(max(off)) + exact.rounding,
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
@@ -152,7 +146,7 @@ def judge_updates(
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
-        for row, reduced in measured(old, exact.gradients, groups, actual):
+        for row, reduced in measured(old, exact.gradients, spread.groups, actual):
             name = row["name"]
             if has_moments and name in actual and reduced is not None:
                 adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
@@ -165,14 +159,6 @@ def judge_updates(
             row["gradient_doubt"] = 0.0 if doubt is None else float(doubt.abs().max())
             records.append({**row, **whole})
     return records
-
-
-def _near(actual: Gradients, exact: Gradients, noise: float, groups: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Say if one pass shows the trainer's gradients to be far inside of what they may be off by."""
-    lengths = (abs(group["group_length"] - 1) for group in groups.values())
-    if max(lengths, default=0.0) > NEAR * max((group["group_noise"] for group in groups.values()), default=0.0):
-        return False
-    return noise_of({name: actual.get(name, gradient) for name, gradient in exact.items()}, exact) <= NEAR * noise
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Evidence of the oracle, from the run's own evidence and the weights that it dumped, and from nothing else.
 
-Weights lie in a folder: ``live-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``, the
-gradients of the step that made it; of an adapter ``matrices-v`` too.
+Weights lie in a folder: ``weights-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``,
+the gradients of the step that made it; of an adapter ``matrices-v`` too.
 """
 
 from __future__ import annotations
@@ -23,34 +23,6 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Measurement, Real, Record, real
-from verifier.core.records_tokens import (
-    OWN_ROUTES,
-    ROUNDINGS,
-    SHARES,
-    DrawnTokens,
-    DtypeNoise,
-    EngineLogprobs,
-    EngineNoise,
-    GivenRoutes,
-    GradientRecord,
-    LogprobRecord,
-    NoiseRecord,
-    Objective,
-    OracleLogprobs,
-    OracleOfForced,
-    OracleOfNext,
-    OracleOfPlaces,
-    OracleOfSampled,
-    OracleOfShaped,
-    OracleRecord,
-    Rollouts,
-    RouterChoices,
-    SampledTokens,
-    ShapedTokens,
-    TrainerLogprobs,
-    UsedRoutes,
-)
-from verifier.core.records_weights import OptimizerRule
 from verifier.core.trace import Trace
 from verifier.export.adapters import adapters_of
 from verifier.export.derived import DerivedLayout
@@ -62,6 +34,31 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
+from verifier.stages.logprob.records import (
+    ROUNDINGS,
+    SHARES,
+    DtypeNoise,
+    EngineNoise,
+    NoiseRecord,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfPlaces,
+    OracleOfSampled,
+    OracleOfShaped,
+    TrainerLogprobs,
+)
+from verifier.stages.loss.records import GradientRecord, Objective, RouterChoices
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.replay.records import (
+    OWN_ROUTES,
+    GivenRoutes,
+    LogprobRecord,
+    OracleOfForced,
+    OracleRecord,
+    UsedRoutes,
+)
+from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
+from verifier.stages.train.records import OptimizerRule
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
@@ -121,7 +118,7 @@ class _Recording:
         if floor is not None:
             record_floor(self.recorder, floor)
         for version in self.seen.versions(TrainerLogprobs):
-            checkpoint = self.source.path if version == 0 else self.weights / f"live-{version}"
+            checkpoint = self.source.path if version == 0 else self.weights / f"weights-{version}"
             if checkpoint.is_dir():
                 self._record_version(checkpoint, version)
         if manifest.layout:
@@ -275,7 +272,7 @@ class _Recording:
         for row in rows:
             self.recorder.emit(gradient_record(row, owners, mesh))
         for record, chosen in zip(trained, routes, strict=True):
-            before = self.weights / f"live-{record.version - 1}" if record.version > 1 else self.source.path
+            before = self.weights / f"weights-{record.version - 1}" if record.version > 1 else self.source.path
             if record.version in own and before.is_dir():
                 self._record_choices(record, before, chosen)
 

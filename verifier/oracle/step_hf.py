@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from verifier.oracle.oracle import DRAWS
 from verifier.oracle.routes_hf import Route
 from verifier.oracle.streaming_hf import StreamedModel, Tape
 from verifier.plan.digest import dtype_name
+from verifier.stages.logprob.records import ROUNDINGS as FLOAT32_ROUNDINGS
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
@@ -42,6 +44,9 @@ ROUNDINGS = 3
 
 NEAR = 1e-5
 """Share of a tensor's greatest gradient within which the trainer's lies far inside of what LSS001 allows, 3e-5."""
+NEAR_ROUNDED = 2
+"""Noises of one pass in less than float32 within which a gradient, or the length of one, lies far inside of what
+LSS001 allows, 5 and 12."""
 Gradients = Mapping[str, torch.Tensor]
 """Checkpoint name -> gradient."""
 Noise = Callable[[torch.Tensor], torch.Tensor]
@@ -64,7 +69,7 @@ def judge_steps(
 
     Args:
         source: checkpoint of version 0, to which an adapter adds nothing.
-        work: folder with ``gradients-v`` and ``live-v``, the checkpoint, for each version v; of an adapter
+        work: folder with ``gradients-v`` and ``weights-v``, the checkpoint, for each version v; of an adapter
             ``matrices-v`` too, also for version 0.
         batches: the sequences of each step.
         rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
@@ -81,31 +86,34 @@ def judge_steps(
     adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
     past = 0
     for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
-        before = folder / f"live-{version - 1}" if version > 1 else Path(source)
-        held = [folder / f"matrices-{v}" if adapter else folder / f"live-{v}" for v in (version - 1, version)]
+        before = folder / f"weights-{version - 1}" if version > 1 else Path(source)
+        held = [folder / f"matrices-{v}" if adapter else folder / f"weights-{v}" for v in (version - 1, version)]
         if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
             break
         old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
-        nats, expected, rounding = gradients(before, batch, told, given)
-        rounded_nats, rounded = _rounded(before, batch, told, given, nats, expected)
-        noise, in_float32 = (rounded_nats - nats).abs(), rounded is expected
-        trained = partial(_trained, old, rule, adapter)
+        stored = [tensor.dtype for tensor in tensors_of(before).values()]
+        dtype = max(set(stored), key=stored.count)
+        trained, compute = partial(_trained, old, rule, adapter), partial(gradients, before, batch, told, given)
+        in_float32 = dtype == torch.float32
+        nats, expected, rounding = compute(torch.float64 if in_float32 else torch.float32)
+        rounded_nats, rounded = (nats, expected) if in_float32 else compute(dtype)[:2]
+        noise = (rounded_nats - nats).abs()
         expected, rounded = trained(expected), trained(rounded)
         actual = tensors_of(folder / f"gradients-{version}")
         roundings: Mapping[str, float] = {}
         if in_float32:
-            compute = partial(gradients, before, batch, told, given)
-            expected, roundings = rounded_anew(actual, expected, {}, lambda *asked: trained(compute(*asked)[1]))  # noqa: B023
             rounded = expected
+            roundings = rounded_anew(actual, expected, {}, lambda *asked: trained(compute(*asked)[1]))  # noqa: B023
         norm, scale = clip_of(actual, rule["clip_grad"])
+        spread = Spread.of(actual, expected, rounded, lambda draw: trained(compute(dtype, draw)[1]))  # noqa: B023
         whole = {
-            "version": version, "gradient_norm": norm, "gradient_noise": noise_of(rounded, expected),
+            "version": version, "gradient_norm": norm, "gradient_noise": spread.noise, "noise_passes": spread.passes,
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
             "loss_noise": float(noise.mean()) + rounding,
             "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
-        for row, reduced in measured(old, expected, groups_of(expected, rounded, actual), actual):
+        for row, reduced in measured(old, expected, spread.groups, actual):
             name = row["name"]
             row["gradient_rounding"] = roundings.get(name, 0.0)
             if version and reduced is not None:
@@ -178,53 +186,41 @@ def adapter_gradients(
     return derived
 
 
-def _rounded(
-    checkpoint: Path,
-    batch: Batch,
-    rule: Mapping[str, float],
-    routes: Routes,
-    nats: torch.Tensor,
-    exact: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """`gradients` in the checkpoint's dtype; in float32 they are known."""
-    stored = [tensor.dtype for tensor in tensors_of(checkpoint).values()]
-    dtype = max(set(stored), key=stored.count)
-    return (nats, exact) if dtype == torch.float32 else gradients(checkpoint, batch, rule, routes, dtype)[:2]
-
-
 def rounded_anew(
-    actual: Gradients, expected: Gradients, doubts: Gradients, compute: Callable[[torch.dtype, int], Gradients]
-) -> tuple[Gradients, dict[str, float]]:
-    """Measure how far float32 rounds gradients, where the trainer's are not `NEAR` the expected ones.
+    actual: Gradients, exact: Gradients, doubts: Gradients, compute: Callable[[torch.dtype, int], Gradients]
+) -> dict[str, float]:
+    """Measure how far float32 rounds gradients, where the trainer's are not `NEAR` those in float64.
 
     Args:
         actual: the trainer's.
-        expected: by transformers in float32.
+        exact: by transformers in float64.
         doubts: what each may be off by beside that.
         compute: gradients in a dtype; with a draw from 1 on, rounded anew, see `rounding_anew`.
 
     Returns:
-        The expected gradients, in float64 where the trainer's are not near those in float32; and of each the greatest
-        distance of `DRAWS` passes in float32 from it, where they are not near these either.
+        The greatest distance of each in up to `DRAWS` passes in float32 from the exact one. A pass is made until each
+        of the trainer's is near, or within a third of `FLOAT32_ROUNDINGS` times that distance.
     """
-    if _all_near(actual, expected, doubts):
-        return expected, {}
-    exact = compute(torch.float64, 0)
-    if _all_near(actual, exact, doubts):
-        return exact, {}
-    found = dict.fromkeys(expected, 0.0)
+    found = dict[str, float]()
     for draw in range(1, DRAWS + 1):
+        if all_near(actual, exact, doubts, found):
+            break
         for name, gradient in compute(torch.float32, draw).items():
-            found[name] = max(found[name], float((gradient.double() - exact[name]).abs().max()))
-    return exact, found
+            found[name] = max(found.get(name, 0.0), float((gradient.double() - exact[name]).abs().max()))
+    return found
 
 
-def _all_near(actual: Gradients, expected: Gradients, doubts: Gradients) -> bool:
-    """Say if all gradients that the trainer has lie within `NEAR` and a third of their doubt."""
+def all_near(
+    actual: Gradients, expected: Gradients, doubts: Gradients, roundings: Mapping[str, float] | None = None
+) -> bool:
+    """Say if all gradients that the trainer has lie far inside of what they may be off by."""
     for name, gradient in expected.items():
         doubt = float(doubts[name].abs().max()) if name in doubts else 0.0
         off = (actual.get(name, gradient).double() - gradient.double()).abs().max()
-        if not off <= NEAR * gradient.abs().max() + doubt / 3:  # not of NaN either
+        rounding = (roundings or {}).get(name, 0.0)
+        if not off <= max(
+            NEAR * gradient.abs().max() + doubt / 3, FLOAT32_ROUNDINGS / 3 * rounding
+        ):  # not of NaN either
             return False
     return True
 
@@ -297,6 +293,11 @@ def group_of(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
+def kind_of(name: str) -> str:
+    """A tensor's name without its layer's index."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+
+
 def groups_of(
     exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
@@ -312,6 +313,55 @@ def groups_of(
         for group, (square, along, off) in sums.items()
         if square
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Noise of gradients in less than float32."""
+
+    noise: float
+    """Greatest of all passes, see `noise_of`."""
+    groups: Mapping[str, Mapping[str, Any]]
+    """See `groups_of`; the noise of each is the greatest of all passes."""
+    passes: int = 1
+
+    @classmethod
+    def of(
+        cls, actual: Gradients, exact: Gradients, rounded: Gradients, compute: Callable[[int], Gradients]
+    ) -> Spread:  # fmt: skip
+        """Measure it by one pass, and by up to `DRAWS` where the trainer's gradients are not near the exact ones.
+
+        Args:
+            actual: the trainer's.
+            exact: by transformers in float32.
+            rounded: by transformers in the run's dtype; the exact ones where that is float32.
+            compute: gradients in the run's dtype, rounded anew by a draw from 1 on.
+        """
+        found = cls(noise_of(rounded, exact), groups_of(exact, rounded, actual))
+        if rounded is exact:
+            return found
+        for draw in range(1, DRAWS):
+            if found.is_near(actual, exact):
+                break
+            again = compute(draw)
+            groups = {
+                name: max(found.groups[name], group, key=lambda row: row["group_noise"])
+                for name, group in groups_of(exact, again, actual).items()
+            }
+            found = cls(max(found.noise, noise_of(again, exact)), groups, draw + 1)
+        return found
+
+    def is_near(self, actual: Gradients, exact: Gradients) -> bool:
+        """Say if the passes so far show the trainer's gradients to be far inside of what they may be off by."""
+        kinds: dict[str, float] = {}
+        for name, row in self.groups.items():
+            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), row["group_noise"])
+        own = FLOAT32_ROUNDINGS / 3 if self.passes > 1 else 0.0
+        for name, row in self.groups.items():
+            if not abs(row["group_length"] - 1) <= max(NEAR_ROUNDED * kinds[kind_of(name)], own * row["group_noise"]):
+                return False
+        told = {name: actual.get(name, gradient) for name, gradient in exact.items()}
+        return noise_of(told, exact) <= NEAR_ROUNDED * self.noise
 
 
 def gradients(

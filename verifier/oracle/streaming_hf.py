@@ -31,7 +31,7 @@ ROOM_SHARE = 0.25
 Take = Callable[[str, Sequence[torch.Tensor]], None]
 """Gets a checkpoint tensor's name and its gradients, on the host, one of each kind that was asked for."""
 Within = Callable[["Unit"], contextlib.AbstractContextManager[Any]]
-"""What a unit is computed in, again too."""
+"""Context of a unit while it is computed, again too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class StreamedModel:
         self.head: nn.Module = self.model.get_output_embeddings()
         self._dtypes = _dtypes(self.model, self.checkpoint, dtype)
         self._parts: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        """Of each tensor without values, checkpoint names and the views that they are."""
+        """Tensor without values -> checkpoint names and the views that they are."""
         for name, (holder, view) in places.items():
             self._parts.setdefault(id(_tensor(self.model, holder)), []).append((name, view))
         self._there: set[Unit] = set()
@@ -206,12 +206,12 @@ class _Call:
     leaves: list[Any]
     """Arguments, flat; tensors on the host."""
     shape: Any
-    """Of the arguments."""
+    """Form of the arguments."""
     edges: dict[int, Any]
     """Index of an argument -> where its gradient goes on to."""
     within: Within
     received: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
-    """By kind, the gradients of what the call returned."""
+    """Kind -> gradients of what the call returned."""
 
 
 class _Border(torch.autograd.Function):
@@ -241,7 +241,7 @@ class _Sums:
         self._kinds, self._magnitudes, self._ids = kinds, magnitudes, ids
         self._held: dict[int, list[torch.Tensor | None]] = {}
         self._own: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Of a sequence, what a tensor's gradient is so far at the rows of its ids: of a tied head."""
+        """Sequence, tensor and kind -> gradient of a tied head at the rows of the sequence's ids."""
 
     def add(
         self, place: int, empty: torch.Tensor, kind: int, gradient: torch.Tensor, rows: torch.Tensor | None
@@ -335,7 +335,7 @@ class Tape:
                 self.model.hand(left.pop(id(empty)), total.of(empty), take)
 
     def _embedded(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """Of each sequence and embedding that is read by rows, which rows."""
+        """Sequence and embedding that is read by rows, and which rows."""
         for place, calls in enumerate(self._calls):
             for call in calls:
                 if (rows := _rows(call.unit, call.leaves)) is not None:
@@ -439,7 +439,7 @@ def _without_weights(path: Path | str, dtype: torch.dtype, device: str) -> Any:
             if (buffer := module._buffers[name]) is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
     model.initialize_weights()
-    compute_the_definition(model)
+    compute_the_definition(model, dtype)
     return model.eval()
 
 

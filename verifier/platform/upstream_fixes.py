@@ -254,7 +254,7 @@ FIXES: dict[str, UpstreamFix] = {
             version="0.19.2",
             summary="of a bf16 model that keeps parameters in float32, the distributed optimizer saves the states of "
             "other parameters, or fails where their sizes differ",
-            names="sharded_param_state_dp_reshardable",
+            names="get_parameter_state_dp_zero",
             applies=_misplaces_states,
         ),
         UpstreamFix(

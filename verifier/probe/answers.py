@@ -9,15 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from verifier.core.records_config import StatedConfig
-from verifier.core.records_data import HeldOutRead, TokensRead
-from verifier.core.records_policy import EpisodeTurns, EvaluatedAnswers, GivenRewards, RequestSeeds
-from verifier.core.records_tokens import GivenRoutes, SampledTokens, UsedRoutes
-from verifier.core.records_trainer import DataOrder, RolloutTexts, TrainedText
 from verifier.core.seal import seal_of_array
 from verifier.errors import UsageError
 from verifier.probe.steps import StepRecorder
 from verifier.probe.tokens import Rows, row_of, step_tokens
+from verifier.stages.data.records import (
+    DataOrder,
+    EpisodeTurns,
+    HeldOutRead,
+    RequestSeeds,
+    RolloutTexts,
+    TokensRead,
+    TrainedText,
+)
+from verifier.stages.load.records import StatedConfig
+from verifier.stages.replay.records import GivenRoutes, UsedRoutes
+from verifier.stages.reward.records import GivenRewards
+from verifier.stages.rollout.records import EvaluatedAnswers, SampledTokens
 
 NEUTRAL = {
     "temperature": (1, 1.0),

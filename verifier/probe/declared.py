@@ -10,38 +10,26 @@ import numpy as np
 
 from verifier.core.manifest import Facts
 from verifier.core.record import Record, UnknownRecord, kind_of
-from verifier.core.records_policy import (
-    Advantages,
-    Drops,
-    GivenRewards,
-    LossRows,
-    PolicyColumns,
-    ReferenceShard,
-    RequestSeeds,
-    SamplingAsked,
-)
-from verifier.core.records_run import Unbounded
-from verifier.core.records_tokens import (
-    GradientRecord,
+from verifier.core.trace import Trace
+from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.data.records import Drops, RequestSeeds, SamplingAsked
+from verifier.stages.engine.records import CheckpointView, ExpectedView
+from verifier.stages.export.records import ExportedTensor, SavedCheckpoint
+from verifier.stages.load.records import Unbounded
+from verifier.stages.logprob.records import (
     OracleLogprobs,
     OracleOfSampled,
-    PackedBatchDigest,
+    ReferenceShard,
     SampledNoise,
-    SampledTokens,
     TrainerLogprobs,
 )
-from verifier.core.records_weights import (
-    CheckpointView,
-    ExpectedView,
-    ExportedTensor,
-    Handover,
-    JoinedTensor,
-    LiveAdapterMatrix,
-    PlanDigest,
-    ReceivedTensor,
-    SavedCheckpoint,
-)
-from verifier.core.trace import Trace
+from verifier.stages.loss.records import GradientRecord, LossRows
+from verifier.stages.pack.records import PackedBatchDigest
+from verifier.stages.plan.records import PlanDigest
+from verifier.stages.reward.records import GivenRewards
+from verifier.stages.rollout.records import SampledTokens
+from verifier.stages.train.records import JoinedTensor, LiveAdapterMatrix
+from verifier.stages.transport.records import Handover, ReceivedTensor
 
 Undertaking = Literal["export", "transfer", "engine weights", "engine logprobs", "policy", "oracle", "gradients"]
 """Something that a loop says in advance it will record."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verifier.core.record import Record
-from verifier.core.records_weights import Handover, PlanDigest, PlannedTensor
 from verifier.errors import ContractError, UsageError
 from verifier.plan.chunk_plan import MAX_GPU_CHUNK_BYTES, ChunkPlan, TensorMeta, build_plan, chunk_bytes_of
+from verifier.stages.plan.records import PlanDigest, PlannedTensor
+from verifier.stages.transport.records import Handover
 
 Pairs = Iterable[tuple[str, Any]]
 

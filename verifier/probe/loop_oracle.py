@@ -22,21 +22,6 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Record, real
-from verifier.core.records_policy import LossTerms, OracleEntropy, PolicyColumns, SamplingAsked
-from verifier.core.records_tokens import (
-    SHARES,
-    OracleEnds,
-    OracleLogprobs,
-    OracleOfPlaces,
-    OracleOfSampled,
-    OracleRecord,
-    Rollouts,
-    SampledNoise,
-    SampledTokens,
-    TrainerLogprobs,
-)
-from verifier.core.records_trainer import LossColumns
-from verifier.core.records_weights import KeptGradients, KeptTensors, KeptWeights
 from verifier.core.trace import Trace
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
@@ -44,6 +29,23 @@ from verifier.mesh import Mesh
 from verifier.oracle.oracle import Oracle, Scored, Sides
 from verifier.oracle.recording import EARLIER, gradient_record, noise_of_logprobs, oracle_record, scales_of
 from verifier.probe.sealed import mark_of, seal
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
+from verifier.stages.data.records import SamplingAsked
+from verifier.stages.logprob.records import (
+    SHARES,
+    OracleEnds,
+    OracleEntropy,
+    OracleLogprobs,
+    OracleOfPlaces,
+    OracleOfSampled,
+    SampledNoise,
+    TrainerLogprobs,
+)
+from verifier.stages.loss.records import KeptGradients, KeptTensors, LossTerms
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.replay.records import OracleRecord
+from verifier.stages.rollout.records import SampledTokens
+from verifier.stages.train.records import KeptWeights
 
 RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
 """Settings that the oracle takes; only Adam's step, which a loop does not record, depends on them."""
@@ -212,7 +214,7 @@ class _Recording:
         yield noise_of_logprobs(name, version, sides), None
 
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
-        from verifier.probes.training.sampled_noise import sampled_noise
+        from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 
         exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
         places = np.concatenate([np.arange(size) for size in sampled.lengths])

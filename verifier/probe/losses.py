@@ -14,15 +14,16 @@ import msgspec
 import numpy as np
 
 from verifier.core.record import real
-from verifier.core.records_config import GivenArguments
-from verifier.core.records_policy import LossRows, ReferenceShard, ScoredRows, SpotScore, UpdateRatios
-from verifier.core.records_run import Unbounded
-from verifier.core.records_tokens import EngineLogprobs, PackedBatchDigest, PackLayout, TokenLedger
-from verifier.core.records_trainer import LossColumns
 from verifier.errors import UsageError
 from verifier.probe.answers import AnswerRecorder
 from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
+from verifier.stages.advantage.records import LossColumns
+from verifier.stages.load.records import Unbounded
+from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows, SpotScore
+from verifier.stages.loss.records import LossRows, UpdateRatios
+from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
+from verifier.stages.rollout.records import EngineLogprobs
 
 POSITION_BITS = 32
 """Low bits of a sentinel, see `TokenLedger`."""

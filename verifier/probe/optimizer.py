@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from verifier.core.record import Array, Record, real
-from verifier.core.records_gradients import GradientSums, SummedTensor
-from verifier.core.records_trainer import (
-    AdamSample,
-    KnobsAsked,
-    KnobsReached,
-    OptimizerSettings,
-    ParameterGroup,
-    TrainerStep,
-)
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
+from verifier.stages.load.records import KnobsAsked, KnobsReached
+from verifier.stages.train.records import (
+    AdamSample,
+    GradientSums,
+    OptimizerSettings,
+    ParameterGroup,
+    SummedTensor,
+    TrainerStep,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from verifier.probes.training.adam_elements import UpdateSample
+    from verifier.stages.train.probe_adam_elements import UpdateSample
 
 AUDITED = ("Adam", "AdamW")
 """Optimizers of torch whose formula is known."""
@@ -194,7 +194,7 @@ class OptimizerRecorder(LossRecorder):
         """Add what a backward pass gives to some elements of some tensors."""
         import torch
 
-        from verifier.probes.training.gradient_elements import ELEMENTS, WHOLE, cut, totals
+        from verifier.stages.train.probe_gradient_elements import ELEMENTS, WHOLE, cut, totals
 
         if name not in self._summed() or found.dtype not in (torch.float32, torch.bfloat16):
             return
@@ -211,7 +211,7 @@ class OptimizerRecorder(LossRecorder):
 
     def _summed(self) -> set[str]:
         """Tensors of an update whose passes are added up, others in each."""
-        from verifier.probes.training.gradient_elements import TENSORS
+        from verifier.stages.train.probe_gradient_elements import TENSORS
 
         names = [item.name for item in self._owned]
         begin = self._taken * TENSORS % max(len(names), 1)
@@ -223,7 +223,7 @@ class OptimizerRecorder(LossRecorder):
             return
         import torch
 
-        from verifier.probes.training.gradient_elements import cut, joined, totals
+        from verifier.stages.train.probe_gradient_elements import cut, joined, totals
 
         self.current = step
         update = self._updates[step] = _Update(self._number())
@@ -283,7 +283,7 @@ class OptimizerRecorder(LossRecorder):
         """Keep what the optimizer step begins with."""
         import torch
 
-        from verifier.probes.training.adam_elements import greatest_moment
+        from verifier.stages.train.probe_adam_elements import greatest_moment
 
         step = self.current
         update = self._updates.setdefault(step, _Update(self._number()))
@@ -319,7 +319,7 @@ class OptimizerRecorder(LossRecorder):
 
     def _sample(self, number: int) -> UpdateSample:
         """Sample of an update, with the gradients as they are now."""
-        from verifier.probes.training.adam_elements import UpdateSample, chosen
+        from verifier.stages.train.probe_adam_elements import UpdateSample, chosen
 
         sample = UpdateSample(chosen(self._owned, number))
         sample.take_gradient()

@@ -19,20 +19,14 @@ from verifier.core import store
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
-from verifier.core.records_weights import (
-    ExportedTensor,
-    Handover,
-    JoinedTensor,
-    KeptGradients,
-    KeptTensors,
-    KeptWeights,
-    ReceivedTensor,
-    Update,
-)
 from verifier.errors import UsageError
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sealed import mark_of, seal
 from verifier.probe.state import EngineRecorder, Named, pairs_of
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.loss.records import KeptGradients, KeptTensors
+from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
+from verifier.stages.transport.records import Handover, ReceivedTensor
 
 
 class _Known(msgspec.Struct):
@@ -202,7 +196,7 @@ class LoopRecorder(EngineRecorder):
 
     def _record_source(self) -> None:
         from verifier.model.checkpoint import open_checkpoint
-        from verifier.probes.tensors import source_tensors
+        from verifier.stages.export.probe_tensors import source_tensors
 
         for item in source_tensors(open_checkpoint(self.model)):
             self.emit(item)
@@ -216,7 +210,7 @@ class LoopRecorder(EngineRecorder):
             kept = {}
         whole = isinstance(named, Mapping | list | tuple)
         if kind is ExportedTensor and not whole:  # what is held while later tensors come is looked at again
-            from verifier.probes.tensors import recorded
+            from verifier.stages.export.probe_tensors import recorded
 
             for name, tensor in recorded(self, pairs_of(named), version):
                 if kept is not None:

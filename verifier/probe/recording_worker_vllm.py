@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from verifier.core.records_weights import CheckpointView
 from verifier.engine.settings import settings_of
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.probe.opened import attach
 from verifier.probe.recorder import LoopRecorder
+from verifier.stages.engine.records import CheckpointView
 
 
 class RecordingWorker:

@@ -18,18 +18,13 @@ from verifier.core.check import LOOP
 from verifier.core.manifest import Manifest
 from verifier.core.reader import read
 from verifier.core.record import Role
-from verifier.core.records_weights import (
-    CheckpointView,
-    ExpectedView,
-    ExportedTensor,
-    Handover,
-    ReceivedTensor,
-    SourceTensor,
-    SyncedTensor,
-)
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.probe.declared import facts_of
+from verifier.stages.engine.records import CheckpointView, ExpectedView, SyncedTensor
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.transport.records import Handover, ReceivedTensor
 
 COMMAND = LOOP
 """Command of a recorded loop, by its manifest."""

@@ -10,37 +10,40 @@ from typing import Any, Literal
 import numpy as np
 
 from verifier.core.record import real
-from verifier.core.records_config import ExportedConfig, SourceConfig
-from verifier.core.records_trainer import LoadedState, SavedState, WrittenTensors
-from verifier.core.records_weights import (
+from verifier.errors import UsageError
+from verifier.probe.answers import texts_of
+from verifier.probe.optimizer import OptimizerRecorder
+from verifier.stages.checkpoint.records import LoadedState, SavedState, WrittenTensors
+from verifier.stages.engine.records import (
     CheckpointView,
     ColdSettings,
     ColdTensor,
     EngineRestart,
     EngineServed,
-    ExpectedShard,
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
-    FrozenShard,
     HeldTwice,
     KeptKeys,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
     LoadedNames,
-    LoadedShard,
-    MergedMatrix,
     Poison,
-    ShardAfterExport,
-    ShardAfterIdleStep,
-    ShardAfterScoring,
     SyncedSettings,
     SyncedTensor,
-    UpdatedShard,
+)
+from verifier.stages.export.records import (
+    ExportedAdapterMatrix,
+    ExportedAdapterScaling,
+    ExportedConfig,
+    MergedMatrix,
+    ShardAfterExport,
     WrittenShard,
 )
-from verifier.errors import UsageError
-from verifier.probe.answers import texts_of
-from verifier.probe.optimizer import OptimizerRecorder
+from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig
+from verifier.stages.train.records import (
+    FrozenShard,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    ShardAfterIdleStep,
+    ShardAfterScoring,
+    UpdatedShard,
+)
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
 """Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
@@ -102,7 +105,7 @@ class StateRecorder(OptimizerRecorder):
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
         """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
-        from verifier.probes.configs_megatron import record_provider
+        from verifier.stages.load.probe_configs_megatron import record_provider
 
         record_provider(self, config, chunks)
 
@@ -167,8 +170,8 @@ class StateRecorder(OptimizerRecorder):
             UsageError: `probe.open` was given no `model`.
         """
         from verifier.plan.digest import described
-        from verifier.probes.tensors import record_saved, source_tensors
-        from verifier.probes.training.saved_files import record_files
+        from verifier.stages.export.probe_saved_files import record_files
+        from verifier.stages.export.probe_tensors import record_saved, source_tensors
 
         folder = Path(folder)
         if not self.model:

@@ -16,12 +16,16 @@ import numpy as np
 
 from verifier.core.manifest import MeshSizes
 from verifier.core.record import Array, Record, real
-from verifier.core.records_policy import Advantages, Drops, LossTerms, PolicyColumns, SamplingAsked
-from verifier.core.records_tokens import Rollouts, SampledTokens, TrainerLogprobs
-from verifier.core.records_weights import StepReport
 from verifier.errors import UsageError
 from verifier.probe.declared import KNOWN_ESTIMATORS
 from verifier.probe.tokens import Rows, StepTokens, step_tokens
+from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.data.records import Drops, SamplingAsked
+from verifier.stages.logprob.records import TrainerLogprobs
+from verifier.stages.loss.records import LossTerms
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.rollout.records import SampledTokens
+from verifier.stages.train.records import StepReport
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """Dtypes of advantages, those with the most rounding first."""

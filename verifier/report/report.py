@@ -11,10 +11,10 @@ from verifier.core.check import REGISTRY, Check, run_check
 from verifier.core.finding import ExitCode, Finding, Outcome, Verdict, verdict_of
 from verifier.core.manifest import Manifest, UpstreamBug
 from verifier.core.plugins import LOADED
-from verifier.core.records_run import StackFailure
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.report.resemblance import KnownFault, resembling
+from verifier.stages.load.records import StackFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

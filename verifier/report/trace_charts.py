@@ -9,20 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier.checks.logprob_bounds import bounds_of
-from verifier.checks.step import gradient_differs_from_oracle
+import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core import ragged
 from verifier.core.record import Record
-from verifier.core.records_tokens import (
-    DtypeNoise,
-    EngineLogprobs,
-    GradientRecord,
-    OracleLogprobs,
-    StoredFloor,
-    TrainerLogprobs,
-)
 from verifier.core.trace import Trace
 from verifier.report.charts import Chart, Point, Series, thinned
+from verifier.stages.logprob.checks_logprobs import bounds_of
+from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, StoredFloor, TrainerLogprobs
+from verifier.stages.loss.checks_gradients import gradient_differs_from_oracle
+from verifier.stages.loss.records import GradientRecord
+from verifier.stages.rollout.records import EngineLogprobs
 
 EIGHTHS = 8
 """Parts of the longest sequence in the chart of positions."""

@@ -1,6 +1,6 @@
 """Reward for a right number: reasoning is stripped, `####` is strict, else the last number of the text counts.
 
-Rules, which `verifier.checks.answers` follows with other code:
+Rules, which `verifier.stages.reward.checks` follows with other code:
 
 1. `<think>` to the next `</think>`, or to the end, is reasoning. So is all before a `</think>` that nothing opened.
 2. If the rest has a `####`, the answer is the number right after the last one, spaces and tabs between them allowed. No

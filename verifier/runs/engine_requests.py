@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_tokens import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 from verifier.engine.api import NO_SEED, Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
 from verifier.platform.pins import installed
 from verifier.runs.workload import Answer
+from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 
 SAMPLING_TEMPERATURE = 2.0
 """Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor

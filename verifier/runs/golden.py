@@ -9,9 +9,10 @@ from typing import Any
 from verifier.config import GoldenConfig
 from verifier.core import store
 from verifier.core.outputs import write_whole
-from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import UsageError
 from verifier.runs.model_under_test import ModelUnderTest, open_model
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.load.records import SourceTensor
 
 MANIFESTS = Path("golden")
 

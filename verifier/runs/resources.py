@@ -22,7 +22,7 @@ from verifier.launch.vigil import Vigil
 from verifier.oracle.oracle import Oracle
 
 if TYPE_CHECKING:
-    from verifier.probes.engine_state import EngineState
+    from verifier.stages.engine.probe_engine_state import EngineState
 
 COLLECTIVE_DEADLINE_S = 180.0
 """All ranks wait for rank 0 while it asks the engine, whose first request may compile kernels: 75 s were seen."""
@@ -136,7 +136,7 @@ class Resources:
                     client.wait_ready(until.left(f"{name} had started"))
                     loaded = None
                     if self.warm:
-                        from verifier.probes.engine_state import held_by
+                        from verifier.stages.engine.probe_engine_state import held_by
 
                         loaded = held_by(client)
                 self._engines[config] = RunningEngine(process=process, loaded=loaded)

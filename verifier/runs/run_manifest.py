@@ -22,8 +22,9 @@ from verifier.runs.model_under_test import ModelUnderTest, cache_folder
 from verifier.runs.spec import Placement
 
 
-def identity_of(config: GoldenConfig | RoundtripConfig | TrainConfig, model: ModelUnderTest) -> Manifest:
+def identity_of(config: GoldenConfig | RoundtripConfig | TrainConfig, model: ModelUnderTest, run: RunFacts) -> Manifest:
     """Manifest of a run of a command, with what the process, the machine, the config and the model say."""
+    sizes = model.checkpoint.config
     return Manifest(
         **origin_of(shlex.join(["verifier", *sys.argv[1:]]), model.tier),
         **_looked_at(model.tier),
@@ -33,6 +34,8 @@ def identity_of(config: GoldenConfig | RoundtripConfig | TrainConfig, model: Mod
         world_size=model.mesh.world_size,
         config=config.to_dict(),
         layout=model.layout_kind,
+        stand_ins=tuple(stand_ins_of(sizes, run)),
+        upstream_bugs=tuple(bugs_of(sizes, run)),
     )
 
 
@@ -55,14 +58,12 @@ def manifest_of(
     Raises:
         UsageError: an upstream bug would end the run, and its fix is not asked for.
     """
-    sizes, run = model.checkpoint.config, _facts_of(model, config)
-    refuse_impossible(sizes, run)
+    run = _facts_of(model, config)
+    refuse_impossible(model.checkpoint.config, run)
     manifest = replace(
-        identity_of(config, model),
+        identity_of(config, model, run),
         command="golden" if isinstance(config, GoldenConfig) else "roundtrip",
         num_gpus=placement.trainer_gpus,
-        stand_ins=tuple(stand_ins_of(sizes, run)),
-        upstream_bugs=tuple(bugs_of(sizes, run)),
         facts=Facts(
             expert_stages=model.expert_stages,
             frozen_base=bool(model.lora_rank),

@@ -25,7 +25,6 @@ from verifier.mesh import Mesh
 from verifier.oracle.activations import record_activations
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_oracle
-from verifier.probes.engine_state import held_by
 from verifier.runs import golden, noise
 from verifier.runs.derived_layout import with_layout
 from verifier.runs.ended import record_failure
@@ -36,6 +35,7 @@ from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload, oracle_rows
+from verifier.stages.engine.probe_engine_state import held_by
 
 Progress = Callable[[str], None]
 ENGINE_FIRST_S = 20.0

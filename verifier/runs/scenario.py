@@ -14,11 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from verifier.config import RoundtripConfig
-from verifier.core.records_tokens import Objective
-from verifier.core.records_weights import OptimizerRule
 from verifier.data.recorded import RolloutRow
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.runs.workload import ScoringPass, Workload
+from verifier.stages.loss.records import Objective
+from verifier.stages.train.records import OptimizerRule
 
 Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from msgspec import convert, to_builtins
 
 from verifier.core.record import real
-from verifier.core.records_weights import LoadedShard, ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered
@@ -19,20 +18,22 @@ from verifier.model import provider_megatron
 from verifier.model.end_tokens import end_tokens
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
-from verifier.probes.activations_megatron import ActivationProbe
-from verifier.probes.arguments_megatron import given_arguments
-from verifier.probes.configs_megatron import record_provider, record_stated
-from verifier.probes.engine_state import held_by, record_views
-from verifier.probes.routes_megatron import record_replay, replaying
-from verifier.probes.tensors import record_source
-from verifier.probes.trainer import TokenProbe, record_of_rollouts, record_scored
-from verifier.probes.weights_megatron import record_expected, record_live
 from verifier.runs.engine_requests import EngineRequests
 from verifier.runs.rank_run_megatron import RankRun, rank_run
 from verifier.runs.spec import RunSpec
 from verifier.runs.steps_megatron import Steps, move
 from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
+from verifier.stages.engine.probe_engine_state import held_by, record_views
+from verifier.stages.export.probe_tensors import record_source
+from verifier.stages.load.probe_configs_megatron import record_provider, record_stated
+from verifier.stages.load.probe_weights_megatron import record_expected, record_live
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.logprob.probe_activations_megatron import ActivationProbe
+from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.pack.probe_tokens import TokenProbe, record_of_rollouts, record_scored
+from verifier.stages.replay.probe_megatron import record_replay, replaying
+from verifier.stages.train.records import ShardAfterIdleStep, ShardAfterScoring, StepReport
 from verifier.train import recompute_megatron, step_megatron
 from verifier.trainer.preload_megatron import preload as preload
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 REPLAYED, RECOMPUTED = (1, 3), (2, 3)
 """Versions, modulo 4, whose steps replay routes, and recompute activations; 0 is the idle step's."""
 RESUMED = 2
-"""Version before whose step the optimizer is written, made anew and read again."""
+"""Version before whose step a checkpoint is written, and read by an optimizer made anew, where TRN001 judges it."""
 
 
 def run(context: RankContext) -> dict[str, float]:
@@ -221,7 +222,7 @@ class Session:
         if run.spec.roundtrip.update == "noise":
             move(self._weights.live, run.source, f"{run.spec.roundtrip.seed}/{version}")
             return
-        if version == RESUMED:
+        if version == RESUMED and run.spec.gradients:
             self._steps.resume(run.folder("stopped"))
         self._step(self._steps, self._batch(version), version)
 

@@ -118,6 +118,12 @@ class RankSpec:
         """Layout of the family of the opened checkpoint, else the derived one; None where there is neither."""
         return layout_of(source.config) or (None if self.layout is None else DerivedLayout.from_json(self.layout))
 
+    def to_json(self) -> dict[str, Any]:
+        """Inverse of the `from_json` of the spec's class."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        found: dict[str, Any] = msgspec.to_builtins({**values, "config": self.config.to_dict()})
+        return found
+
 
 def told_of(model: ModelUnderTest) -> dict[str, Any]:
     """Fields of `RankSpec` on a model."""
@@ -174,11 +180,6 @@ class RunSpec(RankSpec):
     def cycles(self) -> int:
         """Updates, each followed by a sync."""
         return 0 if self.workload is None else len(self.workload.batches)
-
-    def to_json(self) -> dict[str, Any]:
-        """Inverse of `from_json`."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "config": self.config.to_dict(), "workload": msgspec.to_builtins(self.workload)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunSpec:

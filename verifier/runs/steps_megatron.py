@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.export.live_weights import LiveWeights
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.train.records import OptimizerRule
 from verifier.train import optimizer_megatron, step_megatron
+from verifier.train.checkpoint_megatron import Writer, load
 from verifier.train.step_megatron import StepResult
 
 RELATIVE_SIZE = 0.05
@@ -41,14 +42,14 @@ class Steps:
         )  # fmt: skip
 
     def resume(self, folder: Path) -> None:
-        """Go on as a run does that was stopped: with what was written, in an optimizer made anew. A collective.
+        """Go on as a run does that was stopped: with a checkpoint, in an optimizer made anew. A collective.
 
         Args:
             folder: an empty one, the same for all ranks.
         """
-        optimizer_megatron.save(self._optimizer, self._scheduler, folder)
+        Writer(self._trainer, self._optimizer, self._scheduler, asynchronous=False).begin(folder)
         self._begin()
-        optimizer_megatron.load(self._optimizer, self._scheduler, folder)
+        load(self._trainer, self._optimizer, self._scheduler, folder, same_mesh=True)
 
 
 def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:

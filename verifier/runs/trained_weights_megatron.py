@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from verifier.core.record import real
-from verifier.core.records_weights import (
-    AdapterShard,
-    AdapterSpread,
-    FrozenShard,
-    Handover,
-    JoinedTensor,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
-    ShardAfterExport,
-    Update,
-    UpdatedShard,
-)
 from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
-from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
@@ -32,16 +18,21 @@ from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import gather_json
-from verifier.probes.configs_megatron import record_config
-from verifier.probes.engine_state import TransferProbe
-from verifier.probes.tensors import record_saved, record_tensors, recorded
-from verifier.probes.weights_megatron import record_exported_adapter, record_live, record_plan
 from verifier.runs.rank_run_megatron import RankRun
+from verifier.stages.engine.probe_engine_state import TransferProbe
+from verifier.stages.export.probe_tensors import record_saved, record_tensors, recorded
+from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.probe_configs_megatron import record_config
+from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_live, record_plan
+from verifier.stages.load.records import AdapterShard
+from verifier.stages.train.probe_adapters_megatron import record_matrices, record_spreads
+from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.records import FrozenShard, JoinedTensor, LiveAdapterMatrix, Update, UpdatedShard
+from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron, router_replay_megatron
 from verifier.train.lora_megatron import SCALING, LoraSpec
-from verifier.train.optimizer_megatron import named_gradients
 from verifier.train.step_megatron import params_synced
-from verifier.trainer.adapters_megatron import joined
+from verifier.trainer.adapters_megatron import Adapters, joined
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -62,6 +53,7 @@ class TrainedWeights:
     trainer: TrainerModel
     live: LiveWeights
     trained: LiveWeights
+    _adapters: Adapters | None = None
 
     def __init__(self, run: RankRun) -> None:
         self._run = run
@@ -79,22 +71,13 @@ class TrainedWeights:
 
     def hand_on_gradients(self, version: int) -> None:
         """Join the shards of all ranks' reduced gradients by the layout, for the oracle. A collective."""
-        named = named_gradients(self.trainer)
-        self._save(f"gradients-{version}", self._joined(f"gradient-shards-{version}", self.trained, named))
+        if self._run.layout is not None:
+            self._hand_on().gradients(version)
 
-    def _joined(
-        self, folder: str, live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """On rank 0, live tensors, or gradients in their place, of all ranks by their published names. A collective.
-
-        A model without a layout has none.
-        """
-        if self._run.layout is None:
-            return {}
-        shards, rank = self._run.work / folder, self._run.rank
-        return joined(
-            live, live.tensors() if tensors is None else tensors, shards, rank, gradients=tensors is not None
-        )  # fmt: skip
+    def _hand_on(self) -> HandOn:
+        """Writer of what the oracle reads, of a model with a layout."""
+        run = self._run
+        return HandOn(self.trainer, None, self.trained, run.rank, run.work, run.source, self._adapters)
 
     def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand tensors on to other processes; who holds none hands on nothing."""
@@ -193,10 +176,9 @@ class FullWeights(TrainedWeights):
         run, how = self._run, self._run.spec.roundtrip.update
         with params_synced(self.trainer):
             record_live(run.probe, self.live, version, UpdatedShard)
-            whole = self._joined(f"shards-{version}", self.live)
-        self._save(f"live-{version}", whole or self.sent)
-        if whole:
-            record_tensors(run.probe, JoinedTensor, whole.items(), version)
+        if run.layout is None:
+            self._save(f"weights-{version}", self.sent)
+        elif self._hand_on().after(version, run.probe, version):
             run.probe.emit(Update(name=f"version {version}", version=version, how=cast(Any, how)))
 
 
@@ -204,19 +186,20 @@ class AdapterWeights(TrainedWeights):
     """An adapter, see `FullWeights`; the base stays as it is on both sides, and none of it is sent."""
 
     idles = recording_gathers = False
+    _adapters: Adapters
 
     def build(self, *, training: bool) -> None:
         """Build the model, load the source, put adapters on it, and record them before any step."""
         run, rank = self._run, self._run.spec.lora_rank
-        self._lora = LoraSpec(rank, round(SCALING * rank))
-        self._build(adapt=partial(lora_megatron.attach, lora=self._lora))
-        self._layout = None if run.layout is None else adapters_of(run.layout, self._lora.targets, rank)
-        self.live = LiveWeights(self.trainer.chunks, run.layout, run.mesh, run.rank, in_base)
-        self.trained = LiveWeights(self.trainer.chunks, self._layout, run.mesh, run.rank, in_adapter)
+        lora = LoraSpec(rank, round(SCALING * rank))
+        self._build(adapt=partial(lora_megatron.attach, lora=lora))
+        self._adapters = Adapters(self.trainer, run.source, lora, run.rank, run.work)
+        self.live, self.trained = self._adapters.base, self._adapters.trained
         record_live(run.probe, self.trained, 0, AdapterShard)
-        for name, matrix in self._record_matrices(0, self._joined("adapter-shards-0", self.trained)).items():
-            deviation = real(float(matrix.double().square().mean().sqrt()))
-            run.probe.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
+        if run.layout is not None:
+            matrices = self._hand_on().matrices(0)
+            record_tensors(run.probe, LiveAdapterMatrix, matrices.items(), 0)
+            record_spreads(run.probe, matrices)
 
     def begin(self) -> bool:
         """Export base and adapter as they are loaded."""
@@ -227,17 +210,17 @@ class AdapterWeights(TrainedWeights):
         """Export base and adapter; the engine loads the adapter from a file."""
         run = self._run
         run.say(f"version {version}: export base and adapter")
+        path = run.work / f"adapter-{version}"
         with label("export"), in_stage(Stage.EXPORT, version):
             for _ in recorded(run.probe, lora_megatron.export_base(self.trainer), version):
                 pass
-            adapter = lora_megatron.export_adapter(self.trainer)
+            adapter = self._adapters.save(path)
         self._record_exported(version)
         if version and run.rank == 0:
-            path = run.work / f"adapter-{version}"
-            lora_megatron.save_adapter(path, adapter, self._lora)
             record_exported_adapter(run.probe, path, version)
-            if self._layout is None:
-                self._save_merged(adapter, version)
+            if run.layout is None:
+                merged = lora_megatron.merged(run.source, adapter, SCALING)
+                save_checkpoint(run.work / f"weights-{version}", run.source.config, merged)
             if run.link.client is not None:
                 run.link.client.load_adapter(path)
         dist.barrier()
@@ -252,23 +235,11 @@ class AdapterWeights(TrainedWeights):
         run = self._run
         with params_synced(self.trainer):
             record_live(run.probe, self.live, version, UpdatedShard, FrozenShard)
-            base = self._joined(f"shards-{version}", self.live)
-            matrices = self._joined(f"adapter-shards-{version}", self.trained)
-        if base:
-            record_tensors(run.probe, JoinedTensor, base.items(), version)
-            found = self._record_matrices(version, matrices)
-            scaling = real(lora_megatron.scaling_of(self.trainer))
-            run.probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+            if run.layout is None:
+                return
+            base = joined(self.live, self.live.tensors(), run.work / f"shards-{version}", run.rank)
+        matrices = self._hand_on().after(version)
+        record_tensors(run.probe, JoinedTensor, base.items(), version)
+        record_matrices(run.probe, self.trainer, matrices, version, run.rank)
+        if run.rank == 0:
             run.probe.emit(Update(name=f"adapter {version}", version=version, how="adapter step"))
-            self._save_merged(found, version)
-
-    def _record_matrices(self, version: int, matrices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Hand on and record the joined matrices; returns them under each of their published names."""
-        self._save(f"matrices-{version}", matrices)
-        found = {} if self._layout is None else dict(self._layout.spread(matrices))
-        record_tensors(self._run.probe, LiveAdapterMatrix, found.items(), version)
-        return found
-
-    def _save_merged(self, adapter: Mapping[str, torch.Tensor], version: int) -> None:
-        source, folder = self._run.source, self._run.work / f"live-{version}"
-        save_checkpoint(folder, source.config, lora_megatron.merged(source, adapter, SCALING))

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from verifier.core.records_tokens import Objective
-from verifier.core.records_weights import OptimizerRule
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION, Role, Rollout, make_rollout
+from verifier.stages.loss.records import Objective
+from verifier.stages.train.records import OptimizerRule
 
 if TYPE_CHECKING:
     import torch

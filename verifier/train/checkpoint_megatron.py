@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
 from verifier.platform.pins import installed
 from verifier.train import fsdp_megatron
-from verifier.train.optimizer_megatron import fill_states, parameters_of, writing_here
+from verifier.train.optimizer_megatron import fill_states, parameters_of
 from verifier.train.step_megatron import params_synced
 from verifier.train.written_megatron import Facts, Stepped, Written
 
@@ -40,7 +41,7 @@ class Writer:
     Args:
         trainer: trainer built with `data_parallel`.
         optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler`.
+        scheduler: from `make_step_scheduler` or `make_scheduler`.
         asynchronous: a process forked for each save writes it, and training goes on.
         read_back: some of what was written is read again, for a check.
 
@@ -79,7 +80,7 @@ class Writer:
         with params_synced(self._trainer), _failed_write_refused(folder):
             self._written = Written(state, folder.parent.name, stepped) if self._reads_back else None
             if self._queue is None:
-                with writing_here():
+                with _writing_here():
                     dist_checkpointing.save(state, str(folder))
                 return
             _share_results()
@@ -312,6 +313,22 @@ def _ranks_state(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[
         SHARDS: ShardedObject(SHARDS, fsdp_megatron.state_of(trainer, optimizer), *place),
         "scheduler": scheduler.state_dict(), RNG: ShardedObject(RNG, rng_states(), *place),
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _writing_here() -> Iterator[None]:
+    """Replace the writers' result queue by a local one: they run in this process, and the shared queue takes seconds.
+
+    Source:
+        megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def _share_results() -> None:

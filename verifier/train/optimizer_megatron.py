@@ -1,12 +1,9 @@
-"""Megatron's optimizer and scheduler: construction, reduced gradients, and saving and loading of their checkpoints."""
+"""Megatron's optimizer and scheduler: construction, reduced gradients, and state."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,9 +14,6 @@ from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
 from verifier.platform.upstream_fixes_megatron import index_states
 from verifier.train import fsdp_megatron
-
-FORMAT = {"distrib_optim_sharding_type": "dp_reshardable"}
-"""Checkpoint format of megatron-core in which every rank writes and reads its own shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,66 +307,6 @@ def _trained(trainer: TrainerModel) -> DataParallel:
     if trainer.data_parallel is None:
         raise ContractError("this trainer was built for forward passes only: build it with `data_parallel`")
     return trainer.data_parallel
-
-
-def save(optimizer: Any, scheduler: Any, folder: Path) -> None:
-    """Write the state that a run needs to continue: masters, moments, rates. A collective.
-
-    Args:
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_scheduler`.
-        folder: empty directory, the same for all ranks.
-
-    Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py, `sharded_state_dict` and `load_state_dict`.
-    """
-    from megatron.core import dist_checkpointing
-
-    state = {"optimizer": optimizer.sharded_state_dict({}, metadata=FORMAT), "scheduler": scheduler.state_dict()}
-    with writing_here():
-        dist_checkpointing.save(state, str(folder))
-
-
-@contextlib.contextmanager
-def writing_here() -> Iterator[None]:
-    """Replace the writers' result queue by a local one: they run in this process, and the shared queue takes seconds.
-
-    Source:
-        megatron-core 0.19.2, core/dist_checkpointing/strategies/filesystem_async.py, `get_write_results_queue`.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    before, filesystem_async._results_queue = filesystem_async._results_queue, queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
-
-
-def load(optimizer: Any, scheduler: Any, folder: Path) -> None:
-    """Load what `save` wrote into a new optimizer and scheduler. A collective.
-
-    torch's Adam, which replaces Transformer Engine's on the CPU tier, has a step per parameter, where megatron-core
-    loads one per group: it reads the step of an optimizer before it loads into it, so one must exist, and then all
-    parameters share one step, which it overwrites.
-
-    Source:
-        megatron-core 0.19.2, core/optimizer/distrib_optimizer.py: `state_dict` and `load_state_dict`, each without
-        `HAVE_APEX_OR_TE`, and `_set_main_param_and_optimizer_states`.
-    """
-    from megatron.core import dist_checkpointing
-
-    fill_states(optimizer)
-    state = {
-        "optimizer": optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT),
-        "scheduler": scheduler.state_dict(),
-    }
-    found = dist_checkpointing.load(state, str(folder))
-    with torch.no_grad():
-        optimizer.load_state_dict(found["optimizer"])
-    scheduler.load_state_dict(found["scheduler"])
-    for adam, group, parameter in parameters_of(torch_adams(optimizer)):
-        adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def fill_states(optimizer: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from verifier.config.lora import LoraOptions
-from verifier.errors import ContractError
 from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
@@ -58,7 +57,7 @@ class Adapters:
 
     Args:
         trainer: built with `lora_megatron.attach`.
-        source: checkpoint of the base, of a family with a layout.
+        source: checkpoint of the base.
         lora: what was attached.
         rank: this one.
         folder: of the run's adapters, the same for all ranks.
@@ -67,26 +66,24 @@ class Adapters:
         lora: what was attached.
         base: tensors that no step changes, under the names that they have without adapters.
         trained: matrices of the adapters.
-
-    Raises:
-        ContractError: the family has no layout.
     """
 
     def __init__(self, trainer: TrainerModel, source: Checkpoint, lora: LoraSpec, rank: int, folder: Path) -> None:
-        layout = layout_of(source.config)
-        if layout is None:
-            raise ContractError("a family without a layout has no layout of its adapters")
+        base, mesh = layout_of(source.config), trainer.mesh
         self.lora, self._trainer, self._rank, self._folder = lora, trainer, rank, folder
-        self.layout = adapters_of(layout, lora.targets, lora.rank)
-        mesh = trainer.mesh
-        self.base = LiveWeights(trainer.chunks, layout, mesh, rank, in_base)
-        self.trained = LiveWeights(trainer.chunks, self.layout, mesh, rank, in_adapter)
+        self._layout = None if base is None else adapters_of(base, lora.targets, lora.rank)
+        self.base = LiveWeights(trainer.chunks, base, mesh, rank, in_base)
+        self.trained = LiveWeights(trainer.chunks, self._layout, mesh, rank, in_adapter)
+
+    def published(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Joined matrices under each of their published names; none of a family without a layout."""
+        return {} if self._layout is None else dict(self._layout.spread(matrices))
 
     def matrices(self) -> dict[str, torch.Tensor]:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
         with params_synced(self._trainer):
             found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
-        return dict(self.layout.spread(found))
+        return self.published(found)
 
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""

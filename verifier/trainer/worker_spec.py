@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from verifier.algorithms.loss_options import LossOptions
@@ -29,14 +29,9 @@ class WorkerSpec(RankSpec):
     observer: str = ""
     """"package.module:Class" of a `RankObserver`; empty for a run that nobody looks at."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Inverse of `from_json`."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**values, "config": self.config.to_dict()}
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> WorkerSpec:
-        """Rebuild a spec that was sent as JSON."""
+        """Inverse of `to_json`."""
         return cls(**{**record, "config": TrainConfig.from_dict(record["config"])})
 
 

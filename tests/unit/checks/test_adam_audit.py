@@ -11,10 +11,10 @@ from msgspec.structs import replace
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ONE_RANK, make_trace
 from tests.snapshots.training_traces import ADAM, ARRAYS, AUDITED, CLIPPED, GROUPS, MOVED, training
-from verifier.checks.adam_audit import rounded
 from verifier.core.check import REGISTRY, Trace, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import AdamSample, TrainerStep
+from verifier.stages.train.checks_adam_audit import rounded
+from verifier.stages.train.records import AdamSample, TrainerStep
 
 
 def audited(arrays=ARRAYS["update"], **values):

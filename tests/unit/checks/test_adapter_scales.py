@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from verifier.checks.adapter_scales import adapter_scaled_otherwise
 from verifier.core.manifest import Manifest
-from verifier.core.records_trainer import AdapterScales
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
-from verifier.probes import adapter_scales_megatron
-from verifier.probes.adapter_scales_megatron import adapter_scales
+from verifier.stages.logprob import probe_adapter_scales_megatron as adapter_scales_megatron
+from verifier.stages.logprob.checks_arguments import adapter_scaled_otherwise
+from verifier.stages.logprob.probe_adapter_scales_megatron import adapter_scales
+from verifier.stages.logprob.records import AdapterScales
 
 
 class Matrix(torch.nn.Module):

@@ -12,10 +12,11 @@ from tests.snapshots.training_traces import training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.record import real
-from verifier.core.records_gradients import GradientProducts, LogitSpreads, TensorProduct
-from verifier.core.records_policy import LossRows, OracleEntropy
-from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import LossColumns
+from verifier.stages.logprob.records import OracleEntropy
+from verifier.stages.loss.records import LogitSpreads, LossRows
+from verifier.stages.train.records import GradientProducts, TensorProduct, TrainerStep
 
 LAYER = "decoder.layers.0"
 MODEL = {

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.answer_ends import answer_ends_elsewhere
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import Drops, PolicyColumns, SamplingAsked
-from verifier.core.records_tokens import Rollouts
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.data.checks_answer_ends import answer_ends_elsewhere
+from verifier.stages.data.records import Drops, SamplingAsked
+from verifier.stages.pack.records import Rollouts
 
 END, OTHER = 3, 4
 

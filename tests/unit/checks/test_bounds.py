@@ -9,20 +9,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from verifier.checks.logprob_bounds import Bounds, bounds_of
-from verifier.checks.logprobs import trainer_logprob_differs_from_oracle
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_tokens import (
-    DtypeNoise,
-    EngineNoise,
-    GivenRoutes,
-    OracleLogprobs,
-    StoredFloor,
-    TrainerLogprobs,
-)
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.stages.logprob.checks_logprobs import Bounds, bounds_of, trainer_logprob_differs_from_oracle
+from verifier.stages.logprob.records import DtypeNoise, EngineNoise, OracleLogprobs, StoredFloor, TrainerLogprobs
+from verifier.stages.replay.records import GivenRoutes
 
 REST = {"tokens": 100, "p90": 0.0, "p99": 0.0}
 SHORT = StoredFloor(

@@ -6,8 +6,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ONE_RANK, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import ExportedTensor, PlannedTensor, SourceTensor
 from verifier.model.families import copies_of
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.plan.records import PlannedTensor
 
 HEAD, REPEATED = "lm_head.weight", "model.layers.2.shared_head.head.weight"
 MTP = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}

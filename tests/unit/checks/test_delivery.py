@@ -8,18 +8,12 @@ from tests.snapshots.check_traces import ARRAYS, MANIFEST, bits_of_b, change, cl
 from tests.snapshots.tensors import tensor
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_tokens import DrawnTokens
-from verifier.core.records_weights import (
-    CheckpointView,
-    ColdTensor,
-    EngineRestart,
-    ExpectedView,
-    ExportedTensor,
-    Handover,
-    SyncedTensor,
-)
 from verifier.core.trace import Trace
 from verifier.report import render_text, report_of
+from verifier.stages.engine.records import CheckpointView, ColdTensor, EngineRestart, ExpectedView, SyncedTensor
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.rollout.records import DrawnTokens
+from verifier.stages.transport.records import Handover
 
 
 def test_buffers_of_one_name_are_compared_one_by_one() -> None:

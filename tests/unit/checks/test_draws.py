@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.draws import _mixed, _won, answers_drawn_unfairly, greatest_variance
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import LossRows, PolicyColumns, RequestSeeds, SamplingAsked
-from verifier.core.records_tokens import Rollouts
-from verifier.core.records_trainer import LossColumns, PreviousStep
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
+from verifier.stages.data.records import RequestSeeds, SamplingAsked
+from verifier.stages.loss.records import LossRows
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.rollout.checks_draws import _mixed, _won, answers_drawn_unfairly, greatest_variance
+from verifier.stages.train.records import PreviousStep
 
 VOCABULARY, TOKENS = 40, 400
 

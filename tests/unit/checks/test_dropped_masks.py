@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verifier.checks.batch_content import dropped_for_another_reason
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import Advantages, Drops, PolicyColumns
-from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.checks_batch_content import dropped_for_another_reason
+from verifier.stages.data.records import Drops
 
 IDS = ("cut", "whole")
 OWN = [False, True, True, False, True, True]

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.end_draws import answers_end_unfairly
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import SamplingAsked
-from verifier.core.records_tokens import OracleEnds, SampledTokens
 from verifier.core.trace import Trace
+from verifier.stages.data.records import SamplingAsked
+from verifier.stages.logprob.records import OracleEnds
+from verifier.stages.rollout.checks_draws import answers_end_unfairly
+from verifier.stages.rollout.records import SampledTokens
 
 LIMIT, END, OTHER = 24, 3, 5
 Answer = tuple[tuple[int, ...], np.ndarray]

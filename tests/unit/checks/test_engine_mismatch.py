@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.checks.logprob_bounds import CHANCE, most_beyond
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import real
-from verifier.core.records_policy import LossTerms, PolicyColumns
 from verifier.core.trace import Trace
-from verifier.probes.training.sampled_noise import sampled_noise
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.logprob.checks_logprobs import CHANCE, most_beyond
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.stages.loss.records import LossTerms
 
 NUM = 400
 NOISE = 0.01

@@ -9,9 +9,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import LossRows, OracleEntropy
-from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import LossColumns
+from verifier.stages.logprob.records import OracleEntropy
+from verifier.stages.loss.records import LossRows
 
 ENTROPY = np.linspace(0.5, 2.5, 150)
 """Of 150 tokens in the loss: 100 of the first rollout, 50 of the second, each after a prompt of 10."""

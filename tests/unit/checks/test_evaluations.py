@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verifier.checks.evaluations import evaluation_by_other_policy
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EvaluatedAnswers
-from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
-from verifier.probes.training.sampled_noise import sampled_noise
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.stages.rollout.checks_evaluations import evaluation_by_other_policy
+from verifier.stages.rollout.records import EvaluatedAnswers
+from verifier.stages.train.records import PreviousStep
 from verifier.trainer.evaluation import PROBLEMS, places
 
 MASK = np.array([False, True, True, False, True, True])

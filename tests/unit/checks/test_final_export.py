@@ -8,20 +8,18 @@ from tests.snapshots.check_traces import ONE_RANK, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Facts
-from verifier.core.records_weights import (
+from verifier.core.trace import Trace
+from verifier.stages.export.records import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
-    Handover,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
     MergedMatrix,
     SavedCheckpoint,
     SavedTensor,
-    SourceTensor,
-    UpdatedShard,
     WrittenShard,
 )
-from verifier.core.trace import Trace
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.train.records import LiveAdapterMatrix, LiveAdapterScaling, UpdatedShard
+from verifier.stages.transport.records import Handover
 
 
 def held(name, content, version=3):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from verifier.checks.first_difference import first_difference
 from verifier.core.manifest import Manifest
 from verifier.core.record import Measurement
-from verifier.core.records_activations import Activation, ActivationGradient
-from verifier.core.records_tokens import GradientRecord
 from verifier.core.trace import Trace
+from verifier.runs.first_difference import first_difference
+from verifier.stages.logprob.records import Activation
+from verifier.stages.loss.records import ActivationGradient, GradientRecord
 
 ROUTER, EXPERTS = "layers.0.mlp.router", "layers.0.mlp.experts"
 ORDER = {"embedding": 0, ROUTER: 117, EXPERTS: 123, "output_layer": 901, "logprob": 902}

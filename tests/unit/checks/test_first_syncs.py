@@ -13,7 +13,9 @@ from tests.snapshots.check_traces import ONE_RANK, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.record import TensorRecord
-from verifier.core.records_weights import ExportedShard, LoadedShard, UpdatedShard
+from verifier.stages.export.records import ExportedShard
+from verifier.stages.load.records import LoadedShard
+from verifier.stages.train.records import UpdatedShard
 
 NAMES = {ExportedShard: {"sources": ("w",)}, LoadedShard: {"replica": "w"}, UpdatedShard: {"replica": "w"}}
 

@@ -15,11 +15,13 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import ONLY
-from verifier.core.records_policy import EpisodeTurns, PolicyColumns, RequestSeeds
-from verifier.core.records_tokens import GivenRoutes, Rollouts
 from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.data.records import EpisodeTurns, RequestSeeds
+from verifier.stages.pack.records import Rollouts
+from verifier.stages.replay.records import GivenRoutes
 
 VERSIONS = np.array([-1, 0, 0, -1, 1, 1, -1, 0], np.int32)
 """Episode `a` of two turns, with a reply of one token between them, and `b` of one."""

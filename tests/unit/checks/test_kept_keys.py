@@ -1,16 +1,16 @@
 """Keys that engines have right after a sync, by ENG010.
 
-What this does not exercise: vLLM's own account of its cache (faults of verifier/faults/mode_faults.py).
+What this does not exercise: vLLM's own account of its cache (faults of verifier/stages/rollout/faults_mode.py).
 """
 
 from __future__ import annotations
 
 import pytest
 
-from verifier.checks.served import keys_outlive_their_weights
 from verifier.core.manifest import Manifest
-from verifier.core.records_weights import KeptKeys
 from verifier.core.trace import Trace
+from verifier.stages.engine.checks import keys_outlive_their_weights
+from verifier.stages.engine.records import KeptKeys
 
 
 def wrong(blocks: tuple[int, ...], tokens: tuple[int, ...], *, kept: bool = False) -> list[str]:

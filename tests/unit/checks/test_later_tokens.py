@@ -14,9 +14,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, MANIFEST, clean
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
-from verifier.core.records_tokens import SHARES, OracleOfPlaces, SampledTokens
 from verifier.core.trace import Trace
 from verifier.oracle import logprob_hf
+from verifier.stages.logprob.records import SHARES, OracleOfPlaces
+from verifier.stages.rollout.records import SampledTokens
 
 VOCABULARY, LENGTH, SAMPLES, TEMPERATURE = 200, 16, 32, 2.0
 TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2

@@ -9,8 +9,9 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_config import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields, StatedConfig
-from verifier.core.records_weights import SyncedSettings
+from verifier.stages.engine.records import SyncedSettings
+from verifier.stages.load.records import StatedConfig
+from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 
 KINDS = ["sliding_attention", "full_attention"]
 MIXED = {

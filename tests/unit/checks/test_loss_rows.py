@@ -11,10 +11,12 @@ from verifier.algorithms.loss_options import LossOptions
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import LossRows, LossTerms, PolicyColumns, ReferenceShard
-from verifier.core.records_trainer import LossColumns, TrainerStep
 from verifier.core.trace import Trace
 from verifier.data.rollout import make_rollout
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
+from verifier.stages.logprob.records import ReferenceShard
+from verifier.stages.loss.records import LossRows, LossTerms
+from verifier.stages.train.records import TrainerStep
 from verifier.train.pack import pack
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.token_layout import Alignment

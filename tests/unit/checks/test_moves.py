@@ -6,7 +6,8 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import JoinedTensor, LiveAdapterMatrix, SourceTensor, Update
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.train.records import JoinedTensor, LiveAdapterMatrix, Update
 
 OUTWARD = "layers.0.q_proj.lora_B.weight"
 

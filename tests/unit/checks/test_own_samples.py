@@ -8,14 +8,15 @@ from msgspec.structs import replace
 
 from tests.snapshots.check_traces import MANIFEST
 from tests.snapshots.token_arrays import LEDGER
-from verifier.checks.packing import token_misplaced
 from verifier.core.manifest import MeshSizes
 from verifier.core.record import ONLY
-from verifier.core.records_tokens import SampledTokens, TokenLedger
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
-from verifier.probes.trainer import record_of_rollouts
 from verifier.runs.workload import Answer, expected_rollouts, rollouts_of, with_answers
+from verifier.stages.pack.checks_packing import token_misplaced
+from verifier.stages.pack.probe_tokens import record_of_rollouts
+from verifier.stages.pack.records import TokenLedger
+from verifier.stages.rollout.records import SampledTokens
 
 PROMPT, TOKENS, LOGPROBS = (5, 6, 7), (8, 9), (-0.5, -1.25)
 ANSWER = Answer(id="sampled at length 1", prompt=PROMPT, tokens=TOKENS, logprobs=LOGPROBS)

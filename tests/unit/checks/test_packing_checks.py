@@ -8,8 +8,9 @@ from tests.snapshots.check_traces import ARRAYS, AT, LEDGER, MANIFEST, change, c
 from verifier.core.check import REGISTRY, Outcome, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import MeshSizes
-from verifier.core.records_tokens import PackedBatchDigest, PackLayout, ReturnedLogprobs, TokenLedger
 from verifier.core.trace import Trace
+from verifier.stages.logprob.records import ReturnedLogprobs
+from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 
 
 def test_a_step_whose_tokens_nobody_followed_is_none_that_holds() -> None:

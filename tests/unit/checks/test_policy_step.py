@@ -17,11 +17,11 @@ from verifier.algorithms.advantages import advantages
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import Advantages, LossRows, PolicyColumns, UpdateRatios
-from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.data.recorded import RolloutRow
-from verifier.probes.training.rollout_evidence import has_second_reader, rewards_of
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.probe_rollouts import has_second_reader, rewards_of
+from verifier.stages.loss.records import LossRows, UpdateRatios
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 

@@ -7,9 +7,9 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_data import TokensRead
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.trace import Trace
+from verifier.stages.data.records import EpisodeTurns, TokensRead
+from verifier.stages.reward.records import GivenRewards
 
 TURNS = EpisodeTurns(
     name="round 0", version=1, environment="echo", max_turns=2, step_wise=True, before="", after="", end=3,

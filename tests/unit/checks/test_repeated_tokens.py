@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from verifier.checks.logprobs import engine_logprob_differs_from_oracle
-from verifier.checks.repeated_tokens import counted_once, repeated_tokens, tokens_apart
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_tokens import DtypeNoise, EngineLogprobs, OracleLogprobs, SampledTokens, StoredFloor
 from verifier.core.trace import Trace
+from verifier.stages.logprob.checks_logprobs import counted_once, repeated_tokens, tokens_apart
+from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, StoredFloor
+from verifier.stages.rollout.checks_logprobs import engine_logprob_differs_from_oracle
+from verifier.stages.rollout.records import EngineLogprobs, SampledTokens
 
 LENGTHS = (60, 60, 60)
 FIRST, OTHER = tuple(range(57)), tuple(range(100, 157))

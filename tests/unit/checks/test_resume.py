@@ -9,8 +9,8 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_trainer import LoadedElements, LoadedState, SavedState
 from verifier.core.trace import Trace
+from verifier.stages.checkpoint.records import LoadedElements, LoadedState, SavedState
 
 BITS = np.array([1.0, -2.0, 0.5], np.float32).view(np.uint32).astype(np.int64)
 

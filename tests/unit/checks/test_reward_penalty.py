@@ -9,8 +9,8 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import Advantages, PolicyColumns
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import Advantages, PolicyColumns
 
 OLD = np.array([np.nan, -1.0, -2.0, np.nan, -30.0], np.float32)
 REFERENCE = np.array([np.nan, -1.5, -1.75, np.nan, -np.inf], np.float32)

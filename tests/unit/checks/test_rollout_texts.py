@@ -9,14 +9,14 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
-from verifier.core.records_trainer import DataOrder, RolloutTexts
 from verifier.core.trace import Trace
 from verifier.data.examples import Example, Message
 from verifier.data.rollout import make_rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.decoded_rollouts import rendered, texts_of
+from verifier.stages.data.probe_decoded_rollouts import rendered, texts_of
+from verifier.stages.data.records import DataOrder, EpisodeTurns, RolloutTexts
+from verifier.stages.reward.records import GivenRewards
 
 TALK = json.dumps([["system", "be brief"], ["user", " 1+1= "], ["assistant", "2"], ["user", "\u00e9?"]])
 CHAT = "<s>[be brief] 1+1= [2] e\u0301? ["  # the tokenizer decomposes, which does not count

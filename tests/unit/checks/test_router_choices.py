@@ -8,8 +8,8 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import RouterChoices
 from verifier.core.trace import Trace
+from verifier.stages.loss.records import RouterChoices
 
 
 def choices(**facts):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.checks.router_losses import router_loss_differs_from_formula
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_trainer import RouterGradients
 from verifier.core.trace import Trace
+from verifier.stages.loss.checks_router_losses import router_loss_differs_from_formula
+from verifier.stages.loss.records import RouterGradients
 
 ROWS, EXPERTS, TOPK = 6, 4, 2
 LOGITS = torch.tensor(np.random.default_rng(1).normal(size=(2, ROWS, EXPERTS)))

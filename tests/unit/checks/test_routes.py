@@ -9,9 +9,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import ForcedRouteLogprobs, OracleLogprobs, OracleOfForced, TrainerLogprobs
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.stages.logprob.records import OracleLogprobs, TrainerLogprobs
+from verifier.stages.replay.records import ForcedRouteLogprobs, OracleOfForced
 
 ROW = {"lengths": (2,)}
 RIGHT, WRONG = np.array([-1.0, -2.0]), np.array([-1.0, -2.5])

@@ -9,16 +9,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_tokens import (
-    DrawnTokens,
-    DtypeNoise,
-    OracleOfNext,
-    OracleOfSampled,
-    OracleOfShaped,
-    SampledTokens,
-    ShapedTokens,
-)
 from verifier.core.trace import Trace
+from verifier.stages.logprob.records import DtypeNoise, OracleOfNext, OracleOfSampled, OracleOfShaped
+from verifier.stages.rollout.checks_samples import sampled_from_another_distribution
+from verifier.stages.rollout.records import DrawnTokens, SampledTokens, ShapedTokens
 
 NEXT = np.log([0.5, 0.25, 0.25])
 TOKENS = [2, 0, 1, 0]
@@ -78,3 +72,26 @@ def test_one_that_is_wrong_shows_in_fp32(kind: str, values: np.ndarray) -> None:
 def test_noise_moves_edges_in_bf16() -> None:
     found = outcome("bfloat16", shaped=np.array([-9.0, -9.0]))
     assert (found.verdict, found.error) == (Verdict.HOLDS, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "verdict"),
+    [("bfloat16", 1.0, Verdict.HOLDS), ("bfloat16", 0.0, Verdict.VIOLATED), ("float32", 1.0, Verdict.VIOLATED)],
+)
+def test_noise_of_reports_moves_shares_of_one_next_token_in_bf16(dtype: str, off: float, verdict: Verdict) -> None:
+    """160 of 256 draws of a token with a share of 0.43; 0.43 is 0.62 where log-odds are off by 0.8."""
+    share = 0.43
+    tokens = np.array([0] * 160 + [1] * 96)
+    np.random.default_rng(0).shuffle(tokens)
+    nats = np.log([share, 1 - share])
+    told = {"drawn": nats[tokens] + np.array([off, -off])[tokens], "next": nats}
+    seen = [
+        DrawnTokens(
+            name="many", role="engine", prompt=(1,), tokens=tuple(map(int, tokens)), temperature=1.0, array="drawn",
+            bias=((0, 1.0),),
+        ),
+        OracleOfNext(name="many", role="oracle", array="next"),
+    ]  # fmt: skip
+    trace = Trace(Manifest(dtype=dtype, complete=True), seen, lambda key: {"array": told[key]})
+    _, found, _ = sampled_from_another_distribution(trace)  # the others: ids within the vocabulary, equal draws
+    assert found.same == (verdict is Verdict.HOLDS)

@@ -12,8 +12,8 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import OptimizerSettings, TrainerStep
 from verifier.core.trace import Trace
+from verifier.stages.train.records import OptimizerSettings, TrainerStep
 from verifier.trainer.worker_spec import optimizer_settings
 
 KNOBS = ("model=tiny:add", "run=nowhere", "steps=3", "optimizer.schedule=linear", "optimizer.warmup_steps=1")

@@ -8,7 +8,7 @@ from tests.snapshots.check_traces import make_trace
 from tests.snapshots.training_traces import training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_trainer import RouterBalance
+from verifier.stages.train.records import RouterBalance
 
 
 def judged(array):

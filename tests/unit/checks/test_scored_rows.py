@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.checks.packing import POSITION_BITS
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import PolicyColumns, ScoredRows
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.logprob.records import ScoredRows
+from verifier.stages.pack.checks_packing import POSITION_BITS
 
 IDS, LENGTHS = ("a", "b", "c"), (4, 3, 5)
 STARTS = np.cumsum([0, *LENGTHS])

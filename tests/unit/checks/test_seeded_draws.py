@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 
 from tests.snapshots.check_traces import MANIFEST
-from verifier.checks.seeded_draws import seeded_sample_not_repeated
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
-from verifier.core.records_tokens import SampledTokens
 from verifier.core.trace import Trace
+from verifier.stages.rollout.checks_draws import seeded_sample_not_repeated
+from verifier.stages.rollout.records import SampledTokens
 
 VOCABULARY, LENGTH, REQUESTS = 200, 12, 16
 TABLE = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2

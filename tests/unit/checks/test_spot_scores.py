@@ -12,12 +12,13 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import Record
-from verifier.core.records_policy import LossRows, PolicyColumns, SpotScore
-from verifier.core.records_trainer import LossColumns
 from verifier.core.trace import Trace
 from verifier.data.rollout import NO_VERSION, make_rollout
-from verifier.probes.training.sampled_noise import sampled_noise
-from verifier.probes.training.spot import EVERY, beginning_of, place_of
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.stages.logprob.probe_spot_scores import EVERY, beginning_of, place_of
+from verifier.stages.logprob.records import SpotScore
+from verifier.stages.loss.records import LossRows
 
 IDS, LENGTHS, SEED = tuple("abcdefg"), (9, 7, 8, 6, 9, 7, 8), 11
 STARTS = np.concatenate([[0], np.cumsum(LENGTHS)])

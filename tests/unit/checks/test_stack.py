@@ -8,10 +8,9 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.manifest import Facts, Manifest, MeshSizes
-from verifier.core.records_run import StackFailure
-from verifier.core.records_weights import SourceTensor
 from verifier.core.trace import Trace
 from verifier.report import render_json, render_junit, render_text, report_of
+from verifier.stages.load.records import SourceTensor, StackFailure
 
 FAILURE = {
     "package": "megatron-bridge", "package_version": "0.6.2", "file": "megatron/bridge/x.py", "line": 9,

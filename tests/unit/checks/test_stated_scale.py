@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verifier.checks.stated import trainer_softmax_scale
+from verifier.stages.logprob.checks_stated import trainer_softmax_scale
 
 
 @pytest.mark.parametrize("width", [32, 80, 96, 128, 256])

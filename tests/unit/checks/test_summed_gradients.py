@@ -7,8 +7,7 @@ from tests.snapshots.check_traces import make_trace
 from tests.snapshots.training_traces import SUMMED, training
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.core.records_gradients import GradientSums
-from verifier.core.records_trainer import AdamSample, TrainerStep
+from verifier.stages.train.records import AdamSample, GradientSums, TrainerStep
 
 
 def judged(change=lambda item: item):

@@ -9,7 +9,8 @@ from tests.snapshots.check_traces import change, having, make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record
-from verifier.core.records_tokens import EngineLogprobs, OracleLogprobs, TrainerLogprobs
+from verifier.stages.logprob.records import OracleLogprobs, TrainerLogprobs
+from verifier.stages.rollout.records import EngineLogprobs
 
 WRONG = having(array="wrong")
 

@@ -11,8 +11,9 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.reader import read
 from verifier.core.record import real
-from verifier.core.records_gradients import GradientProducts, LogitSpreads
 from verifier.core.trace import Trace
+from verifier.stages.loss.records import LogitSpreads
+from verifier.stages.train.records import GradientProducts
 
 STEPS = Path(__file__).with_name("trained-steps")
 """Clean steps 199 and 350 of `configs/add-sft.yaml`, rows in the loss alone: with a bound of 1e-5 of the root of the

@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.training_traces import training
-from verifier.checks.turns import _whole
-from verifier.core.records_policy import Advantages, EpisodeTurns
+from verifier.stages.advantage.records import Advantages
+from verifier.stages.data.checks_turns import _whole
+from verifier.stages.data.records import EpisodeTurns
 
 IDS = ("a/0", "a/1", "a/2", "b/0")
 

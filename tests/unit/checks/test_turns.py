@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.checks.turns import calculated, turn_differs_from_episode
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import EpisodeTurns, GivenRewards
 from verifier.core.seal import seal_of_reply
 from verifier.core.trace import Trace
 from verifier.environments.calculator import Calculator
+from verifier.stages.data.checks_turns import calculated, turn_differs_from_episode
+from verifier.stages.data.records import EpisodeTurns
+from verifier.stages.reward.records import GivenRewards
 
 CASES = {
     "37+85=": "122", "is 2*3+4=": "10", "4+2*3=": "10", "2-5=": "-3", "7=": "7", "1-2*3-4=": "-9", "1++2=": "2",

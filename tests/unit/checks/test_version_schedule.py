@@ -10,11 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.snapshots.training_traces import training
-from verifier.checks.version_schedule import version_of_other_weights
 from verifier.core.manifest import Manifest
-from verifier.core.records_policy import PolicyColumns, RequestSeeds, SamplingAsked
-from verifier.core.records_trainer import PreviousStep
 from verifier.core.trace import Trace
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.data.checks_handed_on import version_of_other_weights
+from verifier.stages.data.records import RequestSeeds, SamplingAsked
+from verifier.stages.train.records import PreviousStep
 
 STEP = 5
 OF_KIND = {type(item): item for item in training()}

@@ -8,8 +8,8 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_trainer import WrittenTensors
 from verifier.core.trace import Trace
+from verifier.stages.checkpoint.records import WrittenTensors
 
 GIVEN = [3, -1, 7, 9]
 

@@ -17,9 +17,10 @@ from verifier.cli import results as cli_results
 from verifier.core import store
 from verifier.core.manifest import Manifest
 from verifier.core.outputs import write_whole
-from verifier.core.records_weights import ExportedTensor, SourceTensor
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.faults.catalog import CATALOG
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.load.records import SourceTensor
 
 MANIFEST = Manifest(command="golden")
 

@@ -3,15 +3,18 @@
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.checks.content import compare_contents
 from verifier.core.check import Check, check, run_check
 from verifier.core.comparison import Comparison
 from verifier.core.condition import ALWAYS
 from verifier.core.finding import ExitCode, Verdict, verdict_of
 from verifier.core.manifest import Manifest, MovedContract
-from verifier.core.records_weights import ExportedTensor, PlanDigest, SourceTensor, Update
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
+from verifier.stages.checks_content import compare_contents
+from verifier.stages.export.records import ExportedTensor
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.plan.records import PlanDigest
+from verifier.stages.train.records import Update
 
 TENSOR = {"digest": "vd1:" + "0" * 32, "dtype": "float32", "shape": (2,)}
 TRACE = Trace(Manifest(), [ExportedTensor(name="a", **TENSOR)])

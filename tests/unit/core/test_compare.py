@@ -11,8 +11,8 @@ import pytest
 from verifier.core.check import Check
 from verifier.core.compare import At, compare_array, compare_set, compare_text, compare_value
 from verifier.core.comparison import Comparison, Tolerance
-from verifier.core.records_trainer import PreviousStep
 from verifier.core.stage import Stage
+from verifier.stages.train.records import PreviousStep
 
 AT = At(Stage.LOSS, 3, "trainer rank 1")
 HALF = Tolerance(absolute=0.5, unit="nats", source="a test")

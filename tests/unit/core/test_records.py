@@ -10,8 +10,9 @@ from tests.meta.sources import ROOT
 from tests.meta.trace_schema import rendered
 from tests.snapshots.check_traces import clean
 from verifier.core.record import ArrayRecord, Record, TensorRecord, kind_of, real
-from verifier.core.records_weights import SourceTensor, StepReport
 from verifier.core.schema import KINDS, decode, encode
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.train.records import StepReport
 
 DIGEST = "vd1:" + "0" * 32
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from verifier.core import outputs, reader, store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
-from verifier.core.records_tokens import TrainerLogprobs
-from verifier.core.records_weights import SourceTensor
 from verifier.errors import InternalError, UsageError
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.logprob.records import TrainerLogprobs
 
 MANIFEST = Manifest(command="golden", config={"seed": 1, "scale": 1.0})
 TENSOR = SourceTensor(name="a", version=2, digest="vd1:" + "0" * 32, dtype="bfloat16", shape=(2, 3))

@@ -69,5 +69,15 @@ def test_slack_moves_the_edges() -> None:
         assert torch.equal(row[1], row[2])
 
 
+@pytest.mark.parametrize("shape", [Shape(top_k=7), Shape(min_p=0.2), Shape(top_p=0.6)])
+def test_a_spared_token_is_kept_beside_what_truncation_keeps(shape: Shape) -> None:
+    asked = Sampling(seed=0, max_tokens=1, shape=shape)
+    kept = shaped(LOGITS, PROMPT, ANSWER, asked).isfinite()
+    least = int(LOGITS.argmin())
+    found = shaped(LOGITS, PROMPT, ANSWER, asked, spared=least)
+    assert found.isfinite().nonzero()[:, 0].tolist() == sorted([*kept.nonzero()[:, 0].tolist(), least])
+    assert float(found.exp().sum()) == pytest.approx(1)
+
+
 def test_greedy_is_undivided() -> None:
     torch.testing.assert_close(asked(Shape(), temperature=0.0), LOGITS.log_softmax(-1))

@@ -39,7 +39,7 @@ def oracle(client: Client) -> Oracle:
 
 
 def folder(tmp_path: Path, name: str, content: str) -> Path:
-    path = tmp_path / name / "live-1"
+    path = tmp_path / name / "weights-1"
     path.mkdir(parents=True)
     (path / "model.safetensors").write_text(content)
     return path

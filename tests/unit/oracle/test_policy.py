@@ -330,8 +330,8 @@ def test_a_token_at_a_clips_edge_is_in_doubt():
         assert bool(found.gradients["model.norm.weight"].any()) is (off > 0), off
 
 
-@pytest.mark.parametrize(("noises", "draws"), [(1.5, []), (3, [1, 2, 3, 4, 5])])
-def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_six_passes(tmp_path, monkeypatch, noises, draws):
+@pytest.mark.parametrize(("noises", "draws"), [(1.5, []), (30, [1, 2, 3, 4, 5])])
+def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_up_to_six_passes(tmp_path, monkeypatch, noises, draws):
     """Of one token the gradient follows one number, and one pass may have nearly none by chance."""
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "bfloat16"))
     (tmp_path / "weights-0").symlink_to(checkpoint.path)

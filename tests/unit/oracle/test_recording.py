@@ -16,30 +16,25 @@ from verifier.core import store
 from verifier.core.manifest import Facts, Manifest
 from verifier.core.reader import read
 from verifier.core.record import Record
-from verifier.core.records_tokens import (
-    OWN_ROUTES,
-    DrawnTokens,
-    DtypeNoise,
-    GivenRoutes,
-    GradientRecord,
-    Objective,
-    OracleLogprobs,
-    OracleOfNext,
-    OracleOfPlaces,
-    OracleOfSampled,
-    RouterChoices,
-    SampledTokens,
-    TrainerLogprobs,
-    UsedRoutes,
-)
-from verifier.core.records_weights import OptimizerRule
 from verifier.data.rollout import make_rollout
 from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import record_oracle
-from verifier.probes.trainer import record_of_rollouts
+from verifier.stages.logprob.records import (
+    DtypeNoise,
+    OracleLogprobs,
+    OracleOfNext,
+    OracleOfPlaces,
+    OracleOfSampled,
+    TrainerLogprobs,
+)
+from verifier.stages.loss.records import GradientRecord, Objective, RouterChoices
+from verifier.stages.pack.probe_tokens import record_of_rollouts
+from verifier.stages.replay.records import OWN_ROUTES, GivenRoutes, UsedRoutes
+from verifier.stages.rollout.records import DrawnTokens, SampledTokens
+from verifier.stages.train.records import OptimizerRule
 
 ROLLOUTS = [
     make_rollout("math/7", [5, 6, 7], [8, 9, 3], mask=[True, False, True], logprobs=[-1.5, -2.5, -3.5], reward=0.25),

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.core.records_tokens import ROUNDINGS
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
 from verifier.oracle.batches_hf import alike
 from verifier.oracle.logprob_hf import longest_of, score, sides
 from verifier.oracle.oracle import DRAWS
+from verifier.stages.logprob.records import ROUNDINGS
 
 SEQUENCES = [np.random.default_rng(seed).integers(0, 300, 60).tolist() for seed in range(6)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verifier.oracle.oracle import DRAWS
-from verifier.oracle.step_hf import Adam, _rates, adapter_gradients, groups_of, half_step, rounded_anew
+from verifier.oracle.step_hf import Adam, Spread, _rates, adapter_gradients, groups_of, half_step, rounded_anew
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
@@ -141,36 +141,47 @@ def test_rounding_of_large_weights_at_a_small_rate_is_no_gap_and_a_lost_move_is_
 
 
 @pytest.mark.parametrize(
-    ("off", "off_from_exact", "asked"),
-    [
-        (0.9e-5, 0.9e-5, []),
-        (1e-4, 0.9e-5, [(torch.float64, 0)]),
-        (1e-4, 9e-5, [(torch.float64, 0), *((torch.float32, draw) for draw in range(1, DRAWS + 1))]),
-        (math.nan, math.nan, [(torch.float64, 0), *((torch.float32, draw) for draw in range(1, DRAWS + 1))]),
-    ],
-    ids=["near", "near-float64-alone", "far", "not-finite"],
+    ("off", "passes"),
+    [(0.9e-5, 0), (3.9e-5, 1), (7.9e-5, 2), (9e-4, DRAWS), (math.nan, DRAWS)],
+    ids=["near", "near-one-rounding", "near-two", "far", "not-finite"],
 )
-def test_float64_and_then_further_passes_are_computed_where_a_gradient_is_not_near(off, off_from_exact, asked) -> None:
-    actual = {"w": torch.tensor([2.0, 1.0])}
-    expected = {"w": torch.tensor([2.0, 1.0 - 2 * off]), "unused": torch.zeros(3)}
-    exact = {"w": torch.tensor([2.0, 1.0 - 2 * off_from_exact], dtype=torch.float64), "unused": torch.zeros(3).double()}
-    computed = []
+def test_passes_in_float32_are_made_until_a_gradient_is_near_what_they_are_off_by(off, passes) -> None:
+    exact = {"w": torch.tensor([2.0, 1.0], dtype=torch.float64), "unused": torch.zeros(3).double()}
+    actual = {"w": exact["w"] + torch.tensor([0.0, 2 * off])}
+    asked = []
 
     def compute(dtype: torch.dtype, draw: int) -> dict[str, torch.Tensor]:
-        computed.append((dtype, draw))
-        return exact if dtype == torch.float64 else {"w": exact["w"].float() + 1e-5 * draw, "unused": torch.zeros(3)}
+        asked.append((dtype, draw))
+        return {"w": exact["w"] + 2e-5 * draw, "unused": torch.zeros(3)}
 
-    found, roundings = rounded_anew(actual, expected, {}, compute)
-    assert computed == asked
-    assert found is (exact if asked else expected)
-    if len(asked) <= 1:
-        assert roundings == {}
-    elif not math.isnan(off):
-        assert roundings == {"w": pytest.approx(6e-5, rel=0.01), "unused": 0.0}
+    roundings = rounded_anew(actual, exact, {}, compute)
+    assert asked == [(torch.float32, draw) for draw in range(1, passes + 1)]
+    assert roundings == ({"w": pytest.approx(2e-5 * passes, rel=0.01), "unused": 0.0} if passes else {})
 
 
 def test_what_is_in_doubt_counts_as_near() -> None:
     gradients = {"w": torch.tensor([1.0])}
     doubts = {"w": torch.tensor([-3e-3])}
     asked = ({"w": torch.tensor([1.001])}, gradients, doubts)
-    assert rounded_anew(*asked, lambda *_: pytest.fail("computed")) == (gradients, {})
+    assert rounded_anew(*asked, lambda *_: pytest.fail("computed")) == {}
+
+
+@pytest.mark.parametrize(("length", "passes"), [(1.1, 1), (1.3, 2), (1.9, 5), (9.0, DRAWS)])
+def test_passes_in_less_than_float32_are_made_until_a_gradient_is_as_long_as_they_are(length, passes) -> None:
+    """The noise of a pass is 0.1 of the length, of the next one 0.2, and so on."""
+    exact = {"layers.0.w": torch.tensor([1.0, 0.0])}
+    actual = {"layers.0.w": torch.tensor([length, 0.0])}
+
+    def compute(draw: int) -> dict[str, torch.Tensor]:
+        return {"layers.0.w": torch.tensor([1.0, 0.1 * (draw + 1)])}
+
+    found = Spread.of(actual, exact, compute(0), compute)
+    assert found.passes == passes
+    assert found.noise == pytest.approx(0.1 * passes)
+    assert found.groups["layers.0.w"]["group_noise"] == pytest.approx(0.1 * passes)
+
+
+def test_no_pass_is_made_of_gradients_in_float32() -> None:
+    exact = {"w": torch.tensor([1.0])}
+    found = Spread.of({"w": torch.tensor([2.0])}, exact, exact, lambda _: pytest.fail("computed"))
+    assert (found.noise, found.passes) == (0.0, 1)

@@ -13,13 +13,14 @@ import torch
 import verifier.checks  # noqa: F401 - fills the registry
 from verifier import probe
 from verifier.core.finding import Verdict
-from verifier.core.records_weights import Handover, PlanDigest
 from verifier.core.stage import Stage
 from verifier.core.store import read
 from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.report import report_of
+from verifier.stages.plan.records import PlanDigest
+from verifier.stages.transport.records import Handover
 
 
 def weights(seed=0):

@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
+from verifier.stages.checkpoint.probe_written import CheckpointEvidence
 from verifier.trainer.continuation import Continuation
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from verifier.core.records_weights import ColdSettings, ColdTensor, EngineServed, SyncedSettings, SyncedTensor
 from verifier.engine.api import EngineTensor
-from verifier.probes.training.engine_evidence import HeldEngine
+from verifier.stages.engine.probe_served import HeldEngine
+from verifier.stages.engine.records import ColdSettings, ColdTensor, EngineServed, SyncedSettings, SyncedTensor
 
 
 class _Engine:

@@ -11,10 +11,10 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.probes.training import first_rounding as module
 from verifier.probes.training import sampled_step
-from verifier.probes.training.first_rounding import BYTES, first_rounding, measures_rounding
 from verifier.probes.training.sampled_step import COPIES
+from verifier.stages.logprob import probe_first_rounding as module
+from verifier.stages.logprob.probe_first_rounding import BYTES, first_rounding, measures_rounding
 
 TRAINED = "published:smollm2-135m"
 HOST = 2**33

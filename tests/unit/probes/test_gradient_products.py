@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verifier.probes.training import gradient_products_megatron
-from verifier.probes.training.gradient_products_megatron import Products
+from verifier.stages.train import probe_gradient_products_megatron as gradient_products_megatron
+from verifier.stages.train.probe_gradient_products_megatron import Products
 
 PROVIDER = SimpleNamespace(
     layernorm_zero_centered_gamma=False, gated_linear_unit=True, multi_latent_attention=False, kv_channels=2,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from verifier.mesh import Mesh
-from verifier.probes.training import gradient_sums_megatron
-from verifier.probes.training.gradient_sums_megatron import ELEMENTS, Sums
+from verifier.stages.train import probe_gradient_sums_megatron as gradient_sums_megatron
+from verifier.stages.train.probe_gradient_sums_megatron import ELEMENTS, Sums
 
 MESH = Mesh(tp=2, dp=2)
 PROVIDER = SimpleNamespace(layernorm_zero_centered_gamma=False)

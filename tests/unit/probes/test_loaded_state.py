@@ -9,7 +9,7 @@ import pytest
 
 from verifier.core.record import Record
 from verifier.errors import UsageError
-from verifier.probes.training.loaded_state_megatron import record_loaded
+from verifier.stages.checkpoint.probe_loaded_state_megatron import record_loaded
 from verifier.trainer.saves_megatron import write
 from verifier.trainer.state_elements_megatron import Elements
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from verifier.probes.configs_megatron import norm_epsilons
+from verifier.stages.load.probe_configs_megatron import norm_epsilons
 
 
 class Norm(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.probes.training.oracle_scores import load_scores, save_scores, tells_scores
+from verifier.stages.logprob.probe_oracle_scores import load_scores, save_scores, tells_scores
 from verifier.train.pack import POSITION_BITS
 
 LENGTHS = [3, 4]

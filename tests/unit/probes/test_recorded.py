@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from tests.unit.probes.test_saved import Seen
-from verifier.core.records_weights import ExportedTensor, ExportStream
-from verifier.probes.tensors import recorded
+from verifier.stages.export.probe_tensors import recorded
+from verifier.stages.export.records import ExportedTensor, ExportStream
 
 SHAPE = (4, 3)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from verifier.core.record import Record
-from verifier.core.records_weights import SavedCheckpoint, SavedTensor
 from verifier.model.checkpoint import INDEX, write_shard
 from verifier.plan.digest import digest_tensor
-from verifier.probes.tensors import record_saved
+from verifier.stages.export.probe_tensors import record_saved
+from verifier.stages.export.records import SavedCheckpoint, SavedTensor
 
 WEIGHTS = {name: torch.full((2, 3), float(place)) for place, name in enumerate("abc")}
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

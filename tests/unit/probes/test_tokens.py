@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.dist.tokens_functions import rollouts
-from verifier.checks.packing import audit, joined
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_tokens import Rollouts, TokenLedger
 from verifier.mesh import Mesh
-from verifier.probes.trainer import TokenProbe
+from verifier.stages.pack.checks_packing import audit, joined
+from verifier.stages.pack.probe_tokens import TokenProbe
+from verifier.stages.pack.records import Rollouts, TokenLedger
 from verifier.train.pack import pack
 from verifier.train.step_megatron import _seen
 from verifier.train.token_layout import Alignment

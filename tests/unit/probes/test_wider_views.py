@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from verifier.core.records_weights import CheckpointView, ExpectedView
 from verifier.engine.stored_tensors import slice_of
-from verifier.probes.engine_state import record_views
+from verifier.stages.engine.probe_engine_state import record_views
+from verifier.stages.engine.records import CheckpointView, ExpectedView
 
 
 class Kept:

@@ -12,10 +12,10 @@ from verifier.core.comparison import Comparison
 from verifier.core.condition import ALWAYS, on
 from verifier.core.finding import ExitCode, Verdict
 from verifier.core.manifest import Manifest, MeshSizes
-from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.report import render_junit, render_text, report_of
+from verifier.stages.export.records import ExportedTensor
 
 
 def dtypes_are_a(trace: Trace) -> Iterator[Comparison]:

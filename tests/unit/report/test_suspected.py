@@ -10,10 +10,10 @@ from verifier.core.check import Check
 from verifier.core.comparison import SUSPECTED, Comparison
 from verifier.core.finding import GREATEST_BIN, LEAST_BIN, Shares, Verdict
 from verifier.core.manifest import Manifest
-from verifier.core.records_weights import ExportedTensor
 from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.report import Report, render_json, render_text, report_of
+from verifier.stages.export.records import ExportedTensor
 
 EXACT = None
 

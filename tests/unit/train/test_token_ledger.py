@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.checks import packing
-from verifier.checks.packing import Misplacement
 from verifier.data.rollout import Rollout, make_rollout
-from verifier.probes.trainer import record_of_rollouts
+from verifier.stages.pack import checks_packing as packing
+from verifier.stages.pack.checks_packing import Misplacement
+from verifier.stages.pack.probe_tokens import record_of_rollouts
 from verifier.train.pack import PackedBatch, loss_rows, pack
 from verifier.train.token_layout import Alignment
 

@@ -12,7 +12,6 @@ from itertools import pairwise
 import pytest
 
 from tests.byte_tokenizer import write_byte_tokenizer
-from verifier.checks.turns import turn_differs_from_episode
 from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
@@ -26,8 +25,9 @@ from verifier.data.trajectories import check_steps
 from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.rollout_evidence import turns_of
 from verifier.rewards.scorer import RewardPool
+from verifier.stages.data.checks_turns import turn_differs_from_episode
+from verifier.stages.data.probe_rollouts import turns_of
 from verifier.trainer.episodes import Episodes, Turn, rows_of
 
 SOLVED, ASKED = (calculator_examples("train", 4, solved=solved) for solved in (True, False))

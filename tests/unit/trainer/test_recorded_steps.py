@@ -11,11 +11,12 @@ from tests.second_reading import rows_of_step
 from tests.unit.trainer.test_step_terms import Records
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.core.records_policy import Drops, GivenRewards
 from verifier.data.rollout_file import load_rollouts
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.rollout_evidence import record_policy
+from verifier.stages.data.probe_rollouts import record_policy
+from verifier.stages.data.records import Drops
+from verifier.stages.reward.records import GivenRewards
 from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.observer import Observer, PolicyBatch
 

@@ -21,16 +21,16 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.record import Record
-from verifier.core.records_policy import Advantages, Drops, EpisodeTurns, PolicyColumns, SamplingAsked
-from verifier.core.records_trainer import LossColumns
 from verifier.data.rollout_file import load_rollouts
 from verifier.engine.api import Sample
 from verifier.knob import flat
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.data_as_read import DataAsRead
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.sampled_step import objective_of
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.probe_data_as_read import DataAsRead
+from verifier.stages.data.records import Drops, EpisodeTurns, SamplingAsked
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts
@@ -207,7 +207,7 @@ def test_a_step_of_fine_tuning_has_as_many_examples_as_its_config_asks_for(tmp_p
 
 
 def test_the_reward_and_the_environment_are_those_of_the_config(tmp_path):
-    config = config_of(tmp_path, ("grpo.reward=verifier.faults.reward_faults:length_reward", *TURNED))
+    config = config_of(tmp_path, ("grpo.reward=verifier.stages.reward.faults:length_reward", *TURNED))
     rollouts = EngineRollouts(config, open_checkpoint(write_tiny("add", tmp_path)))
     rollouts.start(Engine(rollouts._tokenizer.eos_id))
     try:

@@ -12,7 +12,7 @@ from tests.unit.transport.transfer_case import Ranks, Sender, plan_of, weights
 from verifier.engine import sender as update
 from verifier.errors import ContractError
 from verifier.plan.digest import Pieces, digest_tensor
-from verifier.probes.engine_state import TransferProbe
+from verifier.stages.engine.probe_engine_state import TransferProbe
 from verifier.transport import cuda_ipc
 from verifier.transport.cuda_ipc import SLOTS
 

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
-from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import PreviousStep
 from verifier.core.store import Recorder, complete, create
-from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
-from verifier.probes.training.evaluation_evidence import Examine
-from verifier.probes.training.saved_files import record_files
 from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.stages.checkpoint.probe_written import CheckpointEvidence
+from verifier.stages.export.probe_saved_files import record_files
+from verifier.stages.logprob.records import SampledNoise
+from verifier.stages.rollout.probe_evaluations import Examine
+from verifier.stages.train.records import PreviousStep
 from verifier.trainer.run_folder import RunFolder
 
 

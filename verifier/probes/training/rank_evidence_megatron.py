@@ -10,27 +10,28 @@ from typing import Any
 import numpy as np
 
 from verifier.core.record import Probe
-from verifier.core.records_tokens import UsedRoutes
-from verifier.core.records_trainer import LoadedState, SavedState
-from verifier.core.records_weights import SourceTensor, UpdatedShard
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.export import gather_megatron
-from verifier.probes.tensors import source_tensors
-from verifier.probes.training.adam_audit_megatron import Audits
-from verifier.probes.training.adapter_evidence_megatron import AdapterEvidence
-from verifier.probes.training.engine_evidence import HeldEngine, record_held
-from verifier.probes.training.export_evidence_megatron import record_files, record_live_weights
-from verifier.probes.training.hand_on_megatron import HandOn
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.training.load_evidence_megatron import record_loaded_weights
-from verifier.probes.training.loaded_state_megatron import record_facts, record_loaded
-from verifier.probes.training.scoring_passes_megatron import Digests, ScoringPasses, live_digests
 from verifier.probes.training.step_trace import cuts_exports
-from verifier.probes.training.transfer_evidence_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.probes.training.update_evidence_megatron import UpdateEvidence
-from verifier.probes.weights_megatron import record_live
+from verifier.stages.checkpoint.probe_loaded_state_megatron import record_facts, record_loaded
+from verifier.stages.checkpoint.records import LoadedState, SavedState
+from verifier.stages.engine.probe_served import HeldEngine, record_held
+from verifier.stages.export.probe_live_weights_megatron import record_files, record_live_weights
+from verifier.stages.export.probe_tensors import source_tensors
+from verifier.stages.load.probe_loaded_megatron import record_loaded_weights
+from verifier.stages.load.probe_weights_megatron import record_live
+from verifier.stages.load.records import SourceTensor
+from verifier.stages.logprob.probe_scoring_passes_megatron import Digests, ScoringPasses, live_digests
+from verifier.stages.replay.records import UsedRoutes
+from verifier.stages.train.probe_adam_audit_megatron import Audits
+from verifier.stages.train.probe_adapters_megatron import AdapterEvidence
+from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.records import UpdatedShard
+from verifier.stages.transport.probe_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.train.router_replay_megatron import RouterWatch, Routing
 from verifier.train.step_megatron import OnRows, params_synced
 from verifier.train.written_megatron import Stepped

@@ -13,29 +13,11 @@ import msgspec
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
 from verifier.core.record import Probe
-from verifier.core.records_policy import LossTerms
-from verifier.core.records_tokens import SampledNoise
-from verifier.core.records_trainer import KnobsAsked, OptimizerSettings, PreviousStep
-from verifier.core.records_weights import EngineRestart
 from verifier.core.store import Recorder, complete, create
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
-from verifier.probes.training.checkpoint_evidence import CheckpointEvidence
-from verifier.probes.training.data_as_read import DataAsRead
-from verifier.probes.training.decoded_rollouts import record_tokens, texts_of
-from verifier.probes.training.evaluation_evidence import record_answers, record_held_out
 from verifier.probes.training.export_trace import ExportTrace
 from verifier.probes.training.failure_trace import failure_traced
-from verifier.probes.training.first_rounding import first_rounding, measures_rounding
-from verifier.probes.training.rollout_evidence import (
-    has_second_reader,
-    record_columns,
-    record_given,
-    record_policy,
-    record_policy_columns,
-    record_sampled,
-    sampling_asked,
-)
 from verifier.probes.training.sampled_step import (
     SampledStep,
     is_sampled,
@@ -44,12 +26,31 @@ from verifier.probes.training.sampled_step import (
     require_judgeable,
     unsampled_because,
 )
-from verifier.probes.training.spot import has_spot, record_spot, why_no_spot
 from verifier.probes.training.step_trace import step_manifest
-from verifier.probes.training.trained_text import trained_text
 from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources
+from verifier.stages.checkpoint.probe_written import CheckpointEvidence
+from verifier.stages.data.probe_data_as_read import DataAsRead
+from verifier.stages.data.probe_decoded_rollouts import record_tokens, texts_of
+from verifier.stages.data.probe_rollouts import (
+    has_second_reader,
+    record_columns,
+    record_given,
+    record_policy,
+    record_policy_columns,
+    record_sampled,
+    sampling_asked,
+)
+from verifier.stages.data.probe_trained_text import trained_text
+from verifier.stages.engine.records import EngineRestart
+from verifier.stages.load.records import KnobsAsked
+from verifier.stages.logprob.probe_first_rounding import first_rounding, measures_rounding
+from verifier.stages.logprob.probe_spot_scores import has_spot, record_spot, why_no_spot
+from verifier.stages.logprob.records import SampledNoise
+from verifier.stages.loss.records import LossTerms
+from verifier.stages.rollout.probe_evaluations import record_answers, record_held_out
+from verifier.stages.train.records import OptimizerSettings, PreviousStep
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.engines import gone
 from verifier.trainer.evaluation import Answered

@@ -19,16 +19,6 @@ from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import ONLY, Probe, real
-from verifier.core.records_policy import OracleEntropy
-from verifier.core.records_tokens import (
-    OracleEnds,
-    OracleLogprobs,
-    OracleOfSampled,
-    OracleRecord,
-    SampledNoise,
-    SampledTokens,
-    TrainerLogprobs,
-)
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import open_tokenizer
@@ -45,10 +35,20 @@ from verifier.oracle.recording import (
     oracle_record,
     scales_of,
 )
-from verifier.probes.training.oracle_scores import load_scores
-from verifier.probes.training.sampled_noise import sampled_noise
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
+from verifier.stages.logprob.probe_oracle_scores import load_scores
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.stages.logprob.records import (
+    OracleEnds,
+    OracleEntropy,
+    OracleLogprobs,
+    OracleOfSampled,
+    SampledNoise,
+    TrainerLogprobs,
+)
+from verifier.stages.replay.records import OracleRecord
+from verifier.stages.rollout.records import SampledTokens
 from verifier.train.memory import host_bytes
 from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts

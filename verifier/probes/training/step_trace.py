@@ -10,12 +10,11 @@ from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts, Manifest
 from verifier.data.second_tokenizer import why_unread
 from verifier.model.families import has_score_bias
-from verifier.platform.stand_ins import stand_ins_of
-from verifier.platform.upstream_fixes import RunFacts, bugs_of
+from verifier.platform.upstream_fixes import RunFacts
 from verifier.probes.training.sampled_step import unsampled_because
-from verifier.probes.training.spot import has_spot, why_no_spot
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.run_manifest import identity_of
+from verifier.stages.logprob.probe_spot_scores import has_spot, why_no_spot
 
 MAX_CUT_BYTES = 2**28
 """Largest checkpoint whose exports a GPU's ranks copy to the host at every sync."""
@@ -63,7 +62,6 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
         model: of the run.
         happened: what the step was; facts of the config and the model are added.
     """
-    sizes = model.checkpoint.config
     bugs = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
         tp=config.mesh.tp, sleep_level=config.engine.sleep_level, training=True,
@@ -75,8 +73,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
     engine_bugs = replace(bugs, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else bugs
     first = happened.sent and happened.step == 1 and not config.lora.rank
     return msgspec.structs.replace(
-        identity_of(config, model), command="train", notes=model.notes if happened.loaded else (),
-        stand_ins=tuple(stand_ins_of(sizes, engine_bugs)), upstream_bugs=tuple(bugs_of(sizes, engine_bugs)),
+        identity_of(config, model, engine_bugs), command="train", notes=model.notes if happened.loaded else (),
         facts=_with_model(config, model, happened),
         engine=config.engine.kind if synced else "",
         engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,

@@ -12,22 +12,22 @@ import numpy as np
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
-from verifier.core.records_policy import LossRows, UpdateRatios
-from verifier.core.records_trainer import KnobsReached, ParameterGroup, TrainerStep
-from verifier.core.records_weights import StepReport
 from verifier.core.store import Recorder
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.adapter_scales_megatron import adapter_scales
-from verifier.probes.arguments_megatron import given_arguments
-from verifier.probes.balance_megatron import router_balance
-from verifier.probes.configs_megatron import record_provider, record_stated
-from verifier.probes.logit_spreads_megatron import logit_spreads
-from verifier.probes.router_losses_megatron import router_losses
-from verifier.probes.trainer import TokenProbe
-from verifier.probes.training.adam_audit_megatron import groups_of
-from verifier.probes.training.hand_on_megatron import HandOn
-from verifier.probes.training.oracle_scores import save_scores, tells_scores
 from verifier.probes.training.step_trace import can_audit, compares_products, has_router_losses
+from verifier.stages.load.probe_configs_megatron import record_provider, record_stated
+from verifier.stages.load.records import KnobsReached
+from verifier.stages.logprob.probe_adapter_scales_megatron import adapter_scales
+from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.logprob.probe_oracle_scores import save_scores, tells_scores
+from verifier.stages.loss.probe_logit_spreads_megatron import logit_spreads
+from verifier.stages.loss.probe_router_losses_megatron import router_losses
+from verifier.stages.loss.records import LossRows, UpdateRatios
+from verifier.stages.pack.probe_tokens import TokenProbe
+from verifier.stages.train.probe_adam_audit_megatron import groups_of
+from verifier.stages.train.probe_balance_megatron import router_balance
+from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep
 from verifier.train import optimizer_megatron
 from verifier.train.pack import PackedBatch
 from verifier.train.policy_loss_megatron import LossMeter

@@ -1,0 +1,1 @@
+"""Rewards and masks to the advantage and the weight of each token."""

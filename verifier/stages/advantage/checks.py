@@ -1,0 +1,442 @@
+"""Advantages by a second formula of each estimator, inputs of a policy-gradient loss, and weights of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.core import ragged
+from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, times
+from verifier.core.condition import condition, knob, on, recorded, told
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
+from verifier.stages.data.records import Drops
+
+KNOWN = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Unit roundoff of each dtype: greatest relative error of one rounding to nearest."""
+EPSILON = 1e-6
+"""Added to a group's standard deviation where the record names none."""
+LEAST_VARIANCE = 1e-8
+"""Least variance of REINFORCE++ where the record names no epsilon."""
+LEAST = 1e-300
+"""Least bound; it keeps equal numbers within it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """One number a trajectory, as exact arithmetic gives it, and how far a right computation may be from any of it."""
+
+    exact: Mapping[str, float]
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Range of an advantage: from `low` to `high`, by the range of epsilon, and `allowed` beyond."""
+
+    low: float
+    high: float
+    allowed: float
+
+    def gap(self, actual: float) -> float:
+        """Distance from the range; NaN of a NaN."""
+        return max(self.low - actual, actual - self.high, 0.0) if math.isfinite(actual) else math.nan
+
+    def holds(self, actual: float) -> bool:
+        """False of a number that is not finite, whatever is allowed."""
+        return self.gap(actual) <= self.allowed
+
+    @property
+    def text(self) -> str:
+        """The range, or the one number, in nine digits."""
+        return f"{self.low:.9g}" if self.low == self.high else f"{self.low:.9g} to {self.high:.9g}"
+
+
+ESTIMATOR = condition("the estimator has no second formula", lambda run: {*run.facts.estimators} & {*KNOWN})
+
+
+@check(
+    "ADV002", needs=(Advantages,),
+    applies=on(step=GRPO & ESTIMATOR, loop=recorded(PolicyColumns, Advantages, Drops) & ESTIMATOR),
+)  # fmt: skip
+def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
+    """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
+
+    What it checks: per rollout with a token in the loss, the advantage against the textbook formula in float64: GRPO,
+    Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the deviation (n or n - 1) are those
+    that the record names. Of an epsilon that it does not name the advantage may be that of any from 0 to 1e-4, and of a
+    divisor that it does not name, that of one of the two for the whole batch.
+    Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
+    to the wrong trajectory: rewards look right and the direction is wrong.
+    Evidence: advantage/advantages.
+    Tolerance and its source: worst case of rounding in the record's dtype, u its unit roundoff, over n terms (Higham,
+    Accuracy and Stability of Numerical Algorithms, 2002, (3.2) and (4.4)). No right computation is beyond it, in any
+    order of its sums: the chance of a false alarm is 0.
+    Where to look: which rollouts form a group or a trajectory; a recorded loop may name its denominator by
+    `advantages(epsilon=..., ddof=...)`.
+    What it does not catch: estimators of plugins, which have no second implementation; groups of one; between rewards
+    that are equal but for rounding, any finite advantage where the epsilon may be 0.
+    References: verl#6362, SkyRL#1335, AReaL#1730.
+    """
+    for item in trace.of(Advantages):
+        choices = [found for ddof in item.ddofs or (None,) if (found := _expected(item, ddof)) is not None]
+        if not choices:
+            continue
+        columns = zip(item.ids, item.trajectories, map(float, item.advantages), item.token_counts, strict=True)
+        rows = [(name, trajectory, actual) for name, trajectory, actual, tokens in columns if tokens]
+        expected = min(choices, key=lambda found: _worst(found, {trajectory: actual for _, trajectory, actual in rows}))
+        for name, trajectory, actual in rows:
+            if trajectory not in expected:
+                continue
+            right = expected[trajectory]
+            gap, bound, says = right.gap(actual), right.allowed, ("", f"{item.estimator}, {_denominator(item)}")
+            words = f"{bound:.3g} ({item.dtype}: worst case of its rounding through the formula)"
+            same, sides = right.holds(actual), (f"{actual:.9g}", right.text)
+            texts: Given = {"subject": f"the advantage of `{name}`", "says": says}
+            yield compare_value(item, name, *sides, same=same, allowed=words, bound=bound, gap=gap, **texts)
+
+
+def _worst(found: Mapping[str, _Expected], actual_of: Mapping[str, float]) -> float:
+    """Greatest distance beside its bound."""
+    rows = ((found[name], actual) for name, actual in actual_of.items() if name in found)
+    return max((times(right.gap(actual), right.allowed) for right, actual in rows), default=0.0)
+
+
+def _denominator(item: Advantages) -> str:
+    """Clause on what a deviation is divided by."""
+    if item.epsilons is None:
+        return "epsilon as in docs/algorithms.md"
+    low, high = item.epsilons
+    return f"epsilon {low:g}" if low == high else f"epsilon not recorded, so {low:g} to {high:g}"
+
+
+def _expected(item: Advantages, ddof: int | None) -> dict[str, _Expected] | None:
+    """Advantage of each trajectory; without those in a group of one; None for an estimator of a plugin.
+
+    `ddof` is subtracted from the number of terms that a variance is divided by; None: as the textbook of each.
+    """
+    u, estimator = ROUNDOFFS[item.dtype], item.estimator
+    low, high = item.epsilons or (EPSILON, EPSILON)
+    parts: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, int] = defaultdict(int)
+    for place, name in enumerate(item.trajectories):
+        parts[name] += (item.rewards[place], -item.penalties[place])
+        tokens[name] += item.token_counts[place]
+    rewards = {name: math.fsum(values) for name, values in parts.items()}
+    errors = {name: _relative(len(values), u) * math.fsum(map(abs, values)) for name, values in parts.items()}
+    if estimator == "reinforce++":
+        return _whitened(_Numbers(rewards, max(errors.values(), default=0.0)), tokens, item.epsilons, ddof or 0, u)
+    members: dict[str, list[str]] = defaultdict(list)
+    for name, group in dict(zip(item.trajectories, item.groups, strict=True)).items():
+        members[group].append(name)
+    found: dict[str, _Expected] = {}
+    centred: dict[str, float] = {}
+    error = 0.0
+    for names in members.values():
+        size = len(names)
+        if size == 1:
+            if estimator == "reinforce++_baseline":  # then over the batch: what else it is made of is not known
+                return {}
+            continue
+        each = dict.fromkeys(names, 1)
+        own = _centred(_Numbers({name: rewards[name] for name in names}, max(errors[name] for name in names)), each, u)
+        if estimator == "grpo":
+            found |= _divided(own, each, (low, high), 1 if ddof is None else ddof, u)
+        elif estimator == "dr_grpo":
+            found |= _scaled(own, 1.0, u)
+        elif estimator == "rloo":
+            found |= _scaled(own, size / (size - 1), u)
+        elif estimator == "reinforce++_baseline":
+            centred |= own.exact
+            error = max(error, own.error)
+        else:
+            return None
+    return _whitened(_Numbers(centred, error), tokens, item.epsilons, ddof or 0, u) if centred else found
+
+
+def _relative(roundings: int, u: float) -> float:
+    """Greatest relative error of so many roundings, one after another."""
+    return roundings * u / (1 - roundings * u) if roundings * u < 1 else math.inf
+
+
+def _centred(given: _Numbers, counts: Mapping[str, int], u: float) -> _Numbers:
+    """Numbers less their mean, in which each stands so often; exactly 0 where all are equal.
+
+    A number and the mean are both off by the error that they came with; product, sum and division round n + 1 times,
+    relative to the greatest magnitude, and the difference once, of twice that.
+    """
+    terms, values = sum(counts[name] for name in given.exact), given.exact
+    equal = len(set(values.values())) == 1
+    mean = 0.0 if equal else math.fsum(values[name] * counts[name] for name in values) / max(terms, 1)
+    most = max(map(abs, values.values()), default=0.0)
+    error = 2 * given.error + _relative(terms + 3, u) * most
+    return _Numbers({name: 0.0 if equal else value - mean for name, value in values.items()}, error)
+
+
+def _divided(
+    own: _Numbers, counts: Mapping[str, int], epsilons: tuple[float, float], ddof: int, u: float, least: float = 0.0
+) -> dict[str, _Expected]:  # fmt: skip
+    """Deviations by their root of mean squares and an epsilon; `least` is the least variance.
+
+    A root of a mean of squares is off by no more than the root of the mean square of what its terms are off by, and by
+    n + 4 roundings of its own.
+    """
+    terms = sum(counts[name] for name in own.exact)
+    divisor = terms - ddof
+    if divisor <= 0:
+        return {}
+    squares = math.fsum(value**2 * counts[name] for name, value in own.exact.items())
+    deviation = math.sqrt(max(squares / divisor, least))
+    off = own.error * math.sqrt(terms / divisor) + _relative(terms + 4, u) * deviation
+    smallest = max(deviation - off, math.sqrt(least) * (1 - 2 * u), 0.0) + epsilons[0] * (1 - u)
+
+    def expected(value: float) -> _Expected:
+        sides = sorted(value / (deviation + epsilon) if value else 0.0 for epsilon in epsilons)
+        most = max(map(abs, sides))
+        rest = (own.error + most * off) / smallest if smallest else math.inf
+        return _Expected(sides[0], sides[1], rest + _relative(4, u) * most + LEAST)
+
+    return _each(own, expected)
+
+
+def _scaled(own: _Numbers, factor: float, u: float) -> dict[str, _Expected]:
+    """Deviations times a factor."""
+
+    def expected(value: float) -> _Expected:
+        right = value * factor
+        return _Expected(right, right, own.error * factor + _relative(3, u) * abs(right) + LEAST)
+
+    return _each(own, expected)
+
+
+def _each(own: _Numbers, expected: Callable[[float], _Expected]) -> dict[str, _Expected]:
+    return {name: expected(value) for name, value in own.exact.items()}
+
+
+def _whitened(
+    given: _Numbers, tokens: Mapping[str, int], epsilons: Sequence[float] | None, ddof: int, u: float
+) -> dict[str, _Expected]:  # fmt: skip
+    """Numbers less their mean over tokens, in standard deviations over tokens."""
+    own = _centred(given, tokens, u)
+    if epsilons is None:
+        return _divided(own, tokens, (0.0, 0.0), ddof, u, LEAST_VARIANCE)
+    return _divided(own, tokens, (epsilons[0], epsilons[1]), ddof, u)
+
+
+FACTOR = Tolerance(
+    absolute=1e-10, unit="of the greatest input", source="float64: exp of a sum of differences, in another order"
+)
+LIMIT = 20.0
+"""Log-ratios are clamped to it before they are exponentiated, nats."""
+FLOOR = -1e4
+"""Least log-probability that counts, nats."""
+
+
+@check(
+    "ADV003", needs=(PolicyColumns, Advantages),
+    applies=on(step=GRPO, loop=recorded(PolicyColumns, Advantages, Drops)),
+)  # fmt: skip
+def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
+    """Every token's inputs of the policy loss are those that the config names: divisor, advantage, importance factor.
+
+    What it checks: per rollout, over its tokens in the loss: the log-probability that the ratio divides by is `old` or
+    `engine`, as the config says; the advantage is the rollout's, times the truncated importance weight and the mask
+    that the textbook makes of `old` and `engine`. And no token in the loss was sampled by weights older than the bound,
+    or newer than those that are trained.
+    Why it matters: a ratio against the wrong policy ignores staleness, or is always 1; a cap on the wrong level lets
+    one sequence rule the step.
+    Evidence: advantage/policy, advantage/advantages.
+    Tolerance and its source: bitwise; log-probabilities and versions are copied. 1e-10 for factors, float64.
+    What it does not catch: a log-probability that is wrong itself (LGP001, LGP003).
+    References: SkyRL#1315, miles#1829, verl rollout_corr.
+    """
+    for item in trace.of(PolicyColumns):
+        arrays = trace.arrays(item)
+        advantage = {
+            name: float(value)
+            for found in trace.of(Advantages, version=item.version)
+            for name, value in zip(found.ids, found.advantages, strict=True)
+        }
+        parts = {name: ragged.split(array, item.lengths) for name, array in arrays.items()}
+        for place, name in enumerate(item.ids):
+            rows = {key: values[place] for key, values in parts.items()}
+            yield from _policy_inputs(item, name, rows, advantage.get(name, math.nan))
+
+
+def _policy_inputs(
+    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float
+) -> Iterator[Comparison]:
+    mask, over = rows["mask"].astype(bool), item.ratio_over
+    divisor, wanted = rows["divisor"][mask], rows[over][mask]
+    same = bool((divisor == wanted).all())
+    sentence = f"the ratio of `{name}` divides by other log-probabilities than `{over}`"
+    found, hint = "" if same else _which(rows, mask, divisor), "look at which policy the ratio is taken against"
+    yield compare_value(item, f"{name} (divisor)", found, f"`{over}`", same=same, sentence=sentence, hint=hint)
+    expected = advantage * _factors(item, rows["old"][mask], rows.get("engine", rows["old"])[mask])
+    gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
+    bound = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    what = f"{name} (advantage)"
+    subject = f"the gap of a token's advantage in `{name}` to {advantage:.6g} times its factor"
+    hint = "look at the level, the cap and the mask of importance weights"
+    yield compare_value(item, what, gap, None, subject=subject, allowed=FACTOR, bound=bound, hint=hint)
+    versions = rows["version"][mask]
+    behind = item.trained_version - versions
+    late = bool(((behind > item.max_staleness) | (behind < 0)).any())
+    worst = int(versions[np.argmax(np.abs(behind))]) if late else 0
+    sentence = f"a token of `{name}` was sampled by version {worst}, and trains version {item.trained_version}"
+    found, right = f"version {worst}", f"{item.trained_version - item.max_staleness} to {item.trained_version}"
+    hint, at = "look at when rollouts are dropped for their age, and at a token's version", At(Stage.DATA, item.version)
+    yield compare_value(at, f"{name} (version)", found, right, same=not late, sentence=sentence, hint=hint)
+
+
+def _which(rows: Mapping[str, np.ndarray], mask: np.ndarray, divisor: np.ndarray) -> str:
+    equal = [name for name in ("old", "engine", "reference") if name in rows and (divisor == rows[name][mask]).all()]
+    return f"equals `{equal[0]}`" if equal else "equals none of the log-probabilities"
+
+
+def _factors(item: PolicyColumns, old: np.ndarray, engine: np.ndarray) -> np.ndarray:
+    """Importance factor of each token in the loss of one rollout."""
+    difference = [
+        max(float(a), FLOOR) - max(float(b), FLOOR) for a, b in zip(old.tolist(), engine.tolist(), strict=True)
+    ]
+    weight = [1.0] * len(difference)
+    if item.weight_level:
+        weight = [min(ratio, item.weight_cap) for ratio in _ratios(difference, item.weight_level)]
+    if item.mask_level:
+        kept = [item.mask_low <= ratio <= item.mask_high for ratio in _ratios(difference, item.mask_level)]
+        weight = [value if stays else 0.0 for value, stays in zip(weight, kept, strict=True)]
+    return np.array(weight)
+
+
+def _ratios(difference: Sequence[float], level: str) -> list[float]:
+    total = math.fsum(difference)
+    share = total if level == "sequence" else total / max(len(difference), 1)
+    return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
+
+
+PENALTY = Tolerance(
+    absolute=1e-10, unit="of the weighted sum of magnitudes", source="float64: a sum over tokens, in another order"
+)
+
+
+TERMS = 8
+"""Roundings of an estimate, and of the weight that its sum is multiplied by, in a recorded loop's own dtype."""
+IN_REWARD = condition("no KL penalty in the reward", lambda run: knob(run, "grpo.kl_in") == "reward")
+
+
+@check(
+    "ADV004",
+    needs=(Advantages, PolicyColumns),
+    applies=on(
+        step=GRPO & REFERENCE & IN_REWARD,
+        loop=recorded(Advantages, PolicyColumns) & told("penalties", "no KL penalty in the reward"),
+    ),
+)
+def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
+    """Every reward is lowered by the weighted KL estimate, summed over the rollout's own tokens in the loss.
+
+    What it checks: per rollout, dropped ones included, the penalty against weight times the sum of k1, k2 or k3 in
+    float64, from the recorded log-probabilities `old` and of the reference, and the mask before any filter.
+    Why it matters: a penalty of the wrong sign rewards distance from the reference; a mean over tokens, or a sum over
+    the prompt too, weighs rollouts by their lengths. Advantages are right for these rewards all the same.
+    Evidence: advantage/advantages, advantage/policy ("old", "penalty_reference", "own").
+    Tolerance and its source: 1e-10 of the weighted sum of magnitudes; float64. Of a recorded loop in less, as many
+    roundings of its dtype as tokens, and 8.
+    Where to look: the sign, the weight, the estimate and the mask of the KL in the reward.
+    What it does not catch: log-probabilities that are wrong themselves (LGP001); a reference that moved (LGP010).
+    References: verl#179, trlx#441, slime#1247, slime#1372.
+    """
+    for policy in trace.of(PolicyColumns):
+        arrays = trace.arrays(policy)
+        if not {"old", "penalty_reference", "own"} <= arrays.keys():
+            continue
+        columns = [ragged.split(arrays[name], policy.lengths) for name in ("old", "penalty_reference", "own")]
+        parts = zip(policy.ids, *columns, strict=True)
+        rows = {name: (old[own.astype(bool)], reference[own.astype(bool)]) for name, old, reference, own in parts}
+        for item in trace.of(Advantages, version=policy.version):
+            for name, actual in zip(item.ids, item.penalties, strict=True):
+                old, reference = (side.tolist() for side in rows[name])
+                estimates, size = _estimates(old, reference, item.kl_kind)
+                right = item.kl_weight * math.fsum(estimates)
+                rounding = 0.0 if item.dtype == "float64" else (len(old) + TERMS) * ROUNDOFFS[item.dtype]
+                most = max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
+                says = "", f"{item.kl_weight:g} times the sum of {item.kl_kind} over {len(old)} tokens"
+                subject = f"the KL penalty in the reward of `{name}`"
+                yield compare_value(item, name, actual, right, subject=subject, says=says, allowed=PENALTY, bound=most)
+
+
+def _estimates(old: Sequence[float], reference: Sequence[float], kind: str) -> tuple[list[float], float]:
+    """Estimate of KL(old || reference) at each token, nats, and the sum of the magnitudes that rounding is of."""
+    found, size = [], 0.0
+    for own, other in zip(old, reference, strict=True):
+        distance = max(own, FLOOR) - max(other, FLOOR)
+        if kind == "k1":
+            value = distance
+        elif kind == "k2":
+            value = 0.5 * distance**2
+        else:
+            bounded = min(max(distance, -LIMIT), LIMIT)
+            value = math.expm1(-bounded) + bounded
+        found.append(value)
+        size += abs(distance) + abs(value)
+    return found, size
+
+
+WEIGHT = Tolerance(
+    absolute=1e-12, unit="of the weight", source="float64: a weight is two divisions of whole numbers, 2 ulp apart"
+)
+WEIGHT_ROUNDINGS = 16
+"""Roundings of a weight in the dtype of a loss whose backward pass says it: mask, means, sums, and a scale."""
+
+
+@check("ADV001", needs=(LossColumns,), applies=on(step=UPDATED, loop=recorded(LossColumns)))
+def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
+    """The weight of every token is what the aggregation makes of the masks of the whole batch.
+
+    What it checks: per rollout, the weights of its tokens against the textbook mean in float64, from masks and groups
+    alone: over all tokens, over sequences, or over prompts.
+    Why it matters: a mean of the means of micro-batches, or a denominator taken after the split, changes the step with
+    every change of mesh or micro-batch. It is the commonest silent bug of RL trainers.
+    Evidence: advantage/columns ("weight", "mask").
+    Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
+    derivatives of its loss by each token's, 16 roundings in the loss's dtype.
+    Where to look: the denominators, and whether they are those of the whole batch.
+    What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
+    References: AReaL#1730, verl#3741, verl#7200, trl#3231.
+    """
+    for item in trace.of(LossColumns):
+        masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
+        weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
+        expected = _weights(item, masks)
+        for name, weight, mask, right in zip(item.ids, weights, masks, expected, strict=True):
+            wanted = np.where(mask, right, 0.0)
+
+            at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
+            actual, asked = (float(side[at]) if len(side) else 0.0 for side in (weight, wanted))
+            subject = f"the weight of token {at} of `{name}`"
+            says = ("", f"{item.aggregation} of the whole batch, float64")
+            bound = max(WEIGHT.absolute, WEIGHT_ROUNDINGS * ROUNDOFFS[item.dtype]) * right
+            yield compare_value(item, name, actual, asked, subject=subject, says=says, allowed=WEIGHT, bound=bound)
+
+
+def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
+    """Weight of each token in the loss, rollout by rollout."""
+    counts = [int(mask.sum()) for mask in masks]
+    total, trained = sum(counts), [count for count in counts if count]
+    by_prompt: dict[str, int] = defaultdict(int)
+    for group, count in zip(item.groups, counts, strict=True):
+        by_prompt[group] += count
+    prompts = sum(1 for count in by_prompt.values() if count)
+    return [
+        0.0 if not count
+        else 1 / total if item.aggregation == "token_mean"
+        else 1 / (len(trained) * count) if item.aggregation == "sequence_mean"
+        else 1 / (prompts * by_prompt[group]) if item.aggregation == "prompt_mean"
+        else 1 / (len(counts) * item.constant)
+        for count, group in zip(counts, item.groups, strict=True)
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""State of a run to files, and back."""

@@ -1,0 +1,1 @@
+"""Data set to the examples and rollouts of a step."""

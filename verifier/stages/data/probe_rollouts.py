@@ -1,0 +1,192 @@
+"""Evidence of a step's batch: prompts, requests and rewards, what has left the loss, advantages, inputs of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from msgspec import structs
+
+from verifier.config import TrainConfig
+from verifier.config.grpo import GrpoOptions
+from verifier.core.record import Probe
+from verifier.data.examples import Example
+from verifier.data.recorded import RolloutRow
+from verifier.data.rollout import Rollout, route_rows
+from verifier.data.tokenizer import Tokenizer
+from verifier.model.checkpoint import Checkpoint
+from verifier.model.families import size_if_any
+from verifier.rewards.answer import is_number
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.data.probe_decoded_rollouts import rendered
+from verifier.stages.data.records import DataOrder, Drops, EpisodeTurns, RequestSeeds, SamplingAsked
+from verifier.stages.replay.records import GivenRoutes
+from verifier.stages.reward.records import GivenRewards
+from verifier.trainer.asked_samples import ends_of
+from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts, Values
+from verifier.trainer.episodes import PlayedTurns
+from verifier.trainer.given_routes import SCORED
+from verifier.trainer.observer import PolicyBatch
+from verifier.trainer.run_data import RunData
+from verifier.trainer.sampled_batch import SampledBatch
+
+
+def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, batch: SampledBatch) -> None:
+    """Record the prompts of a step, its requests, and the rewards of groups that were replaced."""
+    reward = config.grpo.reward
+    for number, item in enumerate(batch.rounds):
+        probe.emit(order_of(data, step, number, [data.train[at] for at in item.indices]))
+        if item.turns is not None:
+            probe.emit(turns_of(config.grpo, f"round {number}", step, item.turns))
+        probe.emit(
+            RequestSeeds(
+                name=f"round {number}", version=step, round=number,
+                turns=tuple(tuple(note.seed for note in own) for own in item.noted),
+                seals=tuple(tuple((note.tokens, note.nats) for note in own) for own in item.noted),
+                routes=tuple(tuple(note.routes for note in own) for own in item.noted),
+                shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
+                weights=tuple(tuple(note.weights for note in own) for own in item.noted),
+                answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
+            )
+        )  # fmt: skip
+        lost = item.without_variance() if number + 1 < batch.limit else []
+        if replaced := [row for at in lost for row in item.groups[at]]:
+            probe.emit(rewards_of(f"replaced in round {number}", step, reward, replaced))
+
+
+def turns_of(options: GrpoOptions, name: str, step: int, turns: PlayedTurns) -> EpisodeTurns:
+    """Record of the turns of episodes."""
+    return EpisodeTurns(
+        name=name, version=step, environment=options.environment, max_turns=options.max_turns,
+        step_wise=options.step_wise, **structs.asdict(turns),
+    )  # fmt: skip
+
+
+def order_of(data: RunData, step: int, number: int, examples: Sequence[Example]) -> DataOrder:
+    """Record of the examples that a round of sampling asks, and of how their prompts read."""
+    return DataOrder(
+        name=f"examples of round {number}" if number else "examples", version=step, step=step, round=number,
+        examples=tuple(example.id for example in examples), prompts=tuple(example.question for example in examples),
+        answers=tuple(example.answer for example in examples),
+        rendered=tuple(rendered(example, data.tokenizer) for example in examples),
+    )  # fmt: skip
+
+
+def sampling_asked(
+    config: TrainConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, step: int, *, whole_answers: bool
+) -> SamplingAsked:  # fmt: skip
+    """Record of what the config asks of a step's answers."""
+    options, ends = config.grpo, ends_of(checkpoint, tokenizer)
+    return SamplingAsked(
+        name="answers", version=step, seed=config.seed, batch_size=config.data.batch_size,
+        group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
+        temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
+        other_ends=tuple(item for item in ends if item != tokenizer.eos_id), ends=not whole_answers,
+        vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),
+        filtered=options.drop_overlong or options.drop_zero_variance or options.max_sampling_rounds > 1,
+    )  # fmt: skip
+
+
+def has_second_reader(reward: str, rows: Sequence[RolloutRow]) -> bool:
+    """Tell whether RWD001 judges the reward of any of these rollouts, of a reward that has this name."""
+    known = [(row.text, row.answer) for row in rows if row.text is not None and row.answer is not None]
+    if reward:
+        return reward == "answer" and bool(known)
+    zero_or_one = all(row.reward in (0.0, 1.0) for row in rows)
+    return zero_or_one and any("\\" not in text and is_number(answer) for text, answer in known)
+
+
+def rewards_of(name: str, step: int, reward: str, rows: Sequence[RolloutRow]) -> GivenRewards:
+    """Record of the rewards of rollouts, and what they were given for."""
+    return GivenRewards(
+        name=name, version=step, reward=reward, ids=tuple(row.id for row in rows),
+        texts=tuple(row.text for row in rows), answers=tuple(row.answer for row in rows),
+        rewards=tuple(row.reward for row in rows),
+    )  # fmt: skip
+
+
+def record_policy(probe: Probe, config: TrainConfig, batch: PolicyBatch) -> None:
+    """Record what became of the rollouts of a step: those that have left the loss, advantages, inputs of the loss."""
+    options, rows, scored = config.grpo, batch.rows, batch.scored
+    ids = tuple(row.id for row in rows)
+    probe.emit(
+        Drops(
+            name="batch", version=batch.step, ids=ids, truncated=tuple(row.truncated for row in rows),
+            reasons=tuple(batch.reasons), drop_overlong=options.drop_overlong,
+            drop_zero_variance=options.drop_zero_variance,
+        )
+    )  # fmt: skip
+    probe.emit(rewards_of("rewards", batch.step, batch.reward, rows))
+    in_reward = options.kl_in == "reward"
+    probe.emit(
+        Advantages(
+            name="advantages", version=batch.step, estimator=options.advantage, ids=ids,
+            groups=tuple(row.group for row in rows), trajectories=tuple(row.trajectory or row.id for row in rows),
+            rewards=tuple(row.reward for row in rows), penalties=tuple(batch.penalties),
+            kl_weight=options.kl_weight if in_reward else 0.0, kl_kind=options.kl_kind,
+            token_counts=tuple(int(item.mask.sum()) for item in scored.rollouts), advantages=tuple(batch.advantages),
+        )
+    )  # fmt: skip
+    flat = dict(batch.columns)
+    if scored.reference is not None and in_reward:
+        flat["penalty_reference"] = scored.reference
+    record_policy_columns(probe, config, batch.step, scored, batch.kept, flat)
+    for update in batch.updates:
+        record_columns(probe, config, update)
+
+
+def record_policy_columns(
+    probe: Probe, config: TrainConfig, step: int, scored: ScoredRollouts, kept: Sequence[Rollout],
+    columns: Mapping[str, Values] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Record columns of the loss by token; those that rollouts and the scores before it have, and others."""
+    options, given = config.grpo, scored.rollouts
+    flat = {
+        "old": scored.old, "engine": [item.logprobs for item in given], "mask": [item.mask for item in kept],
+        "own": [item.mask for item in given], "version": [item.versions for item in given], **columns,
+    }  # fmt: skip
+    probe.emit(
+        PolicyColumns(
+            name="policy inputs", version=step, ids=tuple(item.id for item in given),
+            lengths=tuple(map(len, given)),
+            ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
+            mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
+            max_staleness=options.max_staleness, keep_kv_cache=options.keep_kv_cache, trained_version=step - 1,
+        ),
+        {name: np.concatenate([*values]) for name, values in flat.items()},
+    )  # fmt: skip
+
+
+def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -> None:
+    """Record the weights of an update's tokens."""
+    arrays = {
+        "weight": np.concatenate([*update.weights]), "mask": np.concatenate([item.mask for item in update.rollouts])
+    }  # fmt: skip
+    probe.emit(
+        LossColumns(
+            name=update.name, version=update.step, aggregation=config.aggregation,
+            constant=config.aggregation_constant or 1.0, ids=tuple(item.id for item in update.rollouts),
+            groups=tuple(item.group for item in update.rollouts), lengths=tuple(map(len, update.rollouts)),
+        ),
+        arrays,
+    )  # fmt: skip
+
+
+def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: Sequence[int]) -> None:
+    """Record the routes of each mini-batch, as the engine reported them, and the passes over it.
+
+    Args:
+        probe: of the step's trace.
+        config: of the run.
+        batch: of the step.
+        layers: global indices of the layers with routers.
+    """
+    scored = [SCORED["current"], *([SCORED["reference"]] if config.grpo.has_reference else [])]
+    for file, part in zip(batch.files, batch.parts, strict=True):
+        rollouts = [batch.scored.rollouts[at] for at in part]
+        passes = (*scored, *(item.name for item in batch.updates if item.file == file))
+        record = GivenRoutes(
+            name=file.stem, version=batch.step, rollouts=tuple(item.id for item in rollouts), passes=passes
+        )
+        probe.emit(record, route_rows(rollouts, layers))

@@ -1,0 +1,278 @@
+"""Bugs of the engine's weights: received tensors, or an adapter, to what a forward pass reads; reloads and sleep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import Call, Side, fault, held, kind
+
+LAYERS = "vllm.model_executor.layers"
+MOE = f"{LAYERS}.fused_moe"
+LORA = "vllm.lora"
+LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+START = f"{WORKER}.start_weight_update(self, is_checkpoint_format)"
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+PROCESS = f"{RELOAD}:_layerwise_process(layer, info)"
+PLACE = f"{RELOAD}:_place_kernel_tensors(layer, info)"
+ALL = ("ENG001", "ENG002", "LGP002")
+in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL)
+in_vllm = functools.partial(in_hf, engine="vllm")
+in_adapter = functools.partial(in_vllm, model="tiny:qwen3", lora_rank=8, caught_by=("ENG001", "LGP002"))
+on_gpu = functools.partial(in_vllm, model="tiny:qwen3", dtype="bfloat16", gpus=1)
+VLLM: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE, "caught_by": ALL, "engine": "vllm"}
+
+
+@kind(
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading(self, layer)", **VLLM
+)
+def on_expert_weights(change: Callable[[Any], bool], call: Call) -> None:
+    """Change the plain weights of vLLM's fused experts before they are packed: the function says if it did."""
+    if change(call.layer):
+        call.fire()
+    call.original()
+
+
+@kind("vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.load_weights(self, weights)", **VLLM)
+def on_names(change: Callable[[str], str], call: Call) -> Any:
+    """Map names wrongly in vLLM: the function returns another name, or none to skip the tensor."""
+
+    def mapped() -> Iterator[tuple[str, Any]]:
+        for name, tensor in call.weights:
+            found = change(name)
+            if found != name:
+                call.fire()
+            if found:
+                yield found, tensor
+
+    return call.original(weights=mapped())
+
+
+@in_vllm(
+    "sgl-project/sglang#30761", f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
+    "verifier.engine.vllm.stored_tensors_vllm:dispatch_cpu_unquantized_gemm(layer, remove_weight)",
+    caught_by=("ENG001", "ENG003", "LGP002"),
+)  # fmt: skip
+def packing_latched(call: Call) -> None:
+    """A flag says that a linear is packed, so later writes leave the packed copy as it was; one linear."""
+    earlier = call.layer.__dict__.get("cpu_linear")
+    call.original()
+    if earlier is not None and getattr(call.layer, "prefix", "") == "model.layers.1.self_attn.o_proj":
+        call.layer.cpu_linear = earlier
+        call.fire()
+
+
+@on_expert_weights("vllm-project/vllm#42821")
+def expert_halves_swapped(layer: Any) -> bool:
+    """A reload writes gate and up in the checkpoint's order, the kernel wants the other; all experts."""
+    weight = layer.w13_weight.data
+    weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))
+    return True
+
+
+@on_expert_weights("verl-project/verl#7986")
+def same_shape_repack_missed(layer: Any) -> bool:
+    """Rows stay in another order than the kernel's, as a test of shapes finds nothing to repack; one layer."""
+    if layer.layer_name != "model.layers.2.mlp.experts":
+        return False
+    weight = layer.w2_weight.data
+    weight.copy_(weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+    return True
+
+
+@in_vllm(
+    "PrimeIntellect-ai/prime-rl#3583",
+    f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)", caught_by=("ENG001", "ENG002"),
+)  # fmt: skip
+def expert_in_initial_slot(call: Call) -> int:
+    """A reload puts experts where they were before a load balancer moved them; two experts of one layer."""
+    if call.self.layer_name != "model.layers.1.mlp.experts" or call.expert_id not in (4, 11):
+        return int(call.original())
+    return int(call.faulty(expert_id=15 - call.expert_id))
+
+
+@on_names("vllm-project/vllm#42803")
+def fused_shards_exchanged(name: str) -> str:
+    """Rows of one projection take another's place in the fused qkv weight; keys for values in one layer."""
+    swapped = {"k_proj": "v_proj", "v_proj": "k_proj"}
+    *parents, leaf, weight = name.split(".")
+    if parents != ["layers", "1", "self_attn"]:
+        return name
+    return ".".join([*parents, swapped.get(leaf, leaf), weight])
+
+
+@on_names("PrimeIntellect-ai/prime-rl#2326", caught_by=("ENG001", "ENG004", "LGP002"))
+def unknown_name_skipped(name: str) -> str:
+    """The loader does not know the name of a router's weight and goes on without it; one layer."""
+    return "" if name == "layers.2.mlp.gate.weight" else name
+
+
+@in_hf("PrimeIntellect-ai/prime-rl#2823", LOAD, model="tiny:qwen3-tied")
+def tied_head_cloned(call: Call) -> Any:
+    """The engine's tied head is a copy of its own, and an update reaches the embedding alone."""
+    if not call.state:
+        import torch
+
+        call.state["parted"] = True
+        model = call.self.model
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.clone(), requires_grad=False)
+        call.undo(lambda: setattr(model.lm_head, "weight", model.model.embed_tokens.weight))
+    return call.faulty()
+
+
+@in_hf(
+    "sgl-project/sglang#30247 (found in review)", "torch.nn.modules.sparse:Embedding.forward(self, input)",
+    model="tiny:qwen3", caught_by=("ENG002", "LGP002"),
+)  # fmt: skip
+def weight_cached_by_its_place(call: Call) -> Any:
+    """A layer keeps a copy of its weight beside the place of its memory, which an update in place leaves as it is."""
+    import torch
+
+    layer = call.self
+    if "kept" not in vars(layer):
+        layer.kept = (layer.weight.data_ptr(), layer.weight.detach().clone())
+        call.undo(delattr, layer, "kept")
+    place, copy = layer.kept
+    if place != layer.weight.data_ptr() or torch.equal(copy, layer.weight):
+        return call.original()
+    return call.wrong(torch.nn.functional.embedding(call.input, copy))
+
+
+@in_vllm(
+    "vllm-project/vllm-gguf-plugin#103",
+    "vllm.model_executor.parameter:_ColumnvLLMParameter.load_qkv_weight(self, loaded_weight, kwargs)",
+    caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2,
+)  # fmt: skip
+def first_shard_on_every_rank(call: Call) -> None:
+    """A loader without its rank takes the first shard of fused query, key and value on every rank."""
+    if call.self.tp_rank:
+        call.fire()
+    with held(call.self, tp_rank=0):
+        call.original()
+
+
+@in_adapter("vllm-project/vllm#55545", f"{LORA}.lora_weights:LoRALayerWeights.optimize(self)")
+def adapter_scale_ignored(call: Call) -> Any:
+    """The engine does not take the adapter's scale from its configuration, and applies it with 1."""
+    if call.self.scaling != 1:
+        call.fire()
+        call.self.scaling = 1
+    return call.original()
+
+
+@in_adapter("vllm-project/vllm#42125", f"{LORA}.worker_manager:WorkerLoRAManager._load_adapter(self, lora_request)")
+def adapter_of_first_version(call: Call) -> Any:
+    """An adapter under a known name counts as loaded: the second version is the first again."""
+    from vllm.lora.request import LoRARequest
+
+    asked = call.lora_request
+    first = call.state.setdefault("first", asked.lora_path)
+    if asked.lora_path == first:
+        return call.original()
+    return call.faulty(lora_request=LoRARequest(asked.lora_name, asked.lora_int_id, first))
+
+
+def _restore(buffer: Any, contents: Any) -> None:
+    buffer.data.copy_(contents)
+
+
+def _lose_rotary_table(call: Call) -> None:
+    """Overwrite the buffer that no checkpoint carries by what a fresh allocation could hold."""
+    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
+    if buffer is None:
+        return
+    if "lost" not in call.state:
+        call.state["lost"] = True
+        call.undo(_restore, buffer, buffer.data.clone())
+    buffer.data.zero_()
+    call.fire()
+
+
+@in_vllm("NovaSky-AI/SkyRL#1680", f"{WORKER}.update_weights(self, update_info)", caught_by=("ENG001", "LGP002"))
+def reload_finished_per_chunk(call: Call) -> None:
+    """Every chunk is a reload of its own, whose end restores the layers that are not in the chunk."""
+    import torch
+    from vllm.model_executor.model_loader import reload
+
+    call.faulty()
+    model = call.self.model_runner.model
+    with torch.device(call.self.device):
+        reload.finalize_layerwise_reload(model, call.self.model_config)
+        reload.initialize_layerwise_reload(model)
+
+
+def _processed(call: Call, path: str) -> bool:
+    """Tell if this call processes the module at a path of the model that is reloaded."""
+    return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
+
+
+@in_vllm("PrimeIntellect-ai/prime-rl#2714", PROCESS, caught_by=("ENG001", "LGP002"))
+def reload_drops_one_load(call: Call) -> None:
+    """A reload allocates a parameter anew and loses its load, so it holds what the memory held; one norm."""
+    dropped = _processed(call, "model.layers.1.self_attn.k_norm")
+    if dropped:
+        call.fire()
+        call.info.loaded_weights.clear()
+    call.original()
+    if dropped:
+        call.layer.weight.data.zero_()  # the fresh allocation holds anything; zeros make the trial repeatable
+
+
+@in_vllm("vllm-project/vllm#48284", PROCESS)
+def processing_applied_again(call: Call) -> None:
+    """A reload transforms one parameter once more, A = -exp(A), as the processing is not idempotent."""
+    call.original()
+    if _processed(call, "model.layers.2.self_attn.q_norm"):
+        call.fire()
+        call.layer.weight.data.exp_().neg_()
+
+
+@reload_drops_one_load.also(START)
+@processing_applied_again.also(START)
+def _remember_model(call: Call) -> None:
+    call.state["model"] = call.self.model_runner.model
+    call.original()
+
+
+@in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
+def runtime_buffer_lost(call: Call) -> None:
+    """A reload copies fresh memory over a buffer that no checkpoint carries; the rotary table."""
+    _lose_rotary_table(call)
+    call.original()
+
+
+@in_vllm("vllm-project/vllm#56949", START, caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2)
+def loaded_as_rank_0(call: Call) -> None:
+    """A rank takes itself for rank 0 in one linear: it loads that rank's part, and reports that it should."""
+    layer = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.o_proj")
+    call.original()
+    for owner in (layer, layer.weight):
+        if owner.tp_rank:
+            call.undo(setattr, owner, "tp_rank", owner.tp_rank)
+            owner.tp_rank = 0
+            call.fire()
+
+
+@on_gpu("vllm-project/vllm#16564", f"{WORKER}.sleep(self, level)", caught_by=("ENG002", "LGP002"))
+def sleep_level_2_buffers(call: Call) -> None:
+    """A sleep that drops the weights drops buffers too, and no update restores them; the rotary table."""
+    clean = call.state.setdefault("clean", {})
+    for name, buffer in call.self.model_runner.get_model().named_buffers():
+        if name not in clean:
+            clean[name] = buffer
+            call.undo(_restore, buffer, buffer.data.clone())
+    call.original()
+    if call.level == 2:
+        call.self._sleep_saved_buffers = {}
+        call.fire()
+
+
+@sleep_level_2_buffers.also(f"{WORKER}.wake_up(self, tags)")
+def _wake_up(call: Call) -> None:
+    call.original()
+    if call.tags is None or "weights" in call.tags:
+        for buffer in call.state.get("clean", {}).values():
+            buffer.data.zero_()  # what the memory holds; zeros make the trial repeatable

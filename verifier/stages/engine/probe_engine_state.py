@@ -1,0 +1,158 @@
+"""Probes of an engine: what its ranks received, and what they hold; no torch but of what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verifier.core import store
+from verifier.core.record import Probe
+from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
+from verifier.engine.client import EngineClient
+from verifier.stages.engine.records import (
+    CheckpointView,
+    ColdSettings,
+    ColdTensor,
+    ExpectedView,
+    HeldTensorRecord,
+    LoadedNames,
+    Poison,
+    QuantizedNames,
+    SyncedSettings,
+    SyncedTensor,
+)
+from verifier.stages.plan.records import PlanDigest
+from verifier.stages.transport.records import ReceivedTensor
+from verifier.trainer.observer import TransferObserver
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.engine.sender import Delivery
+    from verifier.transport.wire import Agreement, Received
+
+WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
+"""Dtype -> those that have every value of it."""
+
+
+class TransferProbe(TransferObserver):
+    """Evidence of one weight transfer, on trainer rank 0.
+
+    Args:
+        ranks: recorders by engine rank; none of a transfer that is not recorded.
+        version: of the weights.
+        keeps: whether what was sent is copied to the host, which a sync that nobody judges does without.
+
+    Attributes:
+        sent: every tensor that the engine confirmed, by name, on the host; as it was drawn, so that a buffer which
+            changed on the way differs from it.
+    """
+
+    def __init__(self, ranks: Sequence[Probe], version: int, *, keeps: bool = True) -> None:
+        super().__init__(version)
+        self._ranks, self._keeps = ranks, keeps
+        self.sent: dict[str, torch.Tensor] = {}
+        self._drawn: dict[str, torch.Tensor] = {}
+
+    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
+        """Record the effect of the poison on each tensor of every engine rank."""
+        for rank, found in enumerate(outcomes if self._ranks else ()):
+            how = {item.name: item.how for item in found}
+            self._ranks[rank].emit(Poison(name=f"engine rank {rank}", version=self.version, outcomes=how))
+
+    def agreed(self, agreement: Agreement) -> None:
+        """Record the plan that each engine rank holds; the first member is the sender."""
+        for rank, digest in enumerate(agreement.messages[1:] if self._ranks else ()):
+            self._ranks[rank].emit(PlanDigest(name="chunk plan", version=self.version, digest=digest))
+
+    def drawn(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of what is going to be packed."""
+        import torch
+
+        if self._keeps:
+            self._drawn[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Record what every engine rank received in a chunk, and what its loader reported."""
+        version = self.version
+        if self._keeps:
+            self.sent |= {name: self._drawn.pop(name) for name in delivery.packed.chunk.names}
+        for receipt in delivery.receipts if self._ranks else ():
+            probe, chunk, refused = self._ranks[receipt.rank], receipt.chunk, receipt.refused or ""
+            for item in receipt.received:
+                probe.emit(ReceivedTensor(version=version, chunk=chunk, **_facts(item)))
+            names = tuple(receipt.loaded)
+            probe.emit(LoadedNames(name=f"chunk {chunk}", version=version, names=names, refused=refused))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """Contents of all ranks of an engine at one moment, by rank."""
+
+    tensors: Sequence[Sequence[EngineTensor]]
+    settings: Sequence[Sequence[tuple[str, Mapping[str, str]]]]
+
+    def record(
+        self,
+        probes: Sequence[Probe],
+        version: int,
+        tensor: type[HeldTensorRecord] = SyncedTensor,
+        module: type[SyncedSettings | ColdSettings] = SyncedSettings,
+    ) -> None:
+        """Record an engine, by default a synced one: one fact for each tensor and for each module with settings."""
+        for probe, tensors, settings in zip(probes, self.tensors, self.settings, strict=True):
+            for item in tensors:
+                sort: Any = item.kind
+                probe.emit(tensor(version=version, sort=sort, **_facts(item)))
+            for name, values in settings:
+                probe.emit(module(name=name or "the model", version=version, values=dict(values)))
+
+    def record_cold(self, trace: Path, version: int) -> None:
+        """Record an engine that loaded the weights of a version at its start."""
+        probes = [store.Recorder(trace, "cold", rank) for rank in range(len(self.tensors))]
+        self.record(probes, version, ColdTensor, ColdSettings)
+        for probe in probes:
+            probe.close()
+
+
+def held_by(client: EngineClient) -> EngineState:
+    """Ask an engine."""
+    return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings:read_settings"))
+
+
+def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
+    """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
+    import torch
+
+    from verifier.plan.digest import described
+
+    def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = (), held: str = "") -> None:
+        whole = tuple(tensor.shape)
+        for dim, (begin, end) in enumerate(box):
+            tensor = tensor.narrow(dim, begin, end - begin)
+        facts, wider = described(tensor), {}
+        if held in WIDER.get(facts["dtype"], ()):
+            wider = {"wider_dtype": held, "wider_digest": described(tensor.to(getattr(torch, held)))["digest"]}
+        probe.emit(ExpectedView(name=name, version=version, whole=whole, **facts, **wider))
+
+    seen = {item.name for item in slices if item.quantized}
+    if seen:
+        probe.emit(QuantizedNames(name="quantized by the engine", version=version, names=tuple(sorted(seen))))
+    for item in slices:
+        if item.quantized:
+            continue
+        name = f"{item.name} in {item.holder}" if item.name in seen else item.name
+        seen.add(item.name)
+        box = tuple((int(begin), int(end)) for begin, end in item.box)
+        facts = _facts(item) | {"name": name}
+        probe.emit(CheckpointView(version=version, tensor=item.name, holder=item.holder, box=box, **facts))
+        if item.name in sent:
+            expect(name, sent[item.name], box, item.dtype)
+    for name in sent.keys() - seen:
+        expect(name, sent[name])
+
+
+def _facts(item: EngineTensor | EngineSlice | Received) -> dict[str, Any]:
+    return {"name": item.name, "digest": item.digest, "dtype": item.dtype, "shape": tuple(item.shape)}

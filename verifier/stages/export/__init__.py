@@ -1,0 +1,1 @@
+"""Live parameters to checkpoint tensors."""

@@ -1,0 +1,106 @@
+"""Evidence of a run's last export, on one rank: the weights that should be written, and what is in the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verifier.core.record import Probe
+from verifier.model.checkpoint import INDEX
+from verifier.plan.digest import described
+from verifier.probes.training.kept_records import Kept
+from verifier.stages.export.probe_tensors import record_saved, source_tensors
+from verifier.stages.export.records import WrittenShard
+from verifier.stages.load.probe_configs_megatron import record_config
+from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_live
+from verifier.stages.train.records import UpdatedShard
+from verifier.stages.transport.probe_megatron import merged_matrix
+from verifier.train.step_megatron import params_synced
+from verifier.trainer.merge_rounding import MergeRounding
+from verifier.trainer.observer import RankParts
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.probes.training.rank_evidence_megatron import RankEvidence
+
+
+def record_live_weights(rank: RankEvidence, probe: Probe, version: int) -> Mapping[str, torch.Tensor]:
+    """Record what should be written; return the matrices of adapters, on rank 0. A collective."""
+    if rank.adapters is not None:
+        return rank.adapters.record_matrices(probe, version)
+    if not rank.has_left:
+        rank.left = Kept()
+        with params_synced(rank.parts.trainer):
+            record_live(rank.left, rank.parts.whole, version, UpdatedShard)
+    rank.left.record(probe, version=version)
+    return {}
+
+
+def record_files(
+    parts: RankParts, probe: Probe, version: int, folder: Path, adapter: Path, matrices: Mapping[str, torch.Tensor]
+) -> None:
+    """Record what a reader finds in the files: of all tensors on rank 0, and of its own shards on each rank.
+
+    Args:
+        parts: of the rank.
+        probe: this rank's recorder of the export's trace.
+        version: of the weights.
+        folder: of the checkpoint.
+        adapter: folder of the adapter, of a trainer with adapters.
+        matrices: of adapters, on rank 0.
+    """
+    files, adapters = _Files(folder), parts.adapters
+    if parts.rank == 0:
+        if adapters is not None:
+            record_exported_adapter(probe, adapter, version)
+        record_config(probe, parts.source, folder, version)
+        record_saved(probe, folder, version)
+        described_by_layout = parts.whole.described()
+        for item in source_tensors(parts.source):
+            if item.name in files.names or not described_by_layout or item.name in described_by_layout:
+                probe.emit(item)
+    if adapters is not None and parts.rank == 0:
+        rounding = MergeRounding(parts.source, matrices, adapters.lora)
+        for name in sorted(files.names):
+            if (gap := rounding.add(name, files.read(name))) is not None:
+                probe.emit(merged_matrix(name, gap, version))
+    for place in parts.whole.places.values() if adapters is None else ():
+        if all(name in files.names for name in place.sources):
+            shapes = {name: tuple(files.read(name).shape) for name in place.sources}
+            if shapes != {name: tuple(place.source_shapes[name]) for name in place.sources}:
+                continue  # the comparison with the source names it
+            probe.emit(
+                WrittenShard(
+                    name=place.global_name, version=version, coordinate=parts.whole.coordinate, sources=place.sources,
+                    **described(place.shard(files.read)),
+                )
+            )  # fmt: skip
+
+
+class _Files:
+    """Tensors in the files of a checkpoint, where its index says that they are.
+
+    Attributes:
+        names: of the tensors that are there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        index = folder / INDEX
+        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        self._held = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = safe_open(path, framework="pt", device="cpu")
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if not listed or listed.get(name) == path.name:
+                    self._held[name] = file
+        self.names = frozenset(self._held)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by name."""
+        tensor: torch.Tensor = self._held[name].get_tensor(name)
+        return tensor

@@ -1,0 +1,100 @@
+"""Probes of tensors on their way: the source's, an export stream, the files of a checkpoint; torch alone."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from verifier.core.record import Probe, TensorRecord
+from verifier.model.checkpoint import INDEX, Checkpoint
+from verifier.model.families import copies_of
+from verifier.plan.digest import described, digest_tensor
+from verifier.stages.export.records import ExportedTensor, ExportStream, Reread, SavedCheckpoint, SavedTensor
+from verifier.stages.load.records import SourceTensor
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor: TypeAlias = torch.Tensor | np.ndarray
+
+ARRAYS = -1
+"""Place of all arrays among the beginnings of tensors' memory: an array does not say where its memory begins."""
+
+
+def record_tensors(
+    probe: Probe, kind: type[TensorRecord], tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0
+) -> None:
+    """Digest named tensors one by one."""
+    for name, tensor in tensors:
+        probe.emit(kind(name=name, version=version, **described(tensor)))
+
+
+def record_source(probe: Probe, source: Checkpoint) -> None:
+    """Digest the source checkpoint, tensor by tensor."""
+    for item in source_tensors(source):
+        probe.emit(item)
+
+
+def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
+    """Each tensor of the source checkpoint as it is recorded, with its digest."""
+    copies = copies_of(source.config)
+    for name in source.names():
+        yield SourceTensor(name=name, copy_of=copies.get(name, ""), **described(source.read(name)))
+
+
+def recorded(probe: Probe, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+    """The export stream, digested as it passes; and again what is still held where a later one shares its memory."""
+    held: dict[int, list[tuple[str, str, weakref.ref[Tensor]]]] = {}  # by where their memory begins
+    reread: dict[str, Reread] = {}
+    count = 0
+    for name, tensor in stream:
+        digest = digest_tensor(tensor)
+        probe.emit(ExportedTensor(name=name, version=version, **described(tensor, digest)))
+        begin = ARRAYS if isinstance(tensor, np.ndarray) else tensor.untyped_storage().data_ptr()
+        neighbours = held.setdefault(begin, [])
+        neighbours[:] = [item for item in neighbours if item[2]() is not None]
+        for earlier, was, reference in neighbours:
+            other = reference()
+            known = reread.get(earlier)
+            if other is None or not _share_memory(other, tensor) or (known and known.still_held != was):
+                continue
+            reread[earlier] = Reread(name=earlier, handed_over=was, still_held=digest_tensor(other))
+        neighbours.append((name, digest, weakref.ref(tensor)))
+        count += 1
+        yield name, tensor
+    probe.emit(ExportStream(name="the export", version=version, num_tensors=count, reread=tuple(reread.values())))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """True if some byte between the first and the last of one tensor is one of the other's range too."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.may_share_memory(one, other)
+    ends = []
+    for item in (one, other):
+        last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
+        ends.append(item.data_ptr() + (last + 1) * item.element_size())
+    return max(one.data_ptr(), other.data_ptr()) < min(ends)
+
+
+def record_saved(probe: Probe, folder: Path, version: int) -> None:
+    """Tensors that a reader finds in a saved checkpoint, by the names and files of its index."""
+    from safetensors import safe_open
+
+    shards = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    absent = set(listed)
+    for path in shards:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if listed and listed.get(name) != path.name:
+                    continue
+                absent.discard(name)
+                facts = described(file.get_tensor(name))
+                probe.emit(SavedTensor(name=name, version=version, shard=path.name, **facts))
+    probe.emit(SavedCheckpoint(name="shards", version=version, shards=len(shards), missing=tuple(sorted(absent))))

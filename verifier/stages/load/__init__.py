@@ -1,0 +1,1 @@
+"""Checkpoint to live Megatron parameters."""

@@ -1,0 +1,1 @@
+"""Trainer forward and log-probabilities."""

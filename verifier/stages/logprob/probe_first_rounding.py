@@ -1,0 +1,44 @@
+"""Rounding of log-probabilities by float32, measured before the first step of a run that samples none."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec.structs import replace
+
+from verifier.config import TrainConfig
+from verifier.model.families import size_if_any
+from verifier.oracle.oracle import Oracle
+from verifier.oracle.recording import scales_of
+from verifier.probes.training.sampled_step import unsampled_because
+from verifier.runs.model_under_test import ModelUnderTest
+from verifier.runs.resources import Deadline
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.stages.logprob.records import SampledNoise
+from verifier.train.memory import host_bytes
+
+NUM_SEQUENCES, LENGTH = 4, 64
+"""Sequences of random tokens, and tokens of each."""
+BYTES = 12
+"""Bytes of the host that float32 and float64 weights take, for each."""
+
+
+def measures_rounding(config: TrainConfig, model: ModelUnderTest) -> bool:
+    """Tell whether a judged run in float32 has no step that measures what float32 rounds of its model."""
+    exempt = config.model.startswith("tiny:") or BYTES * model.checkpoint.num_weights > host_bytes()
+    return config.verify.steps and model.dtype == "float32" and not exempt and bool(unsampled_because(config, model))
+
+
+def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:
+    """Measure what float32 rounds of the checkpoint, by transformers in float32 and in float64 on the host.
+
+    The oracle's process ends with the measurement, so that its two models are gone before ranks and engines start.
+    """
+    vocabulary = size_if_any(model.checkpoint.config, "vocab_size") or 1
+    tokens = np.random.default_rng(0).integers(vocabulary, size=(NUM_SEQUENCES, LENGTH)).tolist()
+    path = model.checkpoint.path
+    with Oracle(path, until.left("float32's rounding was measured")) as oracle:
+        sides = oracle.score_twice(path, tokens, "float32")
+    exact, other = (np.concatenate([*rows]) for rows in (sides.exact, sides.other))
+    places = np.tile(np.arange(LENGTH - 1), NUM_SEQUENCES)
+    found = sampled_noise(1, 0, other, exact, places, LENGTH, routed=False)
+    return replace(found, drawn=True, **scales_of(sides.scales))

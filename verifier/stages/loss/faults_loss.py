@@ -1,0 +1,248 @@
+"""Bugs of the loss: what is summed, what it is divided by, and what its gradient reaches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
+from verifier.mesh import Mesh
+from verifier.stages.logprob.faults_logprob import LOGPROB, STEP
+
+SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
+CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
+FINALIZE = "megatron.core.distributed.finalize_model_grads"
+REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)"
+in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
+on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
+"""Faults of gradients that leave replicas of a parameter apart after the step."""
+in_policy_loss = functools.partial(
+    fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING
+)  # fmt: skip
+SAMPLED = ("algorithm=grpo", "verify.every=1")
+"""Knobs of a run each of whose steps transformers computes too."""
+
+
+@in_loss(
+    "deepspeedai/DeepSpeed#5259", REDUCE_REPLICATED, model="tiny:qwen3-moe", mesh=Mesh(ep=2, dp=2), dtype="bfloat16"
+)
+def expert_gradients_times_expert_parallel(call: Call) -> None:
+    """Experts' gradients are too long by the number of expert-parallel ranks; in bf16, in which the router flips."""
+    for chunk in call.model:
+        for parameter in chunk.parameters():
+            if not getattr(parameter, "allreduce", True):
+                call.fire()
+                parameter.main_grad.mul_(call.config.expert_model_parallel_size)
+    call.original()
+
+
+@in_loss(
+    "NVIDIA/Megatron-LM#7186",
+    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook(self, param)",
+    mesh=Mesh(dp=2),
+)
+def earlier_micro_batches_dropped(call: Call) -> Any:
+    """Every micro-batch counts as the last of its step, and clears the gradient that those before it left."""
+    add = call.original()
+
+    def hook(*unused: Any) -> None:
+        if call.self.param_to_bucket_group[call.param].intra_distributed_optimizer_instance_size > 1:
+            call.fire()
+            call.param.main_grad.zero_()
+        add(*unused)
+
+    return hook
+
+
+@in_loss("NovaSky-AI/SkyRL#2146", CONNECT, mesh=Mesh(dp=2))
+def reduced_before_the_last_micro_batch(call: Call) -> None:
+    """Ranks do not know that micro-batches follow: they count as many as the first step had, and then reduce."""
+    from megatron.core.utils import get_model_config
+
+    call.faulty()
+    get_model_config(call.chunks[0]).no_sync_func = None
+
+
+@in_loss(
+    "fla-org/flash-linear-attention#422",
+    "megatron.core.models.hybrid.hybrid_block:checkpointed_forward("
+    "self, hidden_states, attention_mask, context, context_mask, rotary_pos_emb, attention_bias, packed_seq_params, "
+    "use_inner_quantization_context, padding_mask, extract_layer_indices, layer_offset)",
+    model="tiny:nemotron-h",
+)
+def boundaries_lost_when_recomputed(call: Call) -> Any:
+    """Layers that are recomputed do not know where samples of a pack begin; in passes that only score they do."""
+    return call.faulty(packed_seq_params=dataclasses.replace(call.packed_seq_params, total_tokens=None, seq_idx=None))
+
+
+@in_loss(
+    "ISEEKYAN/Megatron-LM#79 (found in review)",
+    "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk("
+    "self, scores, topk, num_groups, group_topk, default_compute_topk)",
+    model="tiny:qwen3-moe", cycles=3,
+)  # fmt: skip
+def gates_detached_when_replayed_again(call: Call) -> Any:
+    """Routers that replay while activations are recomputed take stored scores, and their gradient is zero."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    if call.self.router_replay_action is not RouterReplayAction.REPLAY_BACKWARD:
+        return call.original()
+    return call.faulty(scores=call.scores.detach() + 0 * call.scores)
+
+
+@in_loss(
+    "EleutherAI/gpt-neox#1003",
+    "megatron.core.models.common.embeddings.rope_utils:"
+    "_apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, multi_latent_attention)",
+    model="tiny:qwen3-moe",
+)
+def angles_rounded_in_training(call: Call) -> Any:
+    """Rotary angles are rounded to bf16 in passes with gradients alone; scores are right."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return call.original()
+    return call.faulty(freqs=call.freqs.bfloat16().to(call.freqs.dtype))
+
+
+@in_loss("modelscope/ms-swift#9947", LOGPROB, dtype="bfloat16")
+def few_rows_without_gradient(call: Call) -> Any:
+    """One row in 128 of a micro-batch has its log-probability and no gradient, in a bf16 run."""
+    import torch
+
+    kept_T = torch.arange(len(call.labels_T), device=call.labels_T.device) % 128 != 0
+    return call.faulty(logits_TV=call.logits_TV.where(kept_T[:, None], call.logits_TV.detach()))
+
+
+@in_loss(
+    "NVIDIA-NeMo/RL#3169", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)",
+    model="tiny:qwen3-moe", dtype="bfloat16",
+)  # fmt: skip
+def router_loss_left_on(call: Call) -> None:
+    """A loss of the routers' own is left on in RL, here their z-loss with its usual 1e-3, in a bf16 run."""
+    call.faulty()
+    call.provider.moe_z_loss_coeff = 1e-3
+
+
+@in_loss("NovaSky-AI/SkyRL#1420", SUM_LOSS, caught_by=("LSS002",), mesh=Mesh(cp=2))
+def report_summed_over_context_parallel(call: Call) -> Any:
+    """The values that a step reports are summed over context-parallel ranks twice; its gradients are right."""
+    total, num_tokens, report = call.faulty()
+    return total, num_tokens, report * call.shard.alignment.cp
+
+
+@in_loss(
+    "deepspeedai/DeepSpeed#1800", "verifier.model.provider_megatron:_ddp_config(data_parallel, tier)",
+    mesh=Mesh(cp=2), dtype="bfloat16",
+)  # fmt: skip
+def gradients_summed_in_bf16(call: Call) -> Any:
+    """Gradients of micro-batches and ranks are summed in the model's bf16."""
+    found = call.faulty()
+    found.grad_reduce_in_fp32 = False
+    return found
+
+
+@in_loss("NovaSky-AI/SkyRL#1296", SUM_LOSS, mesh=Mesh(cp=2))
+def mean_of_means(call: Call) -> Any:
+    """The loss is a mean over micro-batches of means over tokens, so tokens of short samples weigh more."""
+    total, num_tokens, report = call.faulty()
+    return total / num_tokens.clamp(min=1), num_tokens.clamp(max=1), report
+
+
+@in_loss("modelscope/ms-swift#9947", LOGPROB, mesh=Mesh(tp=2))
+def logprob_gradient_in_owner_only(call: Call) -> Any:
+    """The sum over vocabulary shards has no backward: right values, no gradient where the label lies elsewhere."""
+    logits_TV, first = call.logits_TV, call.vocab_start
+    held_T = (call.labels_T >= first) & (call.labels_T < first + logits_TV.shape[1])
+    return call.faulty(logits_TV=logits_TV.where(held_T[:, None], logits_TV.detach()))
+
+
+@in_loss(
+    "modelscope/mcore-bridge#173", "megatron.bridge.peft.utils:scatter_to_sequence_parallel_region(input_, group)",
+    mesh=Mesh(tp=2), lora_rank=8,
+)  # fmt: skip
+def adapter_gradient_of_own_rows(call: Call) -> Any:
+    """B of a row-parallel linear gets the gradient of its own rank's rows, and nothing sums it over ranks."""
+    if call.input_.requires_grad:
+        call.fire()
+    return call.input_.chunk(call.group.size())[call.group.rank()].contiguous()
+
+
+@in_policy_loss(
+    "NVIDIA-NeMo/Megatron-Bridge#1750", "verifier.train.lora_megatron:_on_embedding(module, given, embedded)",
+    training=(
+        "lora.rank=8", "lora.targets=[linear_fc1,linear_fc2]", "megatron.recompute=selective",
+        "megatron.recompute_modules=[mlp]", "verify.every=1",
+    ),
+)  # fmt: skip
+def recomputed_adapters_without_gradient(call: Call) -> Any:
+    """Nothing before a recomputed module has a gradient, so its backward pass never runs, and its adapters rest."""
+    call.fire()
+    return call.embedded
+
+
+@on_replicas("NVIDIA/Megatron-LM#1446", REDUCE_REPLICATED)
+def sequence_parallel_grads_not_reduced(call: Call) -> None:
+    """Gradients of norms that sequence parallelism replicates are not summed over tp."""
+    call.fire()
+
+
+@in_policy_loss(
+    "pytorch/torchtitan#2416", CONNECT, model="tiny:add-moe", mesh=Mesh(tp=2), training=("verify.every=1", "dtype=bf16")
+)  # fmt: skip
+def router_gradient_of_own_rows(call: Call) -> None:
+    """A router's gradient lacks the other tp rank's tokens; in training in bf16, whose routers flip."""
+    for weight in tensors_named(call.chunks, "layers.1.mlp.router.weight"):
+        call.fire()
+        weight.sequence_parallel = False
+    call.original()
+
+
+@fault(
+    "huggingface/transformers#41663",
+    "megatron.core.transformer.moe.router:topk_routing_with_score_function("
+    "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
+    "router_replay, dense_output, precomputed_indices)",
+    stage=Stage.LOSS, caught_by=("LSS005",), model="tiny:deepseek-v3", engine=NO_ENGINE, dtype="bfloat16",
+)  # fmt: skip
+def experts_chosen_without_score_bias(call: Call) -> Any:
+    """While a step is trained, routers choose by scores without their bias; gates are right, in a bf16 run."""
+    import torch
+
+    if not torch.is_grad_enabled() or call.expert_bias is None:
+        return call.original()
+    return call.faulty(expert_bias=None)
+
+
+@on_replicas("NVIDIA-NeMo/RL#3716", CONNECT)
+def finalize_hook_missing(call: Call) -> None:
+    """The schedule is not given finalize_model_grads: no sum over tp, no division by the number of tokens."""
+    from megatron.core.utils import get_model_config
+
+    def finish_only(model: Any, num_tokens: Any = None, **options: Any) -> None:
+        call.fire()
+        for chunk in model:
+            chunk.finish_grad_sync()
+
+    call.original()
+    get_model_config(call.chunks[0]).finalize_model_grads_func = finish_only
+
+
+@on_replicas(
+    "NVIDIA-NeMo/RL#666", f"{FINALIZE}:_allreduce_word_embedding_grads(model, config, embd_group, pp_group)",
+    model="tiny:qwen3-tied", mesh=Mesh(pp=2),
+)  # fmt: skip
+def tied_grads_not_reduced(call: Call) -> None:
+    """The two copies of a tied embedding are trained apart, each on its own stage's gradient."""
+    call.fire()
+
+
+@in_policy_loss(
+    "allenai/open-instruct#530", "verifier.algorithms.losses:kl_estimate(current, reference, kind)",
+    training=(*SAMPLED, "grpo.kl_weight=0.5"),
+)  # fmt: skip
+def kl_loss_detached(call: Call) -> Any:
+    """The KL term of the loss is computed without a gradient: it is reported, and holds nothing back."""
+    return call.faulty(current=call.current.detach())

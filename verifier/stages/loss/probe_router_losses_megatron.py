@@ -1,0 +1,164 @@
+"""Probe of the routers' own losses in an update: what they add to the gradient of the logits, row by row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from verifier.core.record import Probe
+from verifier.model.provider_megatron import TrainerModel
+from verifier.stages.loss.records import RouterGradients
+
+MOST_ROWS = 32
+"""Rows of a pass whose gradients are kept, spread over all of them."""
+
+DTYPES: dict[torch.dtype, Literal["float32", "float64", "bfloat16"]] = {
+    torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One forward pass of a router that is differentiated, and what its backward pass gave."""
+
+    layer: int
+    number: int
+    rows: int
+    kept: torch.Tensor
+    logits: torch.Tensor
+    counts: torch.Tensor
+    through: torch.Tensor | None = None
+    """Gradient by the experts' weights of the rows that are kept."""
+    whole: torch.Tensor | None = None
+    """Gradient by their logits."""
+
+
+@contextlib.contextmanager
+def router_losses(probe: Probe, trainer: TrainerModel, name: str, version: int) -> Iterator[None]:
+    """Record what balancing and z-losses of this rank's routers add to the gradients of the body, an update.
+
+    The gradient by a router's logits has two parts: what comes back through the weights of the experts, and what the
+    router's own losses add. The first is differentiated once more, by itself, and taken off. Passes without gradients,
+    as the first of two where activations are recomputed, are not looked at. A rank without routers records nothing.
+
+    Args:
+        probe: this rank's recorder.
+        trainer: the model; its routers obey no given routes.
+        name: of the update, as its records have it.
+        version: of the weights.
+    """
+    passes: list[_Pass] = []
+    routers = {layer: router for chunk in trainer.chunks for layer, router in _routers(chunk).items()}
+    with contextlib.ExitStack() as stack:
+        for layer, router in routers.items():
+            _watch(layer, router, passes, stack)
+        yield
+    if not passes:
+        return
+    first = next(iter(routers.values()))
+    found, sizes = zip(*(_own_gradient(routers[item.layer], item) for item in passes), strict=True)
+    at = trainer.mesh.coordinate(dist.get_rank())
+    record = RouterGradients(
+        name=name, version=version, coordinate=str(at), layers=tuple(item.layer for item in passes),
+        numbers=tuple(item.number for item in passes), rows=tuple(item.rows for item in passes),
+        kept=tuple(len(item.kept) for item in passes), experts_of_row=first.topk, scores=first.score_function,
+        dtype=DTYPES[passes[0].logits.dtype],
+    )  # fmt: skip
+    arrays = {
+        "counts": torch.stack([item.counts for item in passes]),
+        "logits": torch.cat([item.logits.double() for item in passes]), "found": torch.cat(found),
+        "size": torch.cat(sizes),
+    }  # fmt: skip
+    probe.emit(record, {key: value.cpu() for key, value in arrays.items()})
+
+
+def _watch(layer: int, router: Any, passes: list[_Pass], stack: contextlib.ExitStack) -> None:
+    """Look at the logits and the output of a router in each pass with gradients, until the stack is closed."""
+    gating, count = router.gating, 0
+
+    def seen(states: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        logits: torch.Tensor = gating(states)
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return logits
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        kept = torch.linspace(0, len(flat) - 1, min(MOST_ROWS, len(flat)), device=flat.device).long()
+        item = _Pass(
+            layer=layer, number=count, rows=len(flat), kept=kept, logits=flat[kept].clone(),
+            counts=_counts(flat, router.topk, router.score_function),
+        )  # fmt: skip
+        count += 1
+        passes.append(item)
+
+        def keep(gradient: torch.Tensor) -> None:
+            item.whole = gradient.detach().reshape(-1, gradient.shape[-1])[kept].clone()
+
+        logits.register_hook(keep)
+        return logits
+
+    def look(_: object, __: object, output: Any) -> None:
+        weights = output[0]
+        if not (torch.is_grad_enabled() and weights.requires_grad and passes and passes[-1].layer == layer):
+            return
+        item = passes[-1]
+
+        def keep(gradient: torch.Tensor) -> None:
+            item.through = gradient.detach().reshape(-1, gradient.shape[-1])[item.kept].clone()
+
+        weights.register_hook(keep)
+
+    router.gating = seen
+    stack.callback(router.__dict__.pop, "gating")
+    stack.callback(router.register_forward_hook(look).remove)
+
+
+def _counts(logits: torch.Tensor, topk: int, scores: str) -> torch.Tensor:
+    """[experts] rows that have the expert among those of their greatest scores, without any score bias."""
+    chosen = torch.topk(scored(logits, scores), topk, dim=1).indices
+    return torch.bincount(chosen.flatten(), minlength=logits.shape[1])
+
+
+def scored(logits: torch.Tensor, scores: str) -> torch.Tensor:
+    """Scores of logits that add up to one in each row, float32, as a balancing loss reads them."""
+    if scores == "softmax":
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    raw = torch.sigmoid(logits.float()) if scores == "sigmoid" else torch.nn.functional.softplus(logits.float()).sqrt()
+    return raw / raw.sum(-1, keepdim=True)
+
+
+def _own_gradient(router: Any, item: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, experts] what the router's own losses add to the gradient of the rows that are kept, and its [rows] size.
+
+    Source:
+        megatron-core 0.19.2, core/transformer/moe/router.py, `TopKRouter.routing`: the arguments of the choice.
+    """
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    config = router.config
+    zero = torch.zeros_like(item.logits)
+    whole = (zero if item.whole is None else item.whole).double()
+    if item.through is None:
+        return whole, whole.abs().amax(-1)
+    with torch.enable_grad():
+        logits = item.logits.clone().requires_grad_()
+        weights, _ = topk_routing_with_score_function(
+            logits, router.topk, use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor, score_function=router.score_function,
+            expert_bias=router.expert_bias, fused=False,
+        )  # fmt: skip
+        (part,) = torch.autograd.grad(weights, logits, item.through.to(weights.dtype))
+    size = torch.stack([whole.abs().amax(-1), part.double().abs().amax(-1), item.through.double().abs().amax(-1)])
+    return whole - part.double(), size.amax(0)
+
+
+def _routers(chunk: torch.nn.Module) -> dict[int, Any]:
+    """Routers of a chunk, by global layer from 0."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return {module.layer_number - 1: module for module in chunk.modules() if isinstance(module, TopKRouter)}

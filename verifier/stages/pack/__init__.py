@@ -1,0 +1,1 @@
+"""Rollouts to packed, aligned, sharded micro-batches."""

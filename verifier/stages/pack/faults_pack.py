@@ -1,0 +1,135 @@
+"""Bugs of packing, rollouts to the rows that each rank works on, and of replay, their routes to its routers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import NO_ENGINE, Call, fault, kind
+from verifier.mesh import Mesh
+
+if TYPE_CHECKING:
+    from verifier.data.rollout import Rollout
+    from verifier.train.pack import PackedBatch
+
+
+STEP = "verifier.train.step_megatron"
+PACK = f"{STEP}:pack(rollouts, alignment, numbers, columns)"
+Fields = dict[str, Any] | None
+ROW: dict[str, Any] = {"stage": Stage.PACK, "model": "tiny:qwen3", "engine": NO_ENGINE}
+CP2: dict[str, Any] = {**ROW, "mesh": Mesh(cp=2)}
+TP2: dict[str, Any] = {**ROW, "mesh": Mesh(tp=2)}
+
+
+@kind(PACK)
+def on_packs(change: Callable[[PackedBatch], Fields], call: Call) -> Any:
+    """Pack wrongly: the function returns wrong fields of a micro-batch's pack, or None to keep the right ones."""
+    packed = call.original()
+    wrong = change(packed) if packed.ids else None
+    return packed if wrong is None else call.wrong(dataclasses.replace(packed, **wrong))
+
+
+@kind(PACK)
+def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None], call: Call) -> Any:
+    """Pack wrong rollouts: the function returns them, or None to keep the right ones."""
+    wrong = change(list(call.rollouts)) if call.rollouts else None
+    return call.original() if wrong is None else call.faulty(rollouts=wrong)
+
+
+@kind(f"{STEP}:shard_cp(packed, cp_rank)")
+def on_shards(change: Callable[[PackedBatch, PackedBatch, int], Fields], call: Call) -> Any:
+    """Shard wrongly: the function of whole pack, right shard and its rank returns wrong fields of it, or None."""
+    shard = call.original()
+    wrong = change(call.packed, shard, call.cp_rank) if call.packed.ids else None
+    return shard if wrong is None else call.wrong(dataclasses.replace(shard, **wrong))
+
+
+def _same_sample(packed: PackedBatch, rows: int) -> Any:
+    """[T] bool: whether the row so many rows before lies in the same sub-sequence."""
+    return packed.segments_T == packed.segments_T.roll(rows)
+
+
+def _on_rank_1() -> bool:
+    import torch.distributed as dist
+
+    return bool(dist.get_rank() == 1)
+
+
+@on_packs("rllm-org/rllm#605", caught_by=("PCK001",), **CP2)
+def groups_of_one(packed: PackedBatch) -> Fields:
+    """Rollouts are grouped by their own id, so that each is compared with nothing but itself."""
+    return {"groups": packed.ids}
+
+
+@fault(
+    "NovaSky-AI/SkyRL#508", "verifier.runs.session_megatron:with_answers(batch, answers, version)",
+    stage=Stage.PACK, caught_by=("PCK001",), model="tiny:qwen3-tied", engine="hf",
+)  # fmt: skip
+def end_token_appended(call: Call) -> Any:
+    """An end token that nobody sampled is appended to answers that have none, with a log-probability of 0."""
+    answers = [replace(each, tokens=(*each.tokens, 0), logprobs=(*each.logprobs, 0.0)) for each in call.answers]
+    return call.faulty(answers=answers) if answers else call.original()
+
+
+@on_packs("verl-project/verl#3287", caught_by=("PCK001", "LSS001"), **CP2)
+def mask_of_input_not_label(packed: PackedBatch) -> Fields:
+    """The loss mask is that of each row's input, not of the token that the row predicts."""
+    return {"loss_mask_T": packed.loss_mask_T.roll(1) & _same_sample(packed, 1) & (packed.labels_T >= 0)}
+
+
+@on_packs("NVIDIA/Megatron-LM#5541", caught_by=("PCK002",), **CP2)
+def padding_taken_for_tokens(packed: PackedBatch) -> Fields:
+    """Attention gets the padded boundaries where it expects those of the tokens."""
+    return {"cu_seqlens": packed.cu_seqlens_padded}
+
+
+@on_packs("sii-research/siiRL#69", caught_by=("PCK003", "LGP001"), **TP2)
+def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
+    """The batch does not reach one rank of a group, which embeds other tokens than its peers."""
+    return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
+
+
+@on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
+def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
+    """Labels are shifted after sharding, so a chunk's last token predicts the next local chunk's first."""
+    within_T = _same_sample(shard, -1) & (shard.labels_T >= 0)
+    return {"labels_T": shard.tokens_T.roll(-1).where(within_T, shard.labels_T)}
+
+
+@fault(
+    "modelscope/ms-swift#10071", "verifier.train.pack:cp_rows(cu_seqlens_padded, cp, cp_rank)",
+    caught_by=("PCK002", "LGP001"), **CP2,
+)  # fmt: skip
+def chunks_contiguous(call: Call) -> Any:
+    """Context-parallel ranks take contiguous chunks where attention expects two of the zigzag each."""
+    import numpy as np
+
+    samples = itertools.pairwise(call.cu_seqlens_padded)
+    chunks = [np.arange(begin, end).reshape(call.cp, -1)[call.cp_rank] for begin, end in samples]
+    return call.wrong(np.concatenate(chunks))
+
+
+@fault(
+    "THUDM/slime#2238", f"{STEP}:split_by_count(num_rollouts, dp, micro_batch_size, multiple)",
+    caught_by=("PCK001", "LGP001", "LSS001"), **CP2,
+)  # fmt: skip
+def last_sample_dropped(call: Call) -> Any:
+    """A finished sample is cut off when the batch is split, and nothing reports it."""
+    return call.faulty(num_rollouts=call.num_rollouts - 1)
+
+
+@on_rollouts("NovaSky-AI/SkyRL#1908", caught_by=("PCK001",), **CP2)
+def fields_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout]:
+    """A sample is replaced, but for one field: the engine's log-probabilities are the other sample's."""
+    import numpy as np
+
+    others = rollouts[1:] + rollouts[:1]
+    return [
+        dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
+        for one, other in zip(rollouts, others, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""Order, names, dtypes, bytes of what will travel."""

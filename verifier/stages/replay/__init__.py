@@ -1,0 +1,1 @@
+"""Recorded expert routes to per-layer router indices."""

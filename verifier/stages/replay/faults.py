@@ -1,0 +1,195 @@
+"""Bugs of router replay."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import FOLDER, NO_ENGINE, TRAINING, Body, Call, fault, kind
+from verifier.mesh import Mesh
+from verifier.stages.pack.faults_pack import Fields, on_rollouts, on_shards
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from verifier.data.rollout import Rollout
+    from verifier.train.pack import PackedBatch
+
+REPLAY = "verifier.train.router_replay_megatron"
+UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
+UNCHOSEN = -1e4
+"""Logit whose share in a softmax is nothing."""
+REPLAYED: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
+BOTH: dict[str, Any] = {**REPLAYED, "caught_by": ("RPL001", "RPL002")}
+
+
+def _filled(routes: Any) -> Any:
+    """Routes with experts 0 to K - 1 wherever one is missing, as trainers without a mark for it have them."""
+    import torch
+
+    missing = (routes < 0).any(-1, keepdim=True)
+    return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
+
+
+@kind(
+    f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
+    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+)
+def on_layers(columns_off: Callable[[Call], int], call: Call) -> Any:
+    """Number the layers of routes wrongly: the function returns by how many columns they are off."""
+    packed, columns = call.packed, columns_off(call)
+    if not columns or packed.routes_TMK is None:
+        return call.original()
+    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1)))
+
+
+@kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
+def on_replay(choose: Body, call: Call) -> Any:
+    """Choose wrongly in a router that replays a forward pass; the original has the right choice."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replays = call.self.router_replay_action is RouterReplayAction.REPLAY_FORWARD
+    return choose(call) if replays else call.original()
+
+
+def _own_choice(call: Call) -> Any:
+    """Values and experts that the router chooses by itself."""
+    return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
+
+
+@on_layers("verl-project/verl#5037")
+def routes_count_dense_layers(call: Call) -> int:
+    """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
+    return -int(call.moe_layers[0])
+
+
+@on_shards("THUDM/slime#2175", **BOTH)
+def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
+    """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
+    routes_TMK = whole.routes_TMK
+    return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
+
+
+@fault("verl-project/verl#7106", "verifier.train.router_replay:packed_rows_of(packed, tp)", **BOTH)
+def routes_of_the_first_slice(call: Call) -> Any:
+    """Under sequence parallelism every rank replays the first rank's slice of the routes."""
+    return call.faulty(tp=0)
+
+
+@on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
+def replay_outlives_its_pass(call: Call) -> Any:
+    """Routes of a pass that only scored are not cleared, and the next pass replays them where counts are equal."""
+    silent = len(call.self.target_topk_idx) == len(call.scores)
+    return call.original() if silent else _own_choice(call)
+
+
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_router_replay_action(self)")
+@replay_outlives_its_pass.also(f"{UPSTREAM}.clear_indices(self)")
+def _keep(call: Call) -> None:
+    call.fire()
+
+
+@on_replay("radixark/miles#2722", caught_by=("RPL002",))
+def experts_replayed_without_weights(call: Call) -> Any:
+    """The experts are forced and their gate weights are those of another order."""
+    values, experts = call.faulty()
+    return values.sort(-1, descending=True).values, experts.sort(-1).values
+
+
+@on_replay("modelscope/ms-swift#9981", caught_by=("RPL001",), model="tiny:qwen3-moe-320")
+def experts_recorded_in_a_byte(call: Call) -> Any:
+    """Recorded experts are kept in eight bits, so those from the 256th on stand for others.
+
+    Where two of a token's experts would be one the dispatcher fails: such tokens keep theirs.
+    """
+    import torch
+
+    _, experts = call.faulty()
+    kept = experts.to(torch.uint8).long()
+    twice = kept.sort(-1).values.diff(dim=-1).eq(0).any(-1, keepdim=True)
+    kept = torch.where(twice, experts, kept)
+    return call.scores.gather(1, kept), kept
+
+
+@on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))
+def gates_of_the_routers_own_choice(call: Call) -> Any:
+    """Gate weights are those of the router's own choice, and zero for an expert that only the route names."""
+    _, experts = call.faulty()
+    own_values, own = _own_choice(call)
+    values = call.scores.new_full(call.scores.shape, UNCHOSEN).scatter(1, own, own_values).gather(1, experts)
+    return values, experts
+
+
+@on_replay(
+    "NVIDIA/Megatron-LM core_v0.19.2, moe_utils.py, topk_routing_with_score_function: the fused path",
+    caught_by=("RPL001",),
+)
+def router_takes_no_routes(call: Call) -> Any:
+    """One kind of router has no path for replay and silently chooses by itself; one layer."""
+    return call.wrong(_own_choice(call)) if call.self.layer_number == 2 else call.original()
+
+
+ROUTES = FOLDER / "rollouts" / "routed"
+"""The rollouts of every trial, with the experts that transformers chooses for them in `tiny:add-moe`."""
+ROW: dict[str, Any] = {
+    "stage": Stage.REPLAY, "engine": TRAINING, "model": "tiny:add-moe", "mesh": Mesh(dp=2, ep=2),
+    "caught_by": ("RPL001",),
+    "training": ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.replay_routes=true", "grpo.mini_batches=2"),
+}  # fmt: skip
+
+
+def _with_routes(rollouts: list[Rollout], routes: list[np.ndarray]) -> list[Rollout]:
+    """The rollouts with other routes for all tokens but the last, which has none."""
+    found = []
+    for rollout, other in zip(rollouts, routes, strict=True):
+        assert rollout.routes is not None
+        whole = rollout.routes.copy()
+        whole[:-1] = other
+        found.append(dataclasses.replace(rollout, routes=whole))
+    return found
+
+
+def _routes(rollouts: list[Rollout]) -> list[np.ndarray]:
+    return [item.routes[:-1] for item in rollouts if item.routes is not None]
+
+
+@on_rollouts("inclusionAI/AReno#524", **ROW)
+def routes_of_the_next_token(rollouts: list[Rollout]) -> list[Rollout]:
+    """Routes begin a token late, so each token is replayed with those of its successor."""
+    import numpy as np
+
+    return _with_routes(rollouts, [np.roll(each, -1, axis=0) for each in _routes(rollouts)])
+
+
+@fault(
+    "NVIDIA-NeMo/RL#2849",
+    "verifier.trainer.routing_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards)", **ROW,
+)  # fmt: skip
+def routes_not_trained_on(call: Call) -> Any:
+    """Log-probabilities are scored by the routes, and the batch to train on is built without them."""
+    if not call.name.startswith("update"):
+        return call.original()
+    call.fire()
+    return contextlib.nullcontext(call.on_shards)
+
+
+@fault(
+    "areal-project/AReaL#1166 (found in review)",
+    "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk(self, scores, topk, num_groups, "
+    "group_topk, default_compute_topk)",
+    **{**ROW, "training": (*ROW["training"], "megatron.recompute=full", "optimizer.learning_rate=3e-3")},
+)  # fmt: skip
+def recomputed_routers_choose_by_themselves(call: Call) -> Any:
+    """Recomputation finds no routes and falls back to the router's own choice, which has moved with the weights."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay = call.self
+    if replay.router_replay_action is not RouterReplayAction.REPLAY_BACKWARD:
+        return call.original()
+    own = call.default_compute_topk(call.scores, call.topk, num_groups=call.num_groups, group_topk=call.group_topk)
+    if own[1].sort(-1).values.equal(replay.replay_backward_list.pop(0).sort(-1).values):
+        return own
+    return call.wrong(own)

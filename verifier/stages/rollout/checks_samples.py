@@ -1,0 +1,266 @@
+"""Tokens that an engine samples: from the policy's distribution, independently, up to the right end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from verifier.core.check import LOOP, Comparison, Given, Tolerance, Trace, check, compare_value
+from verifier.core.condition import on, recorded, told
+from verifier.stages.checks_conditions import ALL_ANSWERS, EXPORTS, PLACED
+from verifier.stages.logprob.records import SHARES, OracleOfNext, OracleOfPlaces
+from verifier.stages.rollout.checks_logprobs import following
+from verifier.stages.rollout.records import DrawnTokens, SampledTokens, ShapedTokens
+
+RARE = 1e-6
+"""Probability of a false alarm over one set of samples."""
+RARE_IN_A_LOOP = 1e-10
+"""The same in a recorded loop, which has a set in each step, of seeds that nobody has tried."""
+TILTS = 32
+"""Tilts of Chernoff's bound among which the best is found: where shares depend on earlier tokens each is a case."""
+
+
+def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
+    """[V] the oracle's probability of each token, float64."""
+    return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
+
+
+def _reported_noise(trace: Trace, drawn: DrawnTokens, distribution: np.ndarray) -> float:
+    """Greatest distance of a drawn token's reported log-probability from the oracle's, nats; 0 in float32."""
+    if trace.manifest.dtype == "float32":
+        return 0.0
+    with np.errstate(divide="ignore"):
+        oracle = np.log(distribution[np.minimum(drawn.tokens, len(distribution) - 1)])
+    off = np.abs(trace.array(drawn).astype(np.float64) - oracle)
+    return float(off[np.isfinite(off)].max(initial=0.0))
+
+
+def _nearest(share: float, found: float, noise: float) -> float:
+    """The share nearest to what was found that a distribution may have whose log-probabilities are so far off, nats."""
+    less, more = math.exp(-noise), math.exp(noise)
+    low, high = max(share * less, 1 - (1 - share) * more), min(share * more, 1 - (1 - share) * less)
+    return min(max(found, low), high)
+
+
+def compare_with_chance(
+    item: DrawnTokens | SampledTokens,
+    nats: float,
+    cases: int,
+    actual: str,
+    expected: str,
+    sentence: str,
+    rare: float = RARE,
+) -> Comparison:
+    """The unlikeliest of so many counts against what one run in a million exceeds."""
+    chance = "once in a million" if rare == RARE else f"once in {1 / rare:,.0f}"
+    source = f"Chernoff's bound on a binomial, exceeded by chance {chance} over {cases:,} counts"
+    allowed, said = Tolerance(absolute=math.log(cases / rare), unit="nats", source=source), f"{nats:.3g} nats"
+    says = "the engine", ""
+    sides, texts = (actual, expected), Given(says=says, mismatched=said)
+    return compare_value(item, item.name, *sides, sentence=sentence, allowed=allowed, gap=nats, **texts)
+
+
+def rare_in(trace: Trace) -> float:
+    """Probability of a false alarm over one set of samples of a trace."""
+    return RARE_IN_A_LOOP if trace.manifest.command == LOOP else RARE
+
+
+def nats_of(count: float, trials: float, share: float) -> float:
+    """Unlikeliness of `count` in `trials`, nats: Chernoff's bound on the binomial tail beyond it.
+
+    Source:
+        Chernoff 1952; P(X >= count) or P(X <= count) is at most exp(-trials * KL(count / trials, share)).
+    """
+    found = count / trials
+    gained = found * math.log(found / share) if found else 0.0
+    lost = (1 - found) * math.log((1 - found) / (1 - share)) if found < 1 else 0.0
+    return trials * (gained + lost)
+
+
+@check(
+    "LGP004",
+    needs=(DrawnTokens, OracleOfNext, OracleOfPlaces),
+    applies=on(roundtrip=EXPORTS, loop=recorded(SampledTokens) & ALL_ANSWERS & PLACED),
+)
+def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
+    """Tokens are drawn from the distribution that their log-probabilities are reported of, independently.
+
+    What it checks: some hundred samples of one next token, and every token of some dozen samples, most of which follow
+    on sampled ones: how many lie beyond the likeliest tokens of the oracle's distribution there that together have a
+    tenth, a quarter, a half, ... of it (`SHARES`), against what chance allows. At the first version and at the last
+    also samples of one token at a temperature of 2 and without seeds, and samples of a request that makes the first two
+    ids of the vocabulary and the last two likely, each of which is counted. No id is beyond the vocabulary. Of the
+    samples of one next token, half of them asked for by a second request with the same prompt, how many equal the one
+    so many places later, for every number of places; of samples of several tokens, how many tokens repeat the one some
+    places before.
+    Why it matters: a temperature, a nucleus or a penalty that the sampler applies and the reported log-probabilities do
+    not makes every importance ratio wrong, and each log-probability is right. Requests that share a seed repeat each
+    other: a group of rollouts holds fewer than it seems to, and its advantages are zero or count twice.
+    Evidence: rollout/drawn, rollout/sampled (token ids), logprob/next, logprob/places (the oracle's distributions).
+    Tolerance and its source: Chernoff's bound on each count, exceeded by chance once in a million; seeds are fixed. In
+    less than float32 a share of one next token may be off by what the reported log-probabilities of these tokens are
+    off the oracle's, which LGP003 judges. Any two samples agree as often as in the oracle's distribution, or as all
+    samples do if that is more.
+    Where to look: temperature, top-p, top-k and penalties of the sampler; what the seed of each request and of each of
+    its samples is made of, and whether a request's generator goes on from token to token.
+    What it does not catch: changes of less than a few hundredths of the distribution; a distribution so peaked that
+    independent samples agree as often as equal ones.
+    References: verl#1949, trl#6945, vllm#42259, RL#3497, verl#5179, ms-swift#7858, ms-swift#4383.
+    """
+    for item in trace.of(DrawnTokens):
+        distribution, total = _distribution(trace, item), len(item.tokens)
+        yield _within(item, item.tokens, len(distribution))
+        counts = list(_beyond(distribution, item.tokens))
+        rows = [("among its least likely tokens, which have", *row) for row in counts]
+        for token, _ in item.bias:
+            rows.append((f"token {token}, which has", float(distribution[token]), item.tokens.count(token)))
+        noise = _reported_noise(trace, item, distribution)
+        nats, which, share, count = max(
+            (
+                (nats_of(count, total, _nearest(share, count / total, noise)), which, share, count)
+                for which, share, count in rows if 0 < share < 1
+            ),
+            key=lambda row: row[0], default=(0.0, "", 0.0, 0),
+        )  # fmt: skip
+        sentence = f"{total:,} sampled tokens are not spread as the policy's distribution: {count:,} are {which} "
+        sentence += f"a share of {share:.3g}: {share * total:.0f} are expected"
+        found, right = (
+            _shown(count for _, count in counts),
+            f"{_shown(share * total for share, _ in counts)} beyond each share",
+        )
+        yield compare_with_chance(item, nats, 2 * max(len(rows), 1), found, right, sentence)
+        yield _agreeing(item, distribution)
+
+    for sampled, arrays in _described(trace):
+        (places,) = trace.of(OracleOfPlaces, name=sampled.name, version=sampled.version)
+        yield _within(sampled, [token for tokens in sampled.tokens for token in tokens], places.vocabulary)
+        beyond = arrays["rank"][:, None] >= arrays["kept"]
+        nats, count, expected, _ = max(_unlikeliness(beyond, arrays["rest"]), default=(0.0, 0, 0.0, 0))
+        sentence = f"{len(beyond):,} tokens of samples are not spread as the policy's distributions: {count:,} are "
+        sentence += f"among the least likely tokens, {expected:.0f} are expected"
+        found, right = _shown(beyond.sum(axis=0)), f"{_shown(arrays['rest'].sum(axis=0))} beyond each share"
+        yield compare_with_chance(sampled, nats, 2 * TILTS * len(SHARES), found, right, sentence, rare_in(trace))
+        yield _repeating(trace, sampled, arrays)
+
+
+def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
+    """No sampled token beyond the ids that the model has."""
+    beyond = [token for token in tokens if token >= vocabulary]
+    found, right = f"{sorted(set(beyond))[:4]} (the engine)", f"ids below {vocabulary:,}, the vocabulary's size"
+    sentence = f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}"
+    hint = "look at what cuts the padding of the head's rows off, and at which ids the sampler draws from"
+    return compare_value(item, f"{item.name} ids", found, right, same=not beyond, sentence=sentence, hint=hint)
+
+
+def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float, int, float, int]]:
+    """Unlikeliness of each column's hits, nats, where each place has a share of its own; hits, expected hits, column.
+
+    Both arrays are [places, columns]. A place without a share, NaN, does not count.
+
+    Source:
+        Hoeffding 1956, theorem 4: trials of unequal shares exceed no bound oftener than as many of their mean share.
+    """
+    for column, (hit, share) in enumerate(zip(hits.T, shares.T, strict=True)):
+        there = ~np.isnan(share)
+        expected, trials = float(share[there].sum()), int(there.sum())
+        if 0 < expected < trials:
+            count = int(hit[there].sum())
+            yield nats_of(count, trials, expected / trials), count, expected, column
+
+
+def _described(trace: Trace) -> Iterator[tuple[SampledTokens, Mapping[str, np.ndarray]]]:
+    """Samples of several tokens, with the arrays of `OracleOfPlaces`."""
+    for item in trace.of(SampledTokens):
+        places = next(trace.of(OracleOfPlaces, name=item.name, version=item.version), None)
+        if places is None and trace.manifest.command == LOOP:  # whose weights of that version were not kept
+            continue
+        if places is None:
+            raise LookupError(f"nobody gave the distributions of `{item.name}` of version {item.version}")
+        yield item, trace.arrays(places)
+
+
+def _beyond(share: np.ndarray, tokens: Sequence[int]) -> Iterator[tuple[float, int]]:
+    """Beyond the likeliest tokens that have each of `SHARES` together: the share of the others, and their samples."""
+    order = np.argsort(-share, stable=True)
+    reached = share[order].cumsum()
+    counts = np.bincount(np.array(tokens), minlength=len(share))[order]
+    ends = np.searchsorted(reached, np.array(SHARES)) + 1
+    for end in sorted(set(ends.tolist())):
+        rest = float(share[order[end:]].sum())
+        if 0 < rest < 1:
+            yield rest, int(counts[end:].sum())
+
+
+def _agreeing(item: DrawnTokens, distribution: np.ndarray) -> Comparison:
+    """Samples of one next token that equal the one so many places later, for the unlikeliest number of places."""
+    tokens = np.array(item.tokens)
+    counts = np.bincount(tokens).astype(np.float64)
+    alike = (counts * (counts - 1)).sum() / max(len(tokens) * (len(tokens) - 1), 1)  # share of all pairs
+    by_chance = max(float(np.square(distribution).sum()), float(alike))
+    found = [row for places in range(1, len(tokens)) for row in _alike(tokens, places, by_chance)]
+    nats, places, count, pairs = max(found, default=(0.0, 0, 0, 0))
+    sentence = f"{count:,} of {pairs:,} samples equal the one {places:,} places later, {by_chance * pairs:.1f} "
+    sentence += "are expected to"
+    sides = f"{count:,} of {pairs:,}", f"{by_chance:.3g} of them, as of any two"
+    return compare_with_chance(item, nats, 2 * len(tokens), *sides, sentence)
+
+
+def _repeating(trace: Trace, sampled: SampledTokens, arrays: Mapping[str, np.ndarray]) -> Comparison:
+    """Tokens of samples that repeat the one some places before, for the unlikeliest number of places."""
+    rows = _unlikeliness(arrays["repeats"], arrays["earlier"])
+    nats, repeated, expected, back = max((row for row in rows if row[1] > row[2]), default=(0.0, 0, 0.0, 0))
+    sentence = f"{repeated:,} tokens repeat the one sampled {back + 1} before, {expected:.1f} are expected to"
+    cases, sides = TILTS * arrays["repeats"].shape[1], (f"{repeated:,}", f"{expected:.1f}")
+    return compare_with_chance(sampled, nats, cases, *sides, sentence, rare_in(trace))
+
+
+def _alike(tokens: np.ndarray, places: int, by_chance: float) -> Iterator[tuple[float, int, int, int]]:
+    """Pairs so many places apart that hold one token: how unlikely so many are, the places, how many, of how many.
+
+    Counted apart for two halves of the pairs, within which no sample is in two pairs, so that each count is binomial.
+    """
+    same = tokens[:-places] == tokens[places:]
+    odd = (np.arange(len(same)) // places) % 2 == 1
+    for half in (same[~odd], same[odd]):
+        count = int(half.sum())
+        if len(half) and count > by_chance * len(half):
+            yield nats_of(count, len(half), by_chance), places, count, len(half)
+
+
+@check(
+    "LGP006",
+    needs=(SampledTokens,),
+    applies=on(
+        roundtrip=EXPORTS,
+        loop=recorded(SampledTokens) & told("finish reasons", "no reason is known for which an answer ended"),
+    ),
+)
+def sample_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
+    """A sample ends with the first token at which it was to stop, or else where its request's limit is.
+
+    What it checks: tokens sampled without stop tokens, and with several that were sampled before with the same seed; of
+    requests with other limits and stop tokens, side by side. And the cause of its end that is reported with a sample.
+    Why it matters: a stop token that nobody heeds lets a rollout run on past its end, into text that no reward is meant
+    for; one that is heeded too soon cuts it off. An answer that was cut off and is said to be whole is trained on.
+    Evidence: rollout/sampled (token ids, stop tokens, the limit, the cause).
+    Tolerance and its source: exact; a sample is as long as its own tokens say.
+    Where to look: which stop tokens reach the engine, what it compares with them, and who hands the cause of an end on.
+    What it does not catch: stop strings, and a limit that the engine takes from its model's length.
+    References: verl#213, SkyRL#1319, OpenRLHF#1327, Trinity-RFT#608.
+    """
+    for item in (*trace.of(SampledTokens), *trace.of(ShapedTokens)):
+        rows = zip(item.tokens, item.stops, item.limits, item.ended, strict=True)
+        for number, (tokens, stop, limit, ended) in enumerate(rows):
+            right = next((at + 1 for at, token in enumerate(tokens) if token in stop), limit)
+            subject = f"the number of tokens of sample {number}"
+            says = ("", f"the first of {sorted(stop)}, or {limit:,}")
+            yield compare_value(item, f"{item.name} sample {number}", len(tokens), right, subject=subject, says=says)
+            cause = "stop" if tokens and tokens[-1] in stop else "length"
+            subject = f"the cause by which sample {number} is said to have ended"
+            yield compare_value(item, f"{item.name} cause {number}", ended, cause, subject=subject)
+
+
+def _shown(counts: Iterable[float]) -> str:
+    return "[" + ", ".join(f"{count:.0f}" for count in counts) + "]"

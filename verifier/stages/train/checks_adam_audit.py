@@ -1,0 +1,224 @@
+"""Updates and steps against Adam in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from verifier.core import ragged
+from verifier.core.check import (
+    At,
+    Comparison,
+    Stage,
+    Tolerance,
+    Trace,
+    check,
+    compare_array,
+    compare_set,
+    compare_value,
+    owner_of,
+)
+from verifier.core.condition import on, recorded
+from verifier.stages.checks_conditions import NO_FSDP, UPDATED
+from verifier.stages.loss.checks_gradients import COMPUTED, measured_at, of_update, reports_judged, subject_of
+from verifier.stages.loss.records import GradientRecord
+from verifier.stages.train.records import (
+    AdamSample,
+    GradientSums,
+    OptimizerRule,
+    SampledMaster,
+    StepReport,
+    SummedTensor,
+)
+
+ROUNDINGS = 3
+"""Roundings of a weight in float32 in a step of Adam: 1 - rate * decay, which is near 1, the decay, and the move."""
+MOMENT_ROUNDINGS = 16
+"""Roundings of a moment in float32: of the clip factor, the product with it, its square, both terms and their sum."""
+ROUNDOFF = 2.0**-24
+"""Greatest share that a rounding to float32 changes a number by."""
+LEAST = 2.0**-126
+"""Least normal number of float32: what is below it may be lost."""
+CLIP_EPSILON = 1e-6
+"""Number that is added to the norm of the gradient, which clips (torch.nn.utils.clip_grad_norm_)."""
+
+
+@check("TRN005", needs=(AdamSample,), applies=on(step=UPDATED & NO_FSDP, loop=recorded(AdamSample)))
+def update_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
+    """In every update each rank moves its masters by Adam, with the clipped gradient, and all ranks' passes use them.
+
+    What it checks: per rank and update, on up to 64 elements of up to 16 tensors, others in each update: masters and
+    moments after it against Adam in float64 from masters, moments and reduced gradient before it, with the rate and
+    decay of the tensor's group and the clip factor of the recorded norm; that weights are the masters, rounded to the
+    weights' dtype, before it and after it, and before the first update of a process those of all tensors; that the
+    gradient was zero before the first pass; that masters, moments and weights of the update before are what it left,
+    and that all moments are 0 before the first one of a run; that passes use these weights on every rank, on up to 256
+    elements of up to 16 tensors, others in each update, against those of the rank whose optimizer holds them. And that
+    every parameter is trained; with adapters, every one of theirs.
+    Why it matters: a clip that is computed and not applied, masters that no weight gets, or that the checkpoint never
+    reached and that replace its weights at the first step, a tensor that no step moves and gradients that are kept from
+    step to step all give a loss that falls. TRN001 sees them on sampled steps alone, and takes the trainer's own
+    moments there.
+    Evidence: train/adam, which has these elements; train/sums for the weights that passes use.
+    Tolerance and its source: bitwise copies. 1e-3 of the learning rate, as TRN001, beyond three roundings to float32.
+    Of a moment 16 roundings to float32 of its two terms, and that of its decay, which moves what is left of 1 by as
+    much (Higham 2002, section 2.2).
+    What it does not catch: a wrong gradient (LSS001, TRN006), norm (TRN006) or rate (TRN002); tensors whose turn has
+    not come; weights that passes use of an adapter, or of a model without a layout, and on sampled steps, before which
+    they are gathered for the oracle; runs with Megatron-FSDP, which the report says.
+    References: Automodel#576, DeeperSpeed#56, tt-blacksmith#711, RL#3171, trl#3926, Megatron-LM#950, flashoptim#2,
+    torchtitan#4382, RL#2371.
+    """
+    for audit in trace.of(AdamSample):
+        at = At(Stage.TRAIN, audit.version, owner_of(audit))
+        place, named = f"of {audit.name} on rank {audit.rank}", audit.name
+        arrays, sizes = trace.arrays(audit), [item.elements for item in audit.tensors]
+        parts = {key: ragged.split(values.astype(np.float64), sizes) for key, values in arrays.items()}
+        for index, item in enumerate(audit.tensors):
+            own = {key: split[index] for key, split in parts.items()}
+            gap, off = compared_with_adam(audit, item, own)
+            name, left = item.name, None if item.left is None else float(item.left)
+            found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
+            sentence = f"{named} leaves masters of `{name}` that are {found} what Adam makes of its gradient"
+            sides = f"{found} it (of {item.elements:,} elements from {item.begin:,} on)", "Adam's masters (float64)"
+            hint = "look at the clip factor, at moments, and at what the optimizer was given"
+            yield compare_value(at, f"{name} {place}", *sides, sentence=sentence, allowed=STEP, gap=gap, hint=hint)
+            subject = f"the gap of moments of `{name}` after {named} to Adam's, in roundings of float32,"
+            hint = "look at the dtype that moments pass through, and at what writes them after the step"
+            words, what = "1, the roundings of float32", f"{name} (moments) {place}"
+            yield compare_value(at, what, off, None, subject=subject, allowed=words, bound=1.0, hint=hint)
+            sentence = f"after {named} weights of `{name}` are not its masters"
+            hint = "look at what copies masters to the model after a step"
+            copied = np.array_equal(rounded(own["master"], item.dtype), own["weight"])
+            yield compare_value(at, f"{name} (weight) {place}", copied, True, sentence=sentence, hint=hint)
+            subject = f"the greatest element of the gradient of `{name}` that {named} begins with"
+            hint = "look at what zeroes gradients between steps"
+            if left is not None:
+                yield compare_value(at, f"{name} (gradient) {place}", left, 0.0, subject=subject, hint=hint)
+        subject, total = f"tensors whose masters, moments or weights moved before {named}", audit.remembered
+        hint = "look at what touches the optimizer or the weights between two steps"
+        yield compare_set(at, f"state between updates {place}", audit.moved, total=total, subject=subject, hint=hint)
+        subject = f"tensors whose weights are not the optimizer's masters before {named}"
+        hint = "look at what loads weights after the optimizer was made, and tells its masters nothing"
+        yield compare_set(at, f"masters of the weights {place}", audit.strays, subject=subject, hint=hint)
+        if audit.begun_with is not None:
+            subject = f"the greatest moment that {named}, the first of the run, begins with"
+            hint = "look at what makes Adam's state before the first step: a step on nothing, a load"
+            what, greatest = f"moments of a new run {place}", float(audit.begun_with)
+            yield compare_value(at, what, greatest, 0.0, subject=subject, hint=hint)
+        hint = "look at what sets requires_grad"
+        subject = "parameters that are not trained, and are of no adapter's base"
+        yield compare_set(at, f"trained parameters {place}", audit.frozen, subject=subject, hint=hint)
+    yield from compare_used(trace)
+
+
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def compared_with_adam(sample: AdamSample, tensor: SampledMaster, own: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """Distance of one tensor from Adam (Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        sample: with Adam's settings.
+        tensor: of the sample.
+        own: arrays [elements] float64 of the tensor, by name as in `AdamSample`.
+
+    Returns:
+        Greatest distance of a master beyond its roundings to float32, in learning rates; greatest distance of a moment,
+        in what float32 may round it by.
+    """
+    rate, decay, before = float(tensor.learning_rate), float(tensor.weight_decay), own["master_before"]
+    factor = min(1.0, sample.clip_grad / (float(sample.grad_norm) + CLIP_EPSILON)) if sample.clip_grad else 1.0
+    given = own["gradient"] * factor
+    size = np.abs(given)
+    if not sample.decoupled:
+        given, size, decay = given + decay * before, size + np.abs(decay * before), 0.0  # what is added up is rounded
+    corrected, apart = [], 0.0
+    for name, beta, power in (("exp_avg", sample.beta_1, 1), ("exp_avg_sq", sample.beta_2, 2)):
+        kept, new = beta * own[f"{name}_before"], (1 - beta) * given**power
+        # A rounding of the decay moves 1 - beta by as much.
+        rounding = MOMENT_ROUNDINGS * (np.abs(kept) + (1 - beta) * size**power) + size**power
+        rounding = ROUNDOFF * rounding + LEAST
+        apart = np.maximum(apart, np.abs(own[name] - (kept + new)) / rounding)
+        corrected.append((kept + new) / (1 - beta**tensor.step))
+    stepped = (1 - rate * decay) * before - rate * corrected[0] / (np.sqrt(corrected[1]) + sample.epsilon)
+    _, exponent = np.frexp(np.maximum(np.abs(own["master"]), np.abs(stepped)))
+    half_step = np.ldexp(ROUNDOFF / 2, exponent)
+    excess = np.maximum(np.abs(own["master"] - stepped) - ROUNDINGS * half_step, 0)
+    return float(np.where(excess == 0, 0.0, excess / rate).max()), float(np.max(apart))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values of float32, as float64, rounded to nearest, ties to even, in float32 or bfloat16."""
+    single = values.astype(np.float32)
+    if dtype == "bfloat16":
+        bits = single.view(np.uint32)
+        single = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return single.astype(np.float64)
+
+
+def compare_used(trace: Trace) -> Iterator[Comparison]:
+    """Compare the weights of each rank's passes with those of the rank whose optimizer holds them."""
+    used: dict[tuple[str, str, int], list[tuple[GradientSums, SummedTensor, np.ndarray]]] = defaultdict(list)
+    for item in trace.of(GradientSums):
+        values = ragged.split(trace.array(item, "used"), [tensor.elements for tensor in item.tensors])
+        for tensor, own in zip(item.tensors, values, strict=True):
+            used[item.name, tensor.group, tensor.begin].append((item, tensor, own))
+    for copies in used.values():
+        expected = np.full(copies[0][1].elements, np.nan, np.float32)
+        for _, tensor, own in reversed(copies):
+            held = slice(tensor.owned_begin, tensor.owned_begin + tensor.owned)
+            expected[held] = own[held]
+        if len(copies) != copies[0][1].copies or len(copies) < 2:
+            continue
+        for item, tensor, own in copies:
+            what = f"weights of {tensor.name} in the passes of {item.name} on rank {item.rank}"
+            subject, first = f"`{tensor.name}` in the passes of {item.name}", tensor.begin
+            says, hint = ("", "the rank whose optimizer holds it"), "look at what gathers weights after a step"
+            yield compare_array(item, what, own, expected, first=first, subject=subject, says=says, hint=hint)
+
+
+NORM = Tolerance(
+    absolute=1e-5, unit="of the norm",
+    source="fp32 sums of squares in another order: a trainer's norm was measured within 4e-6 of one rank's",
+)  # fmt: skip
+STEP = Tolerance(
+    absolute=1e-3, unit="learning rates",
+    source="beyond three roundings of the weight to float32; those of moments move an update by 3e-5 at most",
+)  # fmt: skip
+
+
+@check("TRN001", needs=(GradientRecord, StepReport, OptimizerRule), applies=COMPUTED)
+def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
+    """After every step each live weight is the one before it, moved by Adam with the gradient that was there.
+
+    What it checks: per checkpoint tensor, live weights after the step against Adam in float64 from the trainer's own
+    reduced gradients and the oracle's own clip factor, moments and rates. These warm up, fall and are others for
+    embeddings, and every second gradient is too short to be clipped; before the second step the optimizer is saved,
+    made anew and loaded. And the norm that each rank clipped by against that of the same gradients.
+    Why it matters: masters that were not refreshed, moments that a resume lost, a scheduler that lags, a clip by the
+    wrong norm.
+    Evidence: loss/gradient (a measurement, in learning rates; the norm of all gradients), train/step.
+    Tolerance and its source: three roundings to float32 of each weight, and 1e-3 of the learning rate for those of
+    moments, which move an update by 3e-5 at most. In bf16 half a step of that dtype more, from Adam's unrounded
+    weights. 1e-5 of the norm.
+    Where to look: masters, moments and the clip factor, and which parameters and ranks the norm is summed over.
+    What it does not catch: a wrong gradient (LSS001); on sampled steps of a training run, whose moments (in bf16 also
+    masters) before the step are the trainer's own, what earlier steps did to these, and wrong rates (TRN002).
+    References: SkyRL#2149, RL#2371, SkyRL#1403, slime#1152, slime#1775.
+    """
+    for item in trace.of(GradientRecord):
+        if item.step is None:
+            continue
+        gap = float(item.step.value)
+        owner, place, mismatched = measured_at(item.step)
+        found = f"{gap:.3g} learning rates off" if math.isfinite(gap) else "not finite, unlike"
+        at, wanted = At(Stage.TRAIN, item.version, owner), "the weight before, moved by Adam (float64)"
+        sentence = f"`{item.name}` is {found} what Adam makes of its gradient{place}"
+        what, part = subject_of(item), mismatched
+        yield compare_value(at, what, gap, wanted, sentence=sentence, mismatched=part, allowed=STEP, gap=gap)
+    for report, item in reports_judged(trace):
+        actual, right = float(report.grad_norm), float(item.gradient_norm)
+        what, says = f"gradient norm on rank {report.rank}{of_update(report)}", ("the optimizer's", "of all gradients")
+        yield compare_value(report, what, actual, right, says=says, allowed=NORM, bound=NORM.absolute * right)

@@ -1,0 +1,1 @@
+"""Bytes from trainer to engine."""

@@ -1,0 +1,172 @@
+"""Evidence of a transfer of weights, or of an adapter, on one rank: what was sent, what arrived, what engines hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from verifier.core.record import real
+from verifier.core.store import Recorder
+from verifier.engine.client import EngineClient
+from verifier.export.live_weights import LiveWeights
+from verifier.stages.engine.probe_engine_state import TransferProbe, record_views
+from verifier.stages.engine.probe_served import EvidenceBefore, HeldEngine
+from verifier.stages.engine.records import KeptKeys
+from verifier.stages.export.probe_shards_megatron import cut
+from verifier.stages.export.probe_tensors import recorded
+from verifier.stages.export.records import MergedMatrix
+from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_plan
+from verifier.stages.transport.records import Handover
+from verifier.train import lora_megatron
+from verifier.trainer.merge_rounding import MergeGap
+from verifier.trainer.observer import RankParts, Stream, Transfer
+
+if TYPE_CHECKING:
+    from verifier.probes.training.rank_evidence_megatron import RankEvidence
+
+KEPT_KEYS = "verifier.engine.kv_cache:kept_keys"
+
+
+def merged_matrix(name: str, gap: MergeGap, version: int) -> MergedMatrix:
+    """Record of the rounding of a merged matrix."""
+    return MergedMatrix(
+        name=name, version=version, dtype=gap.dtype, rank_of_adapter=gap.rank, gap=real(gap.gap), where=gap.where
+    )
+
+
+def held_adapter(parts: RankParts, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All that an engine has to hold: the base as it was loaded, and the adapter, scaled."""
+    assert parts.adapters is not None
+    base = {name: parts.source.read(name) for name in parts.source.names()}
+    return base | lora_megatron.held_by_engine(adapter, parts.adapters.lora.scaling)
+
+
+class AdapterTransfer(TransferProbe):
+    """Evidence of one transfer of an adapter; the part that it shares with one of weights.
+
+    Args:
+        rank: observer of the rank.
+        transfer: the transfer.
+        probe: this rank's recorder of the trace; None records nothing.
+        held: what the engines held after the last one; rank 0's alone.
+        done: called at the end.
+    """
+
+    def __init__(
+        self, rank: RankEvidence, transfer: Transfer, probe: Recorder | None, held: HeldEngine | None,
+        done: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._rank, self._transfer, self._probe, self._held, self._done = rank, transfer, probe, held, done
+        super().__init__((), transfer.version, keeps=probe is not None)
+        self._open = contextlib.ExitStack()
+        trace = None if probe is None else str(probe.path)
+        self._before = EvidenceBefore(trace if rank.parts.rank == 0 else None, transfer.num_ranks)
+        self._adapter: Mapping[str, torch.Tensor] = {}
+
+    def __enter__(self) -> AdapterTransfer:
+        if self._probe is not None and self._transfer.client is not None:
+            with contextlib.ExitStack() as stack:
+                recorders = [Recorder(self._probe.path, "engine", at) for at in range(self._transfer.num_ranks)]
+                self._ranks = [stack.enter_context(contextlib.closing(item)) for item in recorders]
+                if self._held is not None and not self._transfer.first:
+                    self._held.record_served(self._ranks, self.version - 1)
+                self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._done()
+
+    def on_adapter(self, path: Path, adapter: Mapping[str, torch.Tensor]) -> None:
+        """Record what a reader finds in the adapter's folder, and what ranks hold after the export."""
+        self._adapter = adapter
+        if self._probe is None or self._transfer.again:
+            return
+        if self._rank.parts.rank == 0:
+            record_exported_adapter(self._probe, path, self.version)
+        self._record_shards(self._probe)
+
+    def on_sent(self, refused: str) -> None:
+        """Record what the engine holds."""
+        if self._held is not None:
+            self._held.synced(self.version, self._ranks)
+        client = self._transfer.client
+        if client is None or self._probe is None:
+            return
+        self._record_views(client, held_adapter(self._rank.parts, self._adapter))
+        self._probe.emit(Handover(name=f"adapter of version {self.version}", version=self.version, refused=refused))
+
+    def on_lost(self) -> None:
+        """Remove what was recorded of engines that died meanwhile."""
+        self._before.restore()
+
+    def _record_shards(self, probe: Recorder) -> None:
+        if self._rank.adapters is not None and not self._transfer.again and not self._transfer.first:
+            self._rank.adapters.record_exported(probe, self.version)
+
+    def _record_views(self, client: EngineClient, sent: Mapping[str, torch.Tensor]) -> None:
+        for probe, slices in zip(self._ranks, client.checkpoint_view(), strict=True):
+            record_views(probe, slices, sent, self.version)
+
+
+class WeightTransfer(AdapterTransfer):
+    """Evidence of one transfer of weights.
+
+    Args:
+        live: weights of this rank, which the export is compared with; None where it is not.
+        rank, transfer, probe, held, done: see `AdapterTransfer`.
+    """
+
+    def __init__(
+        self, rank: RankEvidence, transfer: Transfer, probe: Recorder | None, held: HeldEngine | None,
+        done: Callable[[], None], live: LiveWeights | None,
+    ) -> None:  # fmt: skip
+        super().__init__(rank, transfer, probe, held, done)
+        self._live = live
+
+    def exported(self, stream: Stream) -> Stream:
+        """The export stream, digested; each live shard is cut from it where it has to be compared."""
+        probe, rank = self._probe, self._rank
+        if probe is None or self._transfer.again:
+            return stream
+        return self._recorded(probe, rank, stream)
+
+    def _recorded(self, probe: Recorder, rank: RankEvidence, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._transfer.plan is not None
+        if rank.planned != probe.path:
+            for item in rank.expected:
+                probe.emit(item)
+            record_plan(probe, self._transfer.plan, entries=rank.parts.rank == 0)
+        rank.planned = probe.path
+        found = recorded(probe, stream, self.version)
+        known = rank.resumed or not self._transfer.first
+        yield from cut(probe, self._live, found, self.version) if self._live is not None and known else found
+
+    def on_merge(self, name: str, gap: MergeGap) -> None:
+        """Record the rounding of a merged matrix."""
+        if self._probe is not None and not self._transfer.again:
+            self._probe.emit(merged_matrix(name, gap, self.version))
+
+    def on_sent(self, refused: str) -> None:
+        """Record what ranks hold after the export, what engines hold, and which keys of requests they kept."""
+        if self._probe is not None:
+            self._record_shards(self._probe)
+        if self._held is not None:
+            self._held.synced(self.version, self._ranks)
+        client = self._transfer.client
+        if client is None or self._probe is None:
+            return
+        self._record_views(client, self.sent)
+        if not refused:
+            blocks, tokens = zip(*client.call_driver(KEPT_KEYS), strict=True)
+            self._ranks[0].emit(
+                KeptKeys(
+                    name="keys after a sync", version=self.version, blocks=blocks, tokens=tokens,
+                    kept=self._transfer.running == "kept",
+                )
+            )  # fmt: skip
+        self._probe.emit(Handover(name=f"transfer of version {self.version}", version=self.version, refused=refused))
