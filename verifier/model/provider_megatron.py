@@ -25,7 +25,6 @@ from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.rotary import misfit
 from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
-from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.imports_megatron import import_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 
@@ -272,6 +271,8 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         vpp = {"virtual_pipeline_model_parallel_size": mesh.vpp}
         fields |= {**vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     if dtype == "bfloat16" and tier == "cpu":
+        from verifier.platform.cpu_products import multiply_bfloat16_in_float32
+
         multiply_bfloat16_in_float32()
     if tier == "cpu":
         fields |= {**dict.fromkeys(_FUSIONS, False), "cross_entropy_fusion_impl": "native"}

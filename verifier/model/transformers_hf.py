@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,8 +42,6 @@ def load_model(
     Raises:
         ContractError: a tensor is missing, or the architecture has no place for one.
     """
-    if dtype == torch.bfloat16:
-        multiply_bfloat16_in_float32()
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=dtype,
@@ -57,37 +54,22 @@ def load_model(
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)
+    compute_the_definition(model, dtype, fixes)
+    return model.eval().requires_grad_(False)
+
+
+def compute_the_definition(
+    model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
+) -> None:
+    """Mend what transformers, in a dtype, computes otherwise than the model is defined; see `load_model`."""
+    if dtype == torch.bfloat16:
+        multiply_bfloat16_in_float32()
     if TRANSFORMERS_SCAN in fixes:
         scan_in_one_chunk(model)
     if TRANSFORMERS_LATENT in fixes:
         norm_latents_by_config(model)
     _scan_without_kernels(model)
     _learn_padding(model)
-    return model.eval().requires_grad_(False)
-
-
-_cached: dict[tuple[Any, ...], PreTrainedModel] = {}
-
-
-def hold_model(path: Path | str, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Return a model from a cache of one, as requests for one checkpoint follow each other; callers must not change it.
-
-    Files that were written since count as another checkpoint.
-
-    Raises:
-        ContractError: see `load_model`.
-    """
-    files = [(item.name, item.stat()) for item in sorted(Path(path).iterdir())]
-    key = (str(path), dtype, device, *((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in files))
-    if key not in _cached:
-        release_model()
-        _cached[key] = load_model(path, dtype).to(device)
-    return _cached[key]
-
-
-def release_model() -> None:
-    """Free the cached model, if any."""
-    _cached.clear()
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:

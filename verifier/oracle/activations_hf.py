@@ -14,8 +14,9 @@ from torch import nn
 
 from verifier.errors import ContractError
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint
+from verifier.model.transformers_hf import checkpoint_places, load_model
 from verifier.oracle.routes_hf import router_of
-from verifier.oracle.step_hf import gradients_of, groups_of, measured, tensors_of, trainable
+from verifier.oracle.step_hf import groups_of, measured, tensors_of
 
 _EAGER = "eager_attention_forward"
 """Function of each of transformers' models that attends, by the module's own name for it."""
@@ -53,7 +54,7 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
         "lengths", tokens of each sequence; "gradients", the fields of `GradientRecord` that are a tensor's own; and
         "loss", "loss_scale" and "num_tokens".
     """
-    model = trainable(Path(checkpoint), torch.float32)
+    model = load_model(checkpoint, torch.float32).requires_grad_(True)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found: dict[str, list[torch.Tensor]] = {}
     total, scale = 0.0, 0.0
@@ -79,7 +80,7 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
             found.setdefault(f"backward {name}", []).append(_beside(slopes))
     whole = {name: torch.cat(parts).float().contiguous() for name, parts in found.items()}
     save_file(whole, Path(folder) / "activations.safetensors")
-    expected = {name: gradient.clone() / num_tokens for name, gradient in gradients_of(model)}
+    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model)}
     theirs = Path(folder) / "gradients-1"
     rows = []
     if theirs.is_dir():
@@ -90,6 +91,17 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
         "lengths": [len(tokens) for tokens, *_ in batch], "gradients": rows,
         "loss": total / num_tokens, "loss_scale": scale / num_tokens, "num_tokens": num_tokens,
     }  # fmt: skip
+
+
+def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gradients by checkpoint name, in the place of the weights, which are lost."""
+    buffers = {name for name, _ in model.named_buffers()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    for name, (holder, tensor) in checkpoint_places(model).items():
+        if holder not in buffers:
+            yield name, tensor
 
 
 def _beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

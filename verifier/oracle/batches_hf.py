@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,13 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from verifier.oracle.routes_hf import Route, Seen, choosing, chosen_experts
+from verifier.oracle.routes_hf import Route, Seen, choosing, chosen_experts, mixtures_of
+from verifier.oracle.streaming_hf import StreamedModel, Unit, Within
 
 MAX_TOKENS = 2048
 """Most tokens of a batch, unless it is one sequence."""
 MAX_LOGITS = 2**22
-"""Most logits of a batch, unless it is one sequence; 32 MiB in float64."""
+"""Most logits that are computed at once, unless they are of one token; 32 MiB in float64."""
 
 SHARED = 8
 """Fewest tokens that sequences begin with alike and that are computed once."""
@@ -39,20 +41,17 @@ class Batch:
 
 
 def batches(
-    model: Any, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), margin: float = math.inf,
+    sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]] = (), margin: float = math.inf,
     most: int = MAX_TOKENS,
 ) -> Iterator[Batch]:  # fmt: skip
     """All sequences, each in one batch, the shorter first.
 
     Args:
-        model: from `load_model`.
         sequences: token ids, each of at least one.
         routes: of each sequence, what its routers choose; none where they choose by themselves.
         margin: of these routes; see `choosing`.
         most: tokens of a batch, unless it is one sequence.
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    most = min(most, MAX_LOGITS // vocabulary)
     chosen = [
         chosen_experts(rows, len(tokens))
         for tokens, rows in zip(sequences, routes or [()] * len(sequences), strict=True)
@@ -72,30 +71,36 @@ def batches(
             )  # fmt: skip
 
 
-def logits_of(
-    model: Any, batch: Batch, seen: Seen | None = None, *, wanted: torch.Tensor | None = None,
-    past: DynamicCache | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Logits of a batch, in the model's dtype and on its device.
-
-    Args:
-        model: from `load_model`.
-        batch: the sequences.
-        seen: as of `choosing`.
-        wanted: [P] positions whose logits are computed; all by default.
-        past: keys and values of the tokens before these, of one sequence or of each; those of the batch are added.
-
-    Returns:
-        [B, P, V].
-    """
+def hidden_of(
+    model: StreamedModel, batch: Batch, seen: Seen | None = None, past: DynamicCache | None = None
+) -> torch.Tensor:
+    """[B, T, H] of a batch that the head is given; for `seen` see `choosing`, for `past` `StreamedModel.hidden`."""
     told = {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items()}
-    kept = {} if wanted is None else {"logits_to_keep": wanted.to(model.device)}
-    with choosing(model, told, batch.margin, seen):
-        ids = batch.tokens.to(model.device)
-        return model(input_ids=ids, use_cache=past is not None, past_key_values=past, **kept).logits
+    with choosing(model.model, told, batch.margin, seen) if told else contextlib.nullcontext():
+        return model.hidden(batch.tokens, past)
 
 
-def remembers(model: Any) -> bool:
+def choosing_in(model: StreamedModel, batch: Batch) -> Within:
+    """Context in which the routers of a unit are given their experts, each time that it is computed."""
+    blocks = mixtures_of(model.model) if batch.experts else {}
+
+    def within(unit: Unit) -> contextlib.AbstractContextManager[None]:
+        own = set(unit.module.modules())
+        told = {layer: chosen.flatten(0, 1) for layer, chosen in batch.experts.items() if blocks.get(layer) in own}
+        return choosing(model.model, told, batch.margin) if told else contextlib.nullcontext()
+
+    return within
+
+
+def slices_of(model: StreamedModel, num_tokens: int) -> Iterator[slice]:
+    """Tokens whose logits are computed at once; meanwhile the head has its weights."""
+    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    with model.weights_of(model.head_unit):
+        for begin in range(0, max(num_tokens, 1), size):
+            yield slice(begin, begin + size)
+
+
+def remembers(model: StreamedModel) -> bool:
     """True if keys and values of all tokens before are all that a token depends on."""
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import Batch, batches, logits_of
+from verifier.oracle.batches_hf import Batch, batches, hidden_of
 from verifier.oracle.routes_hf import Route
+from verifier.oracle.streaming_hf import StreamedModel
 
 
 @dataclass(slots=True)
@@ -65,10 +65,10 @@ def _scores(
     checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: torch.dtype
 ) -> list[tuple[Batch, dict[int, torch.Tensor]]]:
     """Batches, and by layer [B * T, E] float32 what its router chooses the greatest of."""
-    model, found = hold_model(checkpoint, dtype, "cpu"), []
-    for batch in batches(model, sequences, routes):
+    model, found = StreamedModel(checkpoint, dtype), []
+    for batch in batches(sequences, routes):
         scores: dict[int, torch.Tensor] = {}
-        logits_of(model, batch, lambda layer, values, into=scores: into.update({layer: values.float()}))
+        hidden_of(model, batch, lambda layer, values, into=scores: into.update({layer: values.float()}))
         found.append((batch, scores))
     return found
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
@@ -21,9 +20,9 @@ from transformers import DynamicCache
 
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
-from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import Batch, alike, batches, logits_of, remembers, repeated
+from verifier.oracle.batches_hf import Batch, alike, batches, hidden_of, remembers, repeated, slices_of
 from verifier.oracle.routes_hf import Route
+from verifier.oracle.streaming_hf import StreamedModel
 
 _Wanted = Mapping[float, Sequence[tuple[int, int]]]
 """Per temperature, places among all sequences, and numbers of tokens."""
@@ -57,7 +56,7 @@ def score(
         ContractError: transformers finds a tensor missing or superfluous, or see `choosing`.
     """
     full_float32()
-    model = hold_model(path, getattr(torch, dtype), device)
+    model = StreamedModel(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
     for part in _parts([model], sequences, temperature, routes):
         (every,) = part.nats
@@ -96,7 +95,7 @@ def sides(
     """
     full_float32()
     rounds = dtype == "float64"
-    models = [hold_model(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]  # the last stays
+    models = [StreamedModel(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]
     found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(1 if ends is None else 3)]
     for part in _parts(models, sequences, temperature, routes, again=draws - 1 if rounds else 0, shares=True):
         other, exact = part.nats
@@ -114,7 +113,7 @@ def sides(
 
 
 def _scale(low: torch.Tensor, high: torch.Tensor, again: Iterator[torch.Tensor]) -> torch.Tensor:
-    """[B, T] scale of rounding of float32 log-probabilities, nats, see `sides`; of [B, T, V] in float32 and float64."""
+    """[N] scale of rounding of float32 log-probabilities, nats, see `sides`; of [N, V] in float32 and float64."""
     share, moved = high.exp(), torch.zeros_like(high[..., 0])
     for drawn in chain([low], again):
         off = drawn - high
@@ -138,6 +137,13 @@ def entropy_scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return spread(exact) * spread(other - exact)
 
 
+def entropy_of(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    """[..., K] entropy of [..., K, V] logits, nats, once the shift is added to those of every second id."""
+    turns = torch.arange(scaled.shape[-1], device=scaled.device) % 2
+    every = torch.log_softmax(scaled + shift * turns, dim=-1)
+    return -(every.exp() * every).sum(-1)
+
+
 def full_float32() -> None:
     """Let float32 be float32 on a GPU."""
     torch.set_float32_matmul_precision("highest")
@@ -146,31 +152,44 @@ def full_float32() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Distributions of sequences of one length at one temperature."""
+    """Distributions at some tokens of sequences of one length at one temperature."""
 
     members: Sequence[Sequence[tuple[int, int]]]
     """Per row the sequences that it is, or begins with: place among all, and number of tokens from its first on."""
+    width: int
+    """Tokens of a row."""
+    begin: int
+    """Number of the first of these tokens among those of all rows, row by row."""
     labels: torch.Tensor
-    """[B, T - 1, 1] next tokens."""
+    """[N, 1] next tokens."""
     temperature: float
     nats: Sequence[torch.Tensor]
-    """[B, T - 1, V] float64 log-probabilities, by each model."""
+    """[N, V] float64 log-probabilities, by each model."""
     again: Iterator[torch.Tensor]
-    """The last model's, rounded anew each time; one by one, as each may have hundreds of MB."""
+    """The last model's, rounded anew each time; one by one."""
 
     def told(self, every: torch.Tensor) -> torch.Tensor:
-        """[B, T - 1] log-probabilities of the next tokens, or at a temperature of 0 of the likeliest."""
-        return every.gather(2, self.labels)[..., 0] if self.temperature else every.amax(dim=-1)
+        """[N] log-probabilities of the next tokens, or at a temperature of 0 of the likeliest."""
+        return every.gather(1, self.labels)[:, 0] if self.temperature else every.amax(dim=-1)
 
-    def hand(self, found: list[list[float]], values_BT: torch.Tensor) -> None:
+    def rows(self) -> Iterator[tuple[Sequence[tuple[int, int]], int, slice]]:
+        """Rows that have some of these tokens: members, the place of the first of them in the row, and which."""
+        end = self.begin + len(self.labels)
+        for row in range(self.begin // self.width, -(-end // self.width)):
+            first = max(self.begin, row * self.width)
+            last = min(end, (row + 1) * self.width)
+            yield self.members[row], first - row * self.width, slice(first - self.begin, last - self.begin)
+
+    def hand(self, found: list[list[float]], values_N: torch.Tensor) -> None:
         """Give every sequence its values, after those that it has."""
-        for members, row in zip(self.members, values_BT.tolist(), strict=True):
+        values = values_N.tolist()
+        for members, at_first, some in self.rows():
             for at, length in members:
-                found[at] = [*found[at], *row[: max(length - 1, 0)]]
+                found[at] = [*found[at], *values[some][: max(length - 1 - at_first, 0)]]
 
 
 def _parts(
-    models: Sequence[Any], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
+    models: Sequence[StreamedModel], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
     routes: Sequence[Sequence[Route]] = (), again: int = 0, *, shares: bool = False,
 ) -> Iterator[_Part]:  # fmt: skip
     """Distributions after each token but the last of sequences, by some models, each computed once.
@@ -189,32 +208,36 @@ def _parts(
     generator = torch.Generator(models[-1].device).manual_seed(0)
     runs = [*((model, False) for model in models), *((models[-1], True) for _ in range(again))]
 
-    def logits(number: int, batch: Batch, past: DynamicCache | None, length: int) -> torch.Tensor:
-        model, moves = runs[number]
-        with moved(model, generator) if moves else contextlib.nullcontext():
-            return logits_of(model, batch, past=past)[:, :length].double()
-
     def parts(
         batch: Batch, labels_BT: torch.Tensor, wanted: Sequence[_Wanted], pasts: Sequence[DynamicCache | None]
     ) -> Iterator[_Part]:  # fmt: skip
-        found = (logits(number, batch, past, labels_BT.shape[1]) for number, past in enumerate(pasts))
-        every = [*islice(found, len(models))]
-        divisors = sorted({key for item in wanted for key in item})
-        drawn = [*found] if len(divisors) > 1 else found
-        for divisor in divisors:
+        hidden = []
+        for (model, moves), past in zip(runs, pasts, strict=True):
+            with moved(model.model, generator) if moves else contextlib.nullcontext():
+                hidden.append(hidden_of(model, batch, past=past)[:, : labels_BT.shape[1]])
+        for divisor in sorted({key for item in wanted for key in item}):
             rows = [row for row, item in enumerate(wanted) if divisor in item]
-            kept, by = [each[rows] / (divisor or 1.0) for each in every], divisor or 1.0
-            yield _Part(
-                members=[wanted[row][divisor] for row in rows], temperature=divisor,
-                labels=labels_BT[rows, :, None].to(kept[0].device),
-                nats=[torch.log_softmax(each, dim=-1) for each in kept],
-                again=(torch.log_softmax(each[rows] / by, dim=-1) for each in drawn),
-            )  # fmt: skip
-        deque(found, 0)  # so that every past has the batch's tokens
+            kept, labels = [each[rows].flatten(0, 1) for each in hidden], labels_BT[rows].flatten()[:, None]
+            if not len(labels):
+                continue
+            with contextlib.ExitStack() as heads:
+                for model in models:
+                    heads.enter_context(model.weights_of(model.head_unit))
+
+                def nats(run: int, some: slice, kept: Any = kept, by: float = divisor or 1.0) -> torch.Tensor:
+                    return torch.log_softmax(runs[run][0].logits(kept[run][some]).double() / by, dim=-1)
+
+                for some in slices_of(models[-1], len(labels)):
+                    yield _Part(
+                        members=[wanted[row][divisor] for row in rows], width=labels_BT.shape[1], begin=some.start,
+                        labels=labels[some].to(models[-1].device), temperature=divisor,
+                        nats=[nats(run, some) for run in range(len(models))],
+                        again=(nats(run, some) for run in range(len(models), len(runs))),
+                    )  # fmt: skip
 
     if not shares or any(routes) or not remembers(models[-1]):
         given = [routes[at] for at in places] if any(routes) else ()
-        for batch in batches(models[-1], [sequences[at] for at in places], given):
+        for batch in batches([sequences[at] for at in places], given):
             yield from parts(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places], [None] * len(runs))
         return
     for shared, group in alike([sequences[at] for at in places]):
@@ -226,7 +249,7 @@ def _parts(
                     every.setdefault(divisor, []).extend((at, min(length, shared + 1)) for at, length in rows)
             pasts = [DynamicCache(config=model.config) for model, _ in runs]
             yield from parts(Batch(places=(0,), tokens=ids[:, :-1], experts={}), ids[:, 1:], [every], pasts)
-        for batch in batches(models[-1], [sequences[place][shared:] for place in members]):
+        for batch in batches([sequences[place][shared:] for place in members]):
             after = [asked[members[at]].items() for at in batch.places]
             wanted = [{key: [(at, length - shared) for at, length in rows] for key, rows in item} for item in after]
             own = [repeated(past, len(wanted)) for past in pasts] or [None] * len(runs)
@@ -267,8 +290,8 @@ def next_token(
 
     `bias` has tokens and the nats that the request adds to their logits, before the temperature divides them.
     """
-    model = hold_model(path, torch.float32, device)
-    logits = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1].double()
+    model = StreamedModel(path, torch.float32, device)
+    logits = model.logits(model.hidden(torch.tensor([list(tokens)]))[0, -1:])[0].double()
     for token, nats in bias:
         logits[token] += nats
     return torch.log_softmax(logits / temperature, dim=-1).tolist()
@@ -282,25 +305,27 @@ def places(
 
     `rows` are [prompt, sampled tokens, temperature above 0]; `num_earlier` is the number of earlier tokens.
     """
-    model = hold_model(path, torch.float32, device)
+    model = StreamedModel(path, torch.float32, device)
     found: list[list[list[Any]]] = [[]] * len(rows)
     sequences = [[*prompt, *tokens] for prompt, tokens, _ in rows]
     for part in _parts([model], sequences, [temperature for *_, temperature in rows]):
-        for members, nats in zip(part.members, part.nats[0], strict=True):
+        for members, at_first, some in part.rows():
             described: dict[tuple[int, int], list[list[Any]]] = {}  # of the same tokens, once
             for at, length in members:
                 tokens = rows[at][1]
-                if (span := (length - 1 - len(tokens), length - 1)) not in described:
-                    described[span] = [*_described(nats[slice(*span)].exp().cpu(), tokens, shares, num_earlier)]
-                found[at] = described[span]
+                skipped = length - 1 - len(tokens) - at_first  # tokens of this part before the first sampled one
+                if (span := (skipped, length - 1 - at_first)) not in described:
+                    share = part.nats[0][some][max(skipped, 0) : max(span[1], 0)].exp().cpu()
+                    described[span] = [*_described(share, tokens, max(-skipped, 0), shares, num_earlier)]
+                found[at] = [*found[at], *described[span]]
     return [row for part in found for row in part]
 
 
 def _described(
-    share_TV: torch.Tensor, tokens: Sequence[int], shares: Sequence[float], num_earlier: int
+    share_TV: torch.Tensor, tokens: Sequence[int], begin: int, shares: Sequence[float], num_earlier: int
 ) -> Iterator[list[Any]]:
-    """Rows of `places` for the tokens of one sample, by their distributions."""
-    for at, share in enumerate(share_TV):
+    """Rows of `places`, of the tokens from `begin` on."""
+    for at, share in enumerate(share_TV, begin):
         likeliest, order = share.sort(descending=True, stable=True)
         reached = likeliest.cumsum(0)
         kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
@@ -325,18 +350,18 @@ def shaped_logprobs(
         slack: by how much rounding may move the edge of a truncated distribution.
         device: "cpu", or "cuda".
     """
-    model = hold_model(path, torch.float32, device)
+    model = StreamedModel(path, torch.float32, device)
     found = []
     for prompt, tokens, asked in rows:
         sampling = msgspec.convert(asked, Sampling)
-        ids = torch.tensor([[*prompt, *tokens]], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+        hidden = model.hidden(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
         row = []
-        for at, token in enumerate(tokens):
-            least = float(shaped(logits[at], prompt, tokens[:at], sampling, slack)[token])
-            most = least
-            if math.isfinite(least):  # with fewest tokens beside it
-                most = float(shaped(logits[at], prompt, tokens[:at], sampling, -slack, token)[token])
-            row.append((least, most))
+        for some in slices_of(model, len(tokens)):
+            for at, logits in enumerate(model.logits(hidden[some]).double().cpu(), some.start):
+                least = float(shaped(logits, prompt, tokens[:at], sampling, slack)[tokens[at]])
+                most = least
+                if math.isfinite(least):  # with fewest tokens beside it
+                    most = float(shaped(logits, prompt, tokens[:at], sampling, -slack, tokens[at])[tokens[at]])
+                row.append((least, most))
         found.append(row)
     return found

@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from verifier.model.transformers_hf import hold_model
-from verifier.oracle.batches_hf import MAX_TOKENS, Batch, batches, logits_of
-from verifier.oracle.logprob_hf import entropy_scale, full_float32
+from verifier.oracle.batches_hf import MAX_LOGITS, MAX_TOKENS, Batch, batches, choosing_in, hidden_of, slices_of
+from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
 from verifier.oracle.step_hf import (
     Adam,
     Gradients,
     Spread,
     adapter_gradients,
     all_near,
+    chosen,
     clip_of,
-    gradients_of,
     measured,
     rounded_anew,
     rounding_anew,
     rounding_of,
     tensors_of,
-    trainable,
 )
+from verifier.oracle.streaming_hf import StreamedModel, Tape
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
@@ -145,12 +144,12 @@ def judge_updates(
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
             "acting": exact.acting,
         }  # fmt: skip
-        adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
         for row, reduced in measured(old, exact.gradients, spread.groups, actual):
             name = row["name"]
             if has_moments and name in actual and reduced is not None:
+                adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 row["step"] = adam.gap(
                     name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
@@ -184,15 +183,15 @@ def entropies(
     for number in numbers:
         rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
         rows = [row for row in rows if row["mask"][1:].any()]
-        models = [hold_model(str(weights), kind, device) for kind in (getattr(torch, dtype), torch.float32)]
+        models = [StreamedModel(weights, kind, device) for kind in (getattr(torch, dtype), torch.float32)]
         parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
-        for batch in _batches(models[1], rows):
-            logits = (logits_of(model, batch)[:, :-1].double() / temperature for model in models)
-            other, exact = (torch.log_softmax(each, dim=-1) for each in logits)
-            entropy = _entropy(exact)
-            noise = max(noise, float((entropy - _entropy(other)).abs().max()))
-            pairs = torch.stack([entropy, entropy_scale(exact, other)], dim=1).cpu()
-            for at, pair in zip(batch.places, pairs, strict=True):
+        for batch in _batches(rows):
+            pairs = []
+            for _, (other, exact) in _distributions(models, batch, temperature):
+                entropy = entropy_of(exact)
+                noise = max(noise, float((entropy - entropy_of(other)).abs().max()))
+                pairs.append(torch.stack([entropy, entropy_scale(exact, other)]).cpu())
+            for at, pair in zip(batch.places, torch.cat(pairs, dim=1).chunk(len(batch.places), dim=1), strict=True):
                 parts[at] = pair
         in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
         found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
@@ -230,16 +229,24 @@ def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     if not any("score" in row for row in rows):
         return 0.0
     greatest, stored = 0.0, [tensor.dtype for tensor in tensors_of(weights).values()]
-    models = [hold_model(str(weights), kind, device) for kind in (torch.float32, max(set(stored), key=stored.count))]
-    for batch in _batches(models[0], rows):
-        sides = [_logprobs(logits_of(model, batch)[:, :-1].double() / temperature, batch) for model in models]
-        greatest = max(greatest, float((sides[0] - sides[1]).abs().max()))
+    models = [StreamedModel(weights, kind, device) for kind in (torch.float32, max(set(stored), key=stored.count))]
+    for batch in _batches(rows):
+        for labels, sides in _distributions(models, batch, temperature):
+            exact, other = (every.gather(1, labels) for every in sides)
+            greatest = max(greatest, float((exact - other).abs().max()))
     return greatest
 
 
-def _logprobs(scaled: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[B, T - 1] log-probabilities of tokens by logits that are divided by the temperature, nats."""
-    return torch.log_softmax(scaled, dim=-1).gather(2, batch.tokens[:, 1:, None].to(scaled.device))[..., 0]
+def _distributions(
+    models: Sequence[StreamedModel], batch: Batch, temperature: float
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Tokens of a batch but the first of each sequence, [N, 1], with their [N, V] log-probabilities by each model."""
+    hidden = [hidden_of(model, batch)[:, :-1].flatten(0, 1) for model in models]
+    labels = batch.tokens[:, 1:].flatten()[:, None].to(models[0].device)
+    with models[1].weights_of(models[1].head_unit):
+        for some in slices_of(models[0], len(labels)):
+            logits = (model.logits(own[some]).double() for model, own in zip(models, hidden, strict=True))
+            yield labels[some], [torch.log_softmax(each / temperature, dim=-1) for each in logits]
 
 
 def _loss(
@@ -268,27 +275,27 @@ def _loss(
     of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
     is. And it says on which side of a clip's edge the token is. The gradient is taken at the model's own.
     """
-    model = trainable(checkpoint, dtype).to(device)
-    parameters = list(model.parameters())
+    model = StreamedModel(checkpoint, dtype, device)
+    tape = Tape(model, magnitudes=[1])
     rounds, off = dtype == torch.float32 and not draw, SHIFT / min(objective["temperature"], 1.0)
     shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
     of_entropy = rounds and objective["entropy_weight"] and objective["temperature"] < 1
-    sums: list[list[torch.Tensor | None]] = [[None] * len(parameters) for _ in range(2)]
+    moves = [0.0, off][: bool(objective["entropy_weight"]) + bool(of_entropy)]
     kept_rows = [row for row in rows if row["mask"][1:].any()]
     nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in range(len(shifts) + bool(of_entropy))]
     told = [torch.zeros(0, dtype=torch.bool)] * len(kept_rows)
     rounding, acting = 0.0, 0
-    for batch in _batches(model, kept_rows, alone=rounds):
+    vocabulary = model.config.get_text_config().vocab_size
+    most = 1 if rounds else min(MAX_TOKENS, MAX_LOGITS // vocabulary)
+    for batch in _batches(kept_rows, most):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()
         counts = kept.sum(1).tolist()
         columns = {name: values[kept].double() for name, values in stacked.items()}
-        wanted = kept.any(0).nonzero()[:, 0]
-        with rounding_anew(model, draw, batch.places[0]):
-            logits = logits_of(model, batch, wanted=wanted)
-        scaled = logits.cpu().double()[kept[:, wanted]] / objective["temperature"]
-        logprob = torch.log_softmax(scaled, dim=-1).gather(1, batch.tokens[:, 1:][kept][:, None])[:, 0]
-        entropy = _entropy(scaled) if objective["entropy_weight"] else torch.zeros(())
+        with tape.sequence(choosing_in(model, batch)), rounding_anew(model, draw, batch.places[0]) as noise:
+            hidden, labels = model.hidden(batch.tokens)[:, :-1][kept], batch.tokens[:, 1:][kept]
+            logprob, log_sum, *by_shift = chosen(tape, hidden, labels, objective["temperature"], moves, noise)
+        entropy = by_shift[0] if by_shift else torch.zeros(())
         own, near = logprob.detach(), torch.zeros(len(logprob), dtype=torch.bool)
         if "score" in columns:
             score = columns.pop("score")
@@ -305,7 +312,7 @@ def _loss(
             slopes.append(torch.autograd.grad(loss.sum(), leaf)[0])
             found.append(loss.detach())
         if of_entropy:
-            further = nats_of(own, _entropy(scaled, off)) - nats_of(own, entropy)
+            further = nats_of(own, by_shift[1]) - nats_of(own, entropy)
             found.append(found[0] + further.detach())
         if near.any():
             found = [nats_of(columns["side"], entropy.detach())] * len(found)
@@ -317,21 +324,22 @@ def _loss(
         change = torch.stack([slope - slopes[0] for slope in slopes]).abs().amax(0)
         if not (slopes[0].any() or change.any() or objective["entropy_weight"]):
             continue  # an advantage of 0, as of a group of equal rewards: the gradient is 0 and right sides agree
-        loss = nats_of(logprob, entropy).sum()
-        add(sums[0], torch.autograd.grad(loss, parameters, retain_graph=rounds, allow_unused=True))
+        tape.kind = 0
+        nats_of(logprob, entropy).sum().backward(retain_graph=rounds)
         if rounds:
-            log_sum = torch.logsumexp(scaled, dim=-1)
-            share = slopes[0].abs() * (rounding_of(log_sum.detach()) + SUMMED * scaled.shape[-1] ** 0.5)
+            share = slopes[0].abs() * (rounding_of(log_sum.detach()) + SUMMED * vocabulary**0.5)
             rounding += float(share.sum())
             acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
             doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
-            changes = torch.autograd.grad(doubt, parameters, allow_unused=True)
-            add(sums[1], [None if part is None else part.abs_() for part in changes])
-    gradients = []
-    while sums:  # each is freed once it is known by name
-        for parameter, gradient in zip(parameters, sums.pop(0), strict=True):
-            parameter.grad = gradient
-        gradients.append({name: tensor.cpu().clone() for name, tensor in gradients_of(model)})
+            tape.kind = 1
+            doubt.backward()
+    gradients: list[dict[str, torch.Tensor]] = [{}, {}]
+
+    def take(name: str, parts: Sequence[torch.Tensor]) -> None:
+        for into, part in zip(gradients, parts, strict=False):
+            into[name] = part
+
+    tape.backward(2 if rounds else 1, take)
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
@@ -339,27 +347,11 @@ def _loss(
     )  # fmt: skip
 
 
-def add(sums: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add to sums, in their place, what there is of gradients."""
-    for index, (before, gradient) in enumerate(zip(sums, gradients, strict=True)):
-        if before is None:
-            sums[index] = gradient
-        elif gradient is not None:
-            before += gradient
-
-
-def _entropy(scaled: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
-    """[..., K] entropy of [..., K, V] logits, nats, once the shift is added to those of every second id."""
-    turns = torch.arange(scaled.shape[-1], device=scaled.device) % 2
-    every = torch.log_softmax(scaled + shift * turns, dim=-1)
-    return -(every.exp() * every).sum(-1)
-
-
-def _batches(model: Any, rows: Sequence[Row], *, alone: bool = False) -> Iterator[Batch]:
+def _batches(rows: Sequence[Row], most: int = MAX_TOKENS) -> Iterator[Batch]:
     """Sequences of one length, or each by itself."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
     margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
-    return batches(model, [row["tokens"].tolist() for row in rows], routes, margin, most=1 if alone else MAX_TOKENS)
+    return batches([row["tokens"].tolist() for row in rows], routes, margin, most)
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:

@@ -71,6 +71,7 @@ def choosing(
         if given and (scores.shape[-1], k) == (given[-1][1], given[-1][2].shape[-1]):
             layer, _, chosen = given[-1]
             obeyed.add(id(chosen))
+            chosen = chosen.to(scores.device)
             if seen is not None:
                 seen(layer, scores)
             if margin < math.inf:
@@ -89,7 +90,7 @@ def choosing(
                     f"transformers' layer {layer} has no block of a router and experts to give routes to"
                 )
             router: Any = router_of(block)
-            entry = (layer, int(router.weight.shape[0]), chosen_TK.to(model.device))
+            entry = (layer, int(router.weight.shape[0]), chosen_TK)
             hooks.callback(block.register_forward_pre_hook(lambda *_, entry=entry: given.append(entry)).remove)
             hooks.callback(block.register_forward_hook(lambda *_: given.pop() and None).remove)
         hooks.callback(setattr, torch, "topk", topk)

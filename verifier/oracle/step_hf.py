@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.transformers_hf import checkpoint_places, load_model, release_model
-from verifier.oracle.logprob_hf import moved
+from verifier.oracle.batches_hf import batches, choosing_in, slices_of
+from verifier.oracle.logprob_hf import entropy_of, moved
 from verifier.oracle.oracle import DRAWS
-from verifier.oracle.routes_hf import Route, choosing, chosen_experts
+from verifier.oracle.routes_hf import Route
+from verifier.oracle.streaming_hf import StreamedModel, Tape
 from verifier.plan.digest import dtype_name
 from verifier.stages.logprob.records import ROUNDINGS as FLOAT32_ROUNDINGS
 
@@ -48,6 +49,8 @@ NEAR_ROUNDED = 2
 LSS001 allows, 5 and 12."""
 Gradients = Mapping[str, torch.Tensor]
 """Checkpoint name -> gradient."""
+Noise = Callable[[torch.Tensor], torch.Tensor]
+"""Gets a gradient of the last hidden state, and gives what another kernel may have made of it."""
 
 
 def judge_steps(
@@ -223,8 +226,8 @@ def all_near(
 
 
 @contextlib.contextmanager
-def rounding_anew(model: Any, draw: int, at: int = 0) -> Iterator[None]:
-    """Within, a model rounds otherwise, for draws from 1 on: its embeddings, and what the head hands back.
+def rounding_anew(model: StreamedModel, draw: int, at: int = 0) -> Iterator[Noise | None]:
+    """Within, a model's embeddings round otherwise, for draws from 1 on; gives what makes the head's gradients do so.
 
     `at` is the place of the batch among those of the draw.
 
@@ -233,7 +236,7 @@ def rounding_anew(model: Any, draw: int, at: int = 0) -> Iterator[None]:
     own, on two threads, is so for some numbers of rows and not for others (ADR 0103).
     """
     if not draw:
-        yield
+        yield None
         return
     generator = torch.Generator(model.device).manual_seed(draw << 32 | at)
     share = HALF_UNIT * float(model.config.get_text_config().vocab_size) ** 0.5
@@ -243,16 +246,34 @@ def rounding_anew(model: Any, draw: int, at: int = 0) -> Iterator[None]:
         noise = torch.randn(gradient.shape, generator=generator, device=gradient.device, dtype=gradient.dtype)
         return gradient + share * size * noise
 
-    def watch(_module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(back)
+    with moved(model.model, generator):
+        yield back
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(watch)
-    try:
-        with moved(model, generator):
-            yield
-    finally:
-        hook.remove()
+
+def chosen(
+    tape: Tape, hidden: torch.Tensor, labels: torch.Tensor, temperature: float, shifts: Sequence[float],
+    noise: Noise | None,
+) -> torch.Tensor:  # fmt: skip
+    """Distributions that tokens are of, in float64, on the host, on a tape; [N, H] of them the head is given.
+
+    Returns:
+        [2 + S, N], nats: log-probabilities of [N] `labels`, the logarithms of the sums that shares are divided by, and
+        for each of S `shifts` the entropies, see `entropy_of`.
+    """
+    model = tape.model
+
+    def told(some: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        if noise is not None and some.requires_grad:
+            some = some.view_as(some)
+            some.register_hook(noise)
+        scaled = model.logits(some).double() / temperature
+        log_sum = torch.logsumexp(scaled, dim=-1)
+        logprob = scaled.gather(1, own[:, None])[:, 0] - log_sum
+        return torch.stack([logprob, log_sum, *(entropy_of(scaled, shift) for shift in shifts)]).cpu()
+
+    parts = slices_of(model, len(labels))
+    labels = labels.to(model.device)
+    return torch.cat([tape.call(model.head_unit, told, hidden[part], labels[part]) for part in parts], dim=1)
 
 
 def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
@@ -361,28 +382,26 @@ def gradients(
         [N] float64, nats, one for each token in the loss; the gradients, on the host; and the greatest change of the
         mean by rounding of log-probabilities to float32, nats.
     """
-    model = trainable(checkpoint, dtype)
+    model = StreamedModel(checkpoint, dtype)
+    tape, by_name = Tape(model), dict[str, torch.Tensor]()
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found, rounding = [], 0.0
-    parts = zip(batch, routes or [[]] * len(batch), strict=True)
-    for at, ((tokens, mask, reward, engine), rows) in enumerate(parts):
-        ids = torch.tensor([list(tokens)])
-        with choosing(model, chosen_experts(rows, len(tokens))), rounding_anew(model, draw, at):
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
+    for at, (tokens, mask, reward, engine) in enumerate(batch):
+        (alone,) = batches([tokens], [routes[at]] if routes else ())
         kept = torch.tensor(mask[1:])
-        every = torch.log_softmax(logits, dim=-1)[kept]
-        logprob = every.gather(1, ids[0, 1:][kept][:, None])[:, 0]
-        entropy = -(every.exp() * every).sum(-1)
+        with tape.sequence(choosing_in(model, alone)), rounding_anew(model, draw, at) as noise:
+            hidden = model.hidden(alone.tokens)[0, :-1][kept]
+            told = chosen(tape, hidden, alone.tokens[0, 1:][kept], rule["temperature"], [0.0], noise)
+        logprob, log_sum, entropy = told
         reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[kept].double()
         drift = rule["drift_weight"] / 2 * (logprob - reported).square()
         nats = rule["factor"] * (-reward * logprob - rule["entropy_weight"] * entropy + drift)
         found.append(nats.detach())
         slope = rule["factor"] * (rule["drift_weight"] * (logprob - reported) - reward).detach()
-        rounding += (
-            float((slope.abs() * rounding_of(torch.logsumexp(logits.detach()[kept], dim=-1))).sum()) / num_tokens
-        )
+        rounding += float((slope.abs() * rounding_of(log_sum.detach())).sum()) / num_tokens
         (nats.sum() / num_tokens).backward()
-    return torch.cat(found), dict(gradients_of(model)), rounding
+    tape.backward(1, lambda name, parts: by_name.update({name: parts[0]}))
+    return torch.cat(found), by_name, rounding
 
 
 def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
@@ -392,27 +411,6 @@ def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
         log_sum: log Z of each token.
     """
     return HALF_UNIT * (OF_A_SHARE + log_sum.abs())
-
-
-def trainable(checkpoint: Path, dtype: torch.dtype) -> Any:
-    """Load a model whose weights all have gradients: transformers gives the embedding of its pad token none."""
-    release_model()
-    model = load_model(checkpoint, dtype).requires_grad_(True)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None
-    return model
-
-
-def gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients by checkpoint name, in the place of the weights, which are lost."""
-    buffers = {name for name, _ in model.named_buffers()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    for name, (holder, tensor) in checkpoint_places(model).items():
-        if holder not in buffers:
-            yield name, tensor
 
 
 def greatest(gaps: torch.Tensor) -> Greatest:

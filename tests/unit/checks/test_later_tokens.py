@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -58,14 +59,20 @@ def outcome_of(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> Outcom
             tokens.append(int(rule(share, place, generator).argmax()))
         rows.append([tokens[:1], tokens[1:], TEMPERATURE])
 
-    class Toy(torch.nn.Module):
-        device = "cpu"
+    class Toy:
+        device, head_unit, model = "cpu", None, None
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
 
-        def forward(self, input_ids: torch.Tensor, use_cache: bool, past_key_values: None = None) -> SimpleNamespace:
-            return SimpleNamespace(logits=TABLE[input_ids])
+        def hidden(self, ids: torch.Tensor, past: None) -> torch.Tensor:
+            return ids[..., None]
 
-    monkeypatch.setattr(logprob_hf, "hold_model", lambda path, dtype, device: Toy())
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return TABLE[hidden[:, 0]]
+
+        def weights_of(self, unit: None) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(logprob_hf, "StreamedModel", lambda path, dtype, device: Toy())
     found = zip(*logprob_hf.places(None, "", rows, SHARES, 4), strict=True)
     names = ("rank", "kept", "rest", "earlier", "repeats")
     arrays = {name: np.array(column) for name, column in zip(names, found, strict=True)}

@@ -1,4 +1,4 @@
-"""The oracle's model is kept between requests for one checkpoint and for no other, and learns its padding token."""
+"""What is loaded has the weights of the checkpoint, and learns its padding token."""
 
 from __future__ import annotations
 
@@ -12,29 +12,7 @@ import torch
 from verifier.model.architectures_hf import write_scaled
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.model.transformers_hf import checkpoint_places, hold_model, load_model, release_model
-
-
-@pytest.fixture(autouse=True)
-def released() -> None:
-    release_model()
-
-
-def test_the_same_request_gets_the_same_model(tmp_path: Path) -> None:
-    path = write_tiny("qwen3", tmp_path)
-    first = hold_model(path, torch.float32, "cpu")
-    assert hold_model(path, torch.float32, "cpu") is first
-    assert hold_model(path, torch.bfloat16, "cpu").dtype is torch.bfloat16
-
-
-def test_a_checkpoint_that_was_written_since_is_another(tmp_path: Path) -> None:
-    """In bfloat16, which is converted: float32 would be mapped, and what is written to its file shows by itself."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(write_tiny("qwen3", tmp_path, "bfloat16"), folder)
-    first = hold_model(folder, torch.float32, "cpu").lm_head.weight.clone()
-    for file in write_tiny("qwen3", tmp_path, "bfloat16", seed=2).iterdir():
-        shutil.copyfile(file, folder / file.name)
-    assert not hold_model(folder, torch.float32, "cpu").lm_head.weight.equal(first)
+from verifier.model.transformers_hf import checkpoint_places, load_model
 
 
 def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verifier.model.named import resolve_model
-from verifier.model.transformers_hf import hold_model
+from verifier.model.transformers_hf import load_model
 from verifier.oracle.choices_hf import choice_gaps
 from verifier.oracle.routes_hf import mixtures_of
 from verifier.runs.model_under_test import cache_folder
@@ -22,7 +22,7 @@ NAMES = ("tiny:add-moe", "tiny:add-deepseek")
 @torch.inference_mode()
 def own_choice(checkpoint):
     """Routes that transformers chooses by itself, and [tokens, hidden] input of each block, by sequence and layer."""
-    model = hold_model(str(checkpoint), torch.float32, "cpu")
+    model = load_model(checkpoint, torch.float32)
     routes, inputs = [], []
     for tokens in TOKENS:
         chosen, hidden = {}, {}

@@ -22,9 +22,8 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
 from verifier.oracle import policy_hf
-from verifier.oracle.batches_hf import Batch
-from verifier.oracle.logprob_hf import entropy_scale
-from verifier.oracle.policy_hf import _entropy, _logprobs, _loss, entropies, judge_updates, token_losses
+from verifier.oracle.logprob_hf import entropy_of, entropy_scale
+from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
 from verifier.oracle.step_hf import noise_of
 from verifier.runs.model_under_test import cache_folder
 from verifier.train.vocab_logprob import vocab_parallel_logprob
@@ -410,9 +409,8 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
     assert min(both) > 5 if bonus > 0.05 else max(both) < 0.7, both
 
 
-def test_entropies_and_log_probabilities_are_computed_where_the_logits_are():
-    batch = Batch(places=(0, 1), tokens=torch.zeros(2, 4, dtype=torch.int64), experts={}, margin=0.0)
+def test_entropies_are_computed_where_the_logits_are():
     with FakeTensorMode(allow_non_fake_inputs=True):
         logits = torch.empty(2, 3, 8, dtype=torch.float64, device="cuda")
-        found = [_entropy(logits, 1e-5), entropy_scale(logits, logits), _logprobs(logits, batch)]
+        found = [entropy_of(logits, 1e-5), entropy_scale(logits, logits)]
     assert {tensor.device.type for tensor in found} == {"cuda"}

@@ -1,0 +1,178 @@
+"""A model whose weights are there one unit at a time, against the whole one: bits of log-probabilities and gradients.
+
+Families differ in what a layer is given and in how tensors are put together. What this does not exercise: losses
+(test_policy.py), and what the oracle reports (test_scale.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from verifier.model.named import resolve_model
+from verifier.model.transformers_hf import checkpoint_places, load_model
+from verifier.oracle import streaming_hf
+from verifier.oracle.routes_hf import choosing, mixtures_of
+from verifier.oracle.streaming_hf import StreamedModel, Tape
+from verifier.runs.model_under_test import cache_folder
+
+LENGTHS = (7, 11)
+WINDOWED = "tiny:gemma3_text"
+"""Layers of two kinds, with masks and rotary embeddings of their own."""
+NAMES = [
+    "tiny:qwen3-tied", "tiny:deepseek-v3", "tiny:nemotron-h",
+    *(
+        pytest.param(f"tiny:{name}", marks=pytest.mark.slow)
+        for name in ("qwen3", "qwen2", "llama", "qwen3-moe", "gemma3_text", "gpt_oss")
+    ),
+]  # fmt: skip
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 30, (1, length), generator=generator) for length in LENGTHS]
+
+
+def weighted(every):
+    """A number of log-probabilities, and of another kind, with slopes of both signs."""
+    slopes = torch.randn(every.shape[-1], generator=torch.Generator().manual_seed(6))
+    return (every * slopes).sum(), (every * slopes.flip(0)).sum()
+
+
+def by_the_whole(path, kind, route=None):
+    """Log-probabilities of each sequence, and gradients by checkpoint name: of a sum, or of its magnitudes."""
+    model = load_model(path, torch.float32).requires_grad_(True)
+    weights, sums, told = list(model.parameters()), [], []
+    for ids in sequences():
+        with contextlib.nullcontext() if route is None else choosing(model, route(mixtures_of(model), ids.shape[1])):
+            every = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0], dim=-1)
+        told.append(every.detach())
+        found = torch.autograd.grad(weighted(every)[kind], weights, allow_unused=True)
+        found = [torch.zeros_like(at) if slope is None else slope for at, slope in zip(weights, found, strict=True)]
+        sums.append([slope.abs() if kind else slope for slope in found])
+    with torch.no_grad():
+        for weight, parts in zip(weights, zip(*sums, strict=True), strict=True):
+            weight.copy_(sum(parts))
+    held = dict(model.named_parameters())
+    return told, {name: part for name, (holder, part) in checkpoint_places(model).items() if holder in held}
+
+
+def by_parts(path, route=None):
+    """The same of both kinds, by one unit after another."""
+    model, told, found = StreamedModel(path, torch.float32), [], {}
+    tape = Tape(model, magnitudes=[1])
+    for ids in sequences():
+        given = {} if route is None else route(mixtures_of(model.model), ids.shape[1])
+
+        def within(unit, given=given):
+            blocks = mixtures_of(model.model)
+            inside = {layer: given[layer] for layer in given if blocks[layer] in set(unit.module.modules())}
+            return choosing(model.model, inside)
+
+        with tape.sequence(within):
+            hidden = model.hidden(ids)[0]
+            every = tape.call(model.head_unit, lambda some: torch.log_softmax(model.logits(some), dim=-1), hidden)
+        told.append(every.detach())
+        for tape.kind, number in enumerate(weighted(every)):
+            number.backward(retain_graph=True)
+    tape.backward(2, lambda name, parts: found.update({name: [part.clone() for part in parts]}))
+    return told, found
+
+
+def agree(path, route=None):
+    told, found = by_parts(path, route)
+    for kind in (0, 1):
+        expected, gradients = by_the_whole(path, kind, route)
+        assert all(map(torch.equal, told, expected))
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():  # a tied matrix's two parts are added in another order
+            assert (found[name][kind] - gradient).abs().max() <= 3e-7 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_is_that_of_the_whole_model(name):
+    agree(resolve_model(name, cache_folder(), "float32"))
+
+
+def test_told_routes_are_told_when_a_layer_is_computed_again():
+    def route(blocks, length):
+        return {
+            layer: torch.tensor([[at % 3, 3 + at % 5] for at in range(length)]) for layer in list(blocks)[:2]
+        }  # fmt: skip
+
+    agree(resolve_model("tiny:add-moe", cache_folder(), "float32"), route)
+
+
+def test_one_unit_has_weights(monkeypatch):
+    model, held = StreamedModel(resolve_model("tiny:qwen3", cache_folder(), "float32"), torch.float32), []
+    original = StreamedModel.weights_of
+
+    @contextlib.contextmanager
+    def watched(self, unit, rows=None):
+        with original(self, unit, rows):
+            there = {id(weight): weight.numel() for weight in self.model.parameters() if weight.device.type != "meta"}
+            assert there.keys() <= {id(getattr(owner, name)) for owner, name, _ in unit.tensors}
+            held.append((unit, sum(there.values())))
+            yield
+
+    monkeypatch.setattr(StreamedModel, "weights_of", watched)
+    tape = Tape(model)
+    with tape.sequence():
+        every = tape.call(model.head_unit, model.logits, model.hidden(sequences()[0])[0])
+    every.sum().backward()
+    tape.backward(1, lambda *_: None)
+    assert len({unit for unit, _ in held}) == len(model.units) == model.config.num_hidden_layers + 3
+    embedding = max(size for unit, size in held if unit.module is model.model.get_input_embeddings())
+    assert embedding == len(sequences()[0].unique()) * model.config.hidden_size
+
+
+def of_the_layer_before(monkeypatch):
+    original, last = StreamedModel._read, {}
+
+    def read(self, empty, rows):
+        values = original(self, empty, rows)
+        if rows is not None:
+            return values
+        before, last[empty.shape] = last.get(empty.shape, values), values
+        return torch.nn.Parameter(before.detach(), requires_grad=values.requires_grad)
+
+    monkeypatch.setattr(StreamedModel, "_read", read)
+
+
+def without_a_tied_head(monkeypatch):
+    original = Tape._again
+
+    def again(self, call, found):
+        rows = original(self, call, found)
+        if call.unit is self.model.head_unit:
+            found.clear()
+        return rows
+
+    monkeypatch.setattr(Tape, "_again", again)
+
+
+def with_the_first_layers_mask(monkeypatch):
+    original, masks = streaming_hf._Streamed.__call__, []
+
+    def call(self, *args, **kwargs):
+        if "attention_mask" in kwargs:
+            masks.append(kwargs["attention_mask"])
+            kwargs["attention_mask"] = masks[0] if masks[0].shape == masks[-1].shape else masks[-1]
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(streaming_hf._Streamed, "__call__", call)
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("tiny:qwen3-tied", of_the_layer_before), ("tiny:qwen3-tied", without_a_tied_head),
+        pytest.param(WINDOWED, with_the_first_layers_mask, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_planted_bug_is_seen(name, bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        agree(resolve_model(name, cache_folder(), "float32"))
