@@ -138,7 +138,7 @@ def _unjudged(evidence: RunEvidence | None) -> str:
         return "not judged: nothing that this run has\n"
     parts = (
         text if count == evidence.judged else f"{text} ({count:,} of {evidence.judged:,} steps)"
-        for text, count in evidence.not_judged.items()
+        for text, count in ((said.removeprefix("not judged: "), count) for said, count in evidence.not_judged.items())
     )
     return f"not judged: {'; '.join(parts)}\n"
 

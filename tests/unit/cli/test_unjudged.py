@@ -6,15 +6,20 @@ import pytest
 
 from verifier.cli.train import _unjudged
 
+LINE = "not judged: LGP009 (no noise is known)"
+
 
 @pytest.mark.parametrize(
-    ("judged", "not_judged", "line"),
+    ("not_judged", "line"),
     [
-        (0, {}, ""),
-        (3, {}, "not judged: nothing that this run has\n"),
-        (3, {"shards were not judged: no layout": 3, "no noise": 1},
-         "not judged: shards were not judged: no layout; no noise (1 of 3 steps)\n"),
+        ({}, "not judged: nothing that this run has\n"),
+        ({LINE: 40}, f"{LINE}\n"),
+        ({LINE: 8, "not judged: LGP015 (no evaluation)": 40}, f"{LINE} (8 of 40 steps); LGP015 (no evaluation)\n"),
     ],
-)  # fmt: skip
-def test_the_last_line_says_what_was_not_judged_and_in_how_many_steps(judged, not_judged, line):
-    assert _unjudged(SimpleNamespace(judged=judged, not_judged=not_judged)) == line
+)
+def test_each_reason_is_said_once_with_its_steps(not_judged: dict[str, int], line: str) -> None:
+    assert _unjudged(SimpleNamespace(judged=40, not_judged=not_judged)) == line
+
+
+def test_a_run_that_nobody_judged_says_nothing() -> None:
+    assert _unjudged(None) == ""
