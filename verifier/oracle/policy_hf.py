@@ -117,6 +117,7 @@ def judge_updates(
         exact = _loss(before, rows, objective, torch.float32, margin, device)
         if adapter is not None:
             exact = _of_adapter(exact, old, adapter)
+        exact = replace(exact, doubts={name: doubt.abs().max() for name, doubt in exact.doubts.items()})
         rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf, device)
         actual, roundings = tensors_of(path / f"gradients-{number}"), {}
         if dtype == torch.float32:
@@ -126,6 +127,7 @@ def judge_updates(
                 return (found if adapter is None else _of_adapter(found, old, adapter)).gradients  # noqa: B023
 
             if not all_near(actual, exact.gradients, exact.doubts):
+                exact = replace(exact, gradients={})  # freed before there are others
                 exact = replace(exact, gradients=compute(torch.float64, 0))
                 roundings = rounded_anew(actual, exact.gradients, exact.doubts, compute)
             rounded = exact

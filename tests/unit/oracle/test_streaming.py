@@ -18,9 +18,10 @@ from verifier.oracle.routes_hf import choosing, mixtures_of
 from verifier.oracle.streaming_hf import StreamedModel, Tape
 from verifier.runs.model_under_test import cache_folder
 
-LENGTHS = (7, 11)
+LENGTHS = (7, 70)
+"""The second is beyond the window of `WINDOWED`."""
 WINDOWED = "tiny:gemma3_text"
-"""Layers of two kinds, with masks and rotary embeddings of their own."""
+"""Has layers of two kinds, with masks and rotary embeddings of their own."""
 NAMES = [
     "tiny:qwen3-tied", "tiny:deepseek-v3", "tiny:nemotron-h",
     *(
@@ -154,12 +155,11 @@ def without_a_tied_head(monkeypatch):
 
 
 def with_the_first_layers_mask(monkeypatch):
-    original, masks = streaming_hf._Streamed.__call__, []
+    original, masks = streaming_hf._Streamed.__call__, {}
 
     def call(self, *args, **kwargs):
-        if "attention_mask" in kwargs:
-            masks.append(kwargs["attention_mask"])
-            kwargs["attention_mask"] = masks[0] if masks[0].shape == masks[-1].shape else masks[-1]
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = masks.setdefault(mask.shape, mask)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(streaming_hf._Streamed, "__call__", call)
