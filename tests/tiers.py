@@ -38,30 +38,15 @@ NOT_QUICK = (
     "meta/test_tiers.py",
 )
 """Files and tests that import transformers, start processes, or compute for seconds."""
-SLOW = (
-    "contracts/test_bridges.py",
-    "dist/test_bisect.py",
+SLOW_ROWS = (
     "dist/test_clean_runs.py::test_golden_holds[pipeline]",
-    "dist/test_deaths.py",
-    "dist/test_derived_layouts.py",
-    "dist/test_engine_update.py",
     "dist/test_export_names.py::test_every_rank_holds_what_the_layout_says[deepseek",
     "dist/test_export_names.py::test_every_rank_holds_what_the_layout_says[qwen3-1",
     "dist/test_export_names.py::test_every_rank_holds_what_the_layout_says[qwen3-tp2",
     "dist/test_float32_loop.py::test_a_bug_is_the_cause[advantages]",
     "dist/test_float32_loop.py::test_a_bug_is_the_cause[denominator]",
     "dist/test_float32_loop.py::test_a_bug_is_the_cause[temperature]",
-    "dist/test_foreign_loop.py",
-    "dist/test_fork_launcher.py",
-    "dist/test_gate.py::test_a_killed_gate",
-    "dist/test_gate.py::test_with_its_waivers",
     "dist/test_replay_megatron.py::test_routes_are_obeyed_and_natural_ones_change_nothing[qwen3-moe-sizes4",
-    "dist/test_second_trainer.py",
-    "dist/test_tied_heads.py",
-    "dist/test_tokens_megatron.py",
-    "dist/test_train_command.py::test_a_folder_with",
-    "dist/test_train_engines.py",
-    "dist/test_train_lost_logprobs.py",
     "dist/test_train_modes.py::test_every_step_holds[kept]",
     "dist/test_train_modes.py::test_every_step_holds[recomputed]",
     "dist/test_train_modes.py::test_no_token_is_over_the_bound[kept]",
@@ -70,15 +55,8 @@ SLOW = (
     "dist/test_train_parity.py::test_a_step_on_a_mesh_is_that_of_one_rank_and_of_adam[qwen3-1",
     "dist/test_train_parity.py::test_a_step_on_a_mesh_is_that_of_one_rank_and_of_adam[qwen3-moe",
     "dist/test_train_parity.py::test_a_step_on_a_mesh_is_that_of_one_rank_and_of_adam[qwen3-tp2",
-    "dist/test_train_preflight.py",
-    "dist/test_train_ray.py::test_the_token",
-    "dist/test_train_replay_step.py",
-    "dist/test_train_resume.py::test_another_mesh",
-    "dist/test_train_resume.py::test_async_equals_sync_by_content",
-    "dist/test_train_resume.py::test_checkpoints_are_written",
     "dist/test_train_tools.py::test_every_step_holds[step-wise]",
     "dist/test_train_tools.py::test_prompts_of_later_turns_begin_with_all_earlier_ids[step-wise]",
-    "dist/test_trainer_offload.py",
     "dist/test_trainer_parity.py::test_trainer_agrees_with_the_checkpoint_with_transformers_and_with_one_rank[deepseek",
     "dist/test_trainer_parity.py::test_trainer_agrees_with_the_checkpoint_with_transformers_and_with_one_rank[llama",
     "dist/test_trainer_parity.py::test_trainer_agrees_with_the_checkpoint_with_transformers_and_with_one_rank[nemotron-h",
@@ -86,32 +64,14 @@ SLOW = (
     "dist/test_trainer_parity.py::test_trainer_agrees_with_the_checkpoint_with_transformers_and_with_one_rank[qwen3-moe-sizes12",
     "dist/test_trainer_step.py::test_a_neighbour_in_the_pack_moves_no_bit_of_mine[mesh1-deepseek",
     "dist/test_trainer_step.py::test_a_neighbour_in_the_pack_moves_no_bit_of_mine[mesh1-qwen3-moe",
-    "dist/test_trainer_step.py::test_interleaved",
     "dist/test_trainer_step.py::test_padding_of_nan_changes_nothing[deepseek",
-    "dist/test_trainer_step.py::test_steps_that_go_on_from_files",
-    "dist/test_watch.py",
     "faults/test_token_faults.py::test_fault_is_caught_where_it_sits[labels-rolled-in-the-shard]",
     "faults/test_token_faults.py::test_fault_is_caught_where_it_sits[mean-of-means]",
     "faults/test_token_faults.py::test_fault_is_caught_where_it_sits[routes-count-dense-layers]",
-    "property/test_example_packers.py",
-    "quality/test_planted_packers.py",
-    "unit/cli/test_plan.py::test_a_published_model_is_planned_in_a_minute_and_4_gb",
-    "unit/core/test_plugins.py",
-    "unit/export/test_derived.py::test_numbers_that_lie_as_a_row_says",
-    "unit/model/test_published.py::test_weights",
-    "unit/plan/test_digest.py::test_gpu_kernel_equals_reference_when_interpreted",
-    "unit/plan/test_digest.py::test_no_collision_among_structured_variations",
     "unit/plan/test_recipes.py::test_a_recipe_is_dry_run_and_planned[deepseek",
-    "unit/plan/test_run_plan.py::test_deepseek_v3",
-    "unit/report/test_core_alone.py",
-    "unit/test_api.py",
-    "unit/test_pytest_plugin.py",
-    "unit/train/test_logprob_kernel.py",
 )
-"""Begins of the names of tests that are slow beside those marked so in their files.
-
-Others like them stay in the default tier, which has 20 minutes on two cores.
-"""
+"""Begins of the names of rows of tables that are slow: others of the same table stay in the default tier, which has 20
+minutes on two cores. Whole tests and files are marked where they stand."""
 WITH_ENGINES = (
     "faults/", "dist/test_roundtrip.py", "dist/test_engine_", "dist/test_interrupted.py", "dist/test_foreign_loop.py",
     "dist/test_plugin_runs.py", "dist/test_train_lora.py", "dist/test_train_modes.py", "dist/test_train_tools.py",
@@ -187,7 +147,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the quick tier and what is slow, and deselect the h100 tests that `--gpus` and `--share-gpus` exclude."""
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+        if item.nodeid.removeprefix("tests/").startswith(SLOW_ROWS):
             item.add_marker("slow")
         if is_quick(item):
             item.add_marker("quick")

@@ -11,6 +11,7 @@ def test_bridges_are_those_that_its_source_registers(trainer_launcher, tmp_path)
     trainer_launcher.run(function, world_size=1, run_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_no_loss_of_routers_is_left_on(trainer_launcher, tmp_path):
     function = "bridge_functions:no_loss_of_routers_is_left_on"
     trainer_launcher.run(function, world_size=1, run_dir=tmp_path)

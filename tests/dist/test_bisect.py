@@ -16,6 +16,8 @@ from verifier.mesh import Mesh
 from verifier.runs.first_difference import first_difference
 from verifier.runs.runner import Runner
 
+pytestmark = pytest.mark.slow
+
 ROTARY, QKV = "layers.0.self_attention.rotary_query", "layers.0.self_attention.linear_qkv"
 CORE = "layers.0.self_attention.core_attention"
 LOSS = ("logprob", "entropy")

@@ -146,6 +146,7 @@ def kill(
         run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "signum", "delay_s"),
     [("launcher", signal.SIGKILL, 0.5), ("rank 1", signal.SIGSEGV, 2.0), ("engine", signal.SIGKILL, 2.0)],

@@ -21,6 +21,8 @@ from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 
+pytestmark = pytest.mark.slow
+
 Case = tuple[str, Mesh, str]
 DEFAULT: tuple[Case, ...] = (
     ("qwen3-tied", Mesh(pp=2, vpp=2), "float32"),

@@ -40,6 +40,8 @@ from verifier.oracle.logprob_hf import score
 from verifier.plan.chunk_plan import ChunkPlan, TensorMeta, build_plan
 from verifier.plan.digest import digest_tensor
 
+pytestmark = pytest.mark.slow
+
 ALLOWED_NATS = 1e-5  # two float32 implementations of a 4-layer model agree to about 5e-6 (docs/numerics.md)
 START_S = 600
 

@@ -24,6 +24,8 @@ from verifier.oracle.oracle import Oracle
 from verifier.probe.loop_oracle import add_oracle
 from verifier.report import Report, report_of
 
+pytestmark = pytest.mark.slow
+
 CAUGHT = {
     "logprobs off by one": (Stage.ROLLOUT, "LGP009"),
     "another tensor's name": (Stage.TRANSPORT, "TPT001"),

@@ -98,6 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_gate_goes_on_and_names_a_worker_that_died_and_a_known_bug(folder):
     before = rows_of(folder)
     gate = started(folder, "GATE.yaml", "--json", "out.json", "--junit", "out.xml")
@@ -123,6 +124,7 @@ def test_a_killed_gate_goes_on_and_names_a_worker_that_died_and_a_known_bug(fold
     assert (folder.parent / "out.xml").read_text().count("<testcase ") == 4
 
 
+@pytest.mark.slow
 def test_with_its_waivers_the_same_folder_passes_and_runs_the_failed_cell_alone(folder):
     result = json.loads((folder / "result.json").read_text())
     bad = {finding["check"] for item in result["cells"] for finding in item.get("findings", ())} | {"WGT001", "WGT004"}

@@ -23,6 +23,8 @@ from verifier.config.training import TrainConfig
 from verifier.model.tiny import write_tiny
 from verifier.trainer.controller import Trainer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 OF_GREATEST = 1e-5
 """Greatest difference of a gradient over the tensor's greatest (issue 16)."""

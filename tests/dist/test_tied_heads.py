@@ -16,6 +16,8 @@ from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.model.tiny import TINY, write_tiny
 from verifier.platform.upstream_fixes import FIXES, SEPARATE_HEADS, VLLM_HEADS
 
+pytestmark = pytest.mark.slow
+
 START_S = 600
 ROWS = {"vllm": ("llama", "qwen2", "qwen3", "qwen3-moe"), "hf": ("llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3")}
 DERIVED = {"vllm": ("gemma", "gemma3", "mistral", "olmoe"), "hf": ("gemma", "gemma3", "mistral", "olmoe")}

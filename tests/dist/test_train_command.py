@@ -75,6 +75,7 @@ def test_the_same_seed_gives_the_same_weights_with_and_without_judging(run, trai
         assert file.read_bytes() == (tmp_path / "again" / "hf_model" / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_of_another_config_is_refused(run):
     folder, _ = run
     done = train("--run", str(folder))

@@ -26,6 +26,8 @@ from verifier.stages.engine.records import EngineRestart, SyncedTensor
 from verifier.trainer.controller import Trainer
 from verifier.trainer.engines import RESTARTS
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "data.batch_size=4", "grpo.group_size=4",

@@ -28,6 +28,8 @@ from verifier.trainer.controller import Trainer
 from verifier.trainer.lost_logprobs import LogprobLost
 from verifier.trainer.observer import SILENT
 
+pytestmark = pytest.mark.slow
+
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", "steps=2", "data.batch_size=4", "grpo.group_size=4",
     "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "evaluation.num_problems=0",

@@ -57,6 +57,7 @@ def examples(tmp_path) -> Iterator[str]:
     return str(file)
 
 
+@pytest.mark.slow
 def test_sft_trains_a_full_batch_of_the_longest_examples(trainer_launcher, tmp_path, examples):
     run = tmp_path / "run"
     found = tried(trainer_launcher, run, *SFT, f"data.source={examples}", "evaluation.num_problems=0")

@@ -93,6 +93,7 @@ def test_actor_and_rank_have_the_environment_of_the_driver(local):
     assert not {name for name, value in GIVEN.items() if value is None} & rank.keys()
 
 
+@pytest.mark.slow
 def test_the_token_lies_in_the_folder_of_the_run_and_signals_are_as_before(local):
     assert (local.run / "ray_token").stat().st_mode & 0o777 == 0o600
     assert signal.getsignal(signal.SIGTERM) is local.sigterm

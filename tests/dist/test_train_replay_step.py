@@ -26,6 +26,8 @@ from verifier.trainer import update_log
 from verifier.trainer.controller import Trainer
 from verifier.trainer.replay import Replayed, replay_step
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ROOT / "configs" / "add-sft.yaml"
 SFT = ("steps=4", "data.batch_size=16", "evaluation.num_problems=0", "checkpoint.every=2", "checkpoint.keep=9")
 GRPO = (

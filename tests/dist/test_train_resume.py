@@ -83,6 +83,7 @@ def stopped(whole, tmp_path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_checkpoints_are_written_and_the_last_ones_kept(whole, trainer_launcher, tmp_path):
     assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["000002", "000004", "000006"]
     train(trainer_launcher, tmp_path / "run", "steps=5", "checkpoint.every=1", "checkpoint.keep=2")
@@ -113,6 +114,7 @@ def test_another_config_is_refused_by_the_name_of_the_knob(stopped, trainer_laun
         train(trainer_launcher, stopped, knob)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [("mesh.tp=2", "mesh.dp=1"), ("mesh.dp=1",)], ids=["tp2", "one rank"])
 def test_another_mesh_goes_on_with_the_next_losses(stopped, whole, trainer_launcher, mesh):
     for step in (4, 6):
@@ -127,6 +129,7 @@ def test_another_mesh_goes_on_with_the_next_losses(stopped, whole, trainer_launc
     assert gaps[4] <= THIRD
 
 
+@pytest.mark.slow
 def test_async_equals_sync_by_content(whole, trainer_launcher, tmp_path):
     run = tmp_path / "run"
     train(trainer_launcher, run, "checkpoint.keep=9", "checkpoint.asynchronous=true")

@@ -10,6 +10,8 @@ import pytest
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
 
+pytestmark = pytest.mark.slow
+
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 

@@ -76,6 +76,7 @@ def test_export_waits_for_parameters_that_are_still_to_be_gathered(run):
         assert result["naive"] != result["synced"]
 
 
+@pytest.mark.slow
 def test_interleaved_stages_without_overlapped_transfer_train_wrongly(run):
     right = run("steps_of_equal_lengths", mesh={"pp": 2, "vpp": 2})[0]
     plain = run("steps_of_equal_lengths", mesh={"pp": 2})[0]

@@ -13,9 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.processes import alive
 from verifier.launch.keeper import descendants
 from verifier.model.tiny import write_tiny
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0

@@ -61,8 +61,8 @@ def test_tests_are_selected_by_number_of_gpus(limit, share, left):
     assert "".join(name for name, item in items.items() if tiers.fits(item, limit, share)) == left
 
 
-def test_exceptions_of_the_quick_tier_exist():
-    for name in tiers.NOT_QUICK:
+def test_exceptions_of_the_tiers_exist():
+    for name in (*tiers.NOT_QUICK, *(row.partition("[")[0] for row in tiers.SLOW_ROWS)):
         file, _, test = name.partition("::")
         assert f"def {test}" in (ROOT / "tests" / file).read_text(), name
     assert [name for name in tiers.QUICK_FOLDERS if not (ROOT / "tests" / name).is_dir()] == []

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/test_your_packer.py"
 RIGHT = '''
 """In the style of a trainer that fills its buffers sequence by sequence."""

@@ -24,6 +24,8 @@ from verifier.train.pack import IGNORE_LABEL, PackedBatch, loss_rows, pack, shar
 from verifier.train.router_replay import replay_routes
 from verifier.train.token_layout import cp_rows
 
+pytestmark = pytest.mark.slow
+
 Shows = Callable[[Packing], bool]
 
 

@@ -147,6 +147,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_what_judges_and_records_is_of_python_3_10(tmp_path):
     """Syntax, and names of the standard library, by mypy; the interpreters run it in the slow tier."""
     files = output("-c", without((*HEAVY, "numba"), LIGHT), cwd=tmp_path).splitlines()

@@ -21,6 +21,7 @@ from verifier.oracle.routes_hf import Route
 from verifier.oracle.streaming_hf import StreamedModel, Tape
 from verifier.plan.digest import dtype_name
 from verifier.stages.logprob.records import ROUNDINGS as FLOAT32_ROUNDINGS
+from verifier.stages.loss.records import in_all_layers
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
@@ -293,11 +294,6 @@ def group_of(name: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
-def kind_of(name: str) -> str:
-    """A tensor's name without its layer's index."""
-    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
-
-
 def groups_of(
     exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
@@ -355,10 +351,12 @@ class Spread:
         """Say if the passes so far show the trainer's gradients to be far inside of what they may be off by."""
         kinds: dict[str, float] = {}
         for name, row in self.groups.items():
-            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), row["group_noise"])
+            kinds[in_all_layers(name)] = max(kinds.get(in_all_layers(name), 0.0), row["group_noise"])
         own = FLOAT32_ROUNDINGS / 3 if self.passes > 1 else 0.0
         for name, row in self.groups.items():
-            if not abs(row["group_length"] - 1) <= max(NEAR_ROUNDED * kinds[kind_of(name)], own * row["group_noise"]):
+            if not abs(row["group_length"] - 1) <= max(
+                NEAR_ROUNDED * kinds[in_all_layers(name)], own * row["group_noise"]
+            ):
                 return False
         told = {name: actual.get(name, gradient) for name, gradient in exact.items()}
         return noise_of(told, exact) <= NEAR_ROUNDED * self.noise

@@ -292,7 +292,7 @@ class Tape:
             self.model.tape = None
 
     def call(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function of a unit's weights returns, and a record of the call."""
+        """Result of a function of a unit's weights; the call goes on record."""
         leaves, shape = tree_flatten((args, kwargs))
         edges = {
             index: get_gradient_edge(leaf)
@@ -423,7 +423,7 @@ def _tensor(model: nn.Module, holder: str) -> torch.Tensor:
 
 
 def _part(values: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """What a view of one tensor is of another one of its shape."""
+    """Part of a tensor that lies as a view of another one of its shape does."""
     return values.contiguous().as_strided(view.shape, view.stride(), view.storage_offset())
 
 

@@ -30,6 +30,7 @@ print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, *heavy, file=sys
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_a_published_model_is_planned_in_a_minute_and_4_gb(name, tmp_path):
     """On a core of its own, this takes eight seconds and 0.3 GB."""

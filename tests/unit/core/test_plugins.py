@@ -96,6 +96,7 @@ def test_without_it_they_are_kept_and_the_verdict_names_what_was_not_judged(trac
     assert python(kept, cwd=tmp_path).stdout == "[(1, '9f3c'), (2, '77a1')]\n"
 
 
+@pytest.mark.slow
 def test_the_gate_and_the_judge_of_a_training_run_load_it(package, trace, tmp_path):
     step = "from verifier.cli.train import judge_step; print(judge_step('trace').mismatched)"
     assert python(step, package, cwd=tmp_path).stdout == "frozenset({'LAB001'})\n"
@@ -104,6 +105,7 @@ def test_the_gate_and_the_judge_of_a_training_run_load_it(package, trace, tmp_pa
         assert python(registry, package, cwd=tmp_path).stdout == "True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BROKEN)
 def test_one_that_cannot_be_loaded_is_one_sentence_and_exit_code_4(case, tmp_path, trace):
     module, sentence = BROKEN[case]

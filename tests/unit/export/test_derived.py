@@ -65,6 +65,7 @@ def _of_written(layout: ModelLayout, mesh: Mesh, numbering: Numbering) -> Derive
     return derive(mesh, ranks, numbering)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(name=st.sampled_from(list(TINY)), mesh=meshes(most=16), bits=st.sampled_from([8, 24]))
 def test_numbers_that_lie_as_a_row_says_give_that_row(name: str, mesh: Mesh, bits: int) -> None:

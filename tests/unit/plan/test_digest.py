@@ -112,6 +112,7 @@ def test_reference_in_several_pieces():
     assert digest_tensor(data) == reference(data)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_gpu_kernel_equals_reference_when_interpreted():
     """Triton's interpreter runs the kernel on the host; tests/h100 runs it on a GPU."""
@@ -227,6 +228,7 @@ def test_length_shows_where_contents_cannot(value):
     assert len(digests) == 5000
 
 
+@pytest.mark.slow
 def test_no_collision_among_structured_variations():
     """100,000 tensors that differ as mistakes do: each single bit, one-hot, near-equal constants, permutations."""
     seen = set()

@@ -48,6 +48,7 @@ def deepseek():
     return run_plan(bf16(DEEPSEEK), published("deepseek-v3"))
 
 
+@pytest.mark.slow
 def test_deepseek_v3_has_671_billion_parameters(deepseek):
     attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
     dense, expert, router = 3 * 7168 * 18432, 3 * 7168 * 2048, 256 * 7168

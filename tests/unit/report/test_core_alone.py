@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from tests.snapshots.check_traces import BROKEN, clean
 from tests.unit.report.test_live_and_replayed import stored
 from verifier.report import render_json, render_text, report_of
+
+pytestmark = pytest.mark.slow
 
 JUDGE = """
 import json, sys

@@ -16,6 +16,7 @@ import pytest
 SCRIPTS = {"interpret_logprob_kernel.py": "40 cases agree\n", "interpret_logprob_ranks.py": "3 vocabularies agree\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kernels_agree_with_torch_operations(name: str) -> None:

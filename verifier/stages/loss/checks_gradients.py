@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
 from verifier.stages.checks_conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
 from verifier.stages.logprob.records import ROUNDINGS
-from verifier.stages.loss.records import GradientRecord, KeptGradients, Objective
+from verifier.stages.loss.records import GradientRecord, KeptGradients, Objective, in_all_layers
 from verifier.stages.train.records import StepReport
 
 GRADIENT = Tolerance(
@@ -66,7 +65,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     transformers, or by up to six, each rounded anew, where a gradient is not near. A length may be off by six times
     the greatest noise of its kind, or of any tensor in the update, whichever is less; and where one pass did not show
     it to be near, by twelve times the greatest noise of the tensor itself in six: a chance of 1.2e-6 where one
-    direction dominates, 3e-5 where the trainer's kernels have twice the noise of transformers' (ADR 0107). It is not
+    direction dominates, 3e-5 where the trainer's noise has three times the variance (ADR 0107). It is not
     judged of fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by
     which LSS004 judges; where routers flip, transformers takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
@@ -117,10 +116,10 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
     updates: dict[tuple[int, int], float] = defaultdict(float)
     for (version, update, name), item in groups.items():
         noise = float(item.group_noise)
-        kinds[version, _kind(name)] = max(kinds[version, _kind(name)], noise)
+        kinds[version, in_all_layers(name)] = max(kinds[version, in_all_layers(name)], noise)
         updates[version, update] = max(updates[version, update], noise)
     for (version, update, name), item in groups.items():
-        allowed = LENGTH_NOISES * min(kinds[version, _kind(name)], updates[version, update])
+        allowed = LENGTH_NOISES * min(kinds[version, in_all_layers(name)], updates[version, update])
         source = "the greatest noise of this tensor in all layers and updates, or of any tensor in this update, "
         source += f"times {LENGTH_NOISES}"
         own = ROUNDINGS * float(item.group_noise)
@@ -133,11 +132,6 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         subject = f"the length of the gradient of `{name}`"
         says = ("the trainer's", "along transformers' gradient, fp32")
         yield compare_value(At(Stage.LOSS, version), what, length, 1.0, subject=subject, says=says, allowed=bound)
-
-
-def _kind(name: str) -> str:
-    """The tensor's name without its layer's index."""
-    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 def subject_of(item: GradientRecord) -> str:

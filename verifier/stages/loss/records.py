@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from verifier.core.owed import (
@@ -128,6 +129,11 @@ class Objective(Record, frozen=True, kw_only=True, tag="loss/objective"):
     drift_weight: float
     every_second: float = 1.0
     """Factor of all this in every second step."""
+
+
+def in_all_layers(name: str) -> str:
+    """A tensor's name without its layer's index, which it shares with those of its kind."""
+    return re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
 
 
 class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
