@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
-from verifier.stages.data.faults_turn import STEP_WISE
+from verifier.stages.data.faults import STEP_WISE
 
 PLAN = "verifier.trainer.grpo_plan"
 ADVANTAGES = f"{PLAN}:advantages(rewards, groups, estimator, trajectories, token_counts)"

@@ -12,7 +12,7 @@ from typing import Any
 from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, Side, fault
 from verifier.mesh import Mesh
-from verifier.stages.load.faults_conversion import BRIDGE, CONVERSION, MAPPING, in_adapter, in_dense_export, in_export
+from verifier.stages.load.faults import BRIDGE, CONVERSION, MAPPING, in_adapter, in_dense_export, in_export
 
 GATHERED = f"{MAPPING}:MegatronParamMapping"
 SOURCE = "megatron.bridge.models.hf_pretrained.state:SafeTensorsStateSource"
@@ -196,12 +196,16 @@ ADAPTERS = (
     "lora.rank=8",
     "grpo.max_answer_tokens=8",
 )  # fmt: skip
+SAVE_ADAPTER = "verifier.train.lora_megatron:save_adapter(path, adapter, lora)"
 MERGED = (*ADAPTERS, "lora.sync=merged", "engine.kind=hf")
+MERGE = (
+    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
+    "scale)"
+)
 
 
 @fault(
-    "huggingface/trl#6688", EXPORT, stage=Stage.EXPORT,
-    caught_by=("WGT010", "WGT012"), **TRAINED, training=MERGED,
+    "huggingface/trl#6688", EXPORT, stage=Stage.EXPORT, caught_by=("WGT010", "WGT012"), **TRAINED, training=MERGED,
 )  # fmt: skip
 def merged_and_unmerged(call: Call) -> Any:
     """The adapters are added to the base for the export and subtracted after it: the base drifts by the rounding."""
@@ -222,9 +226,7 @@ def merged_and_unmerged(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#3696",
-    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
-    "scale)", stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
+    "NVIDIA-NeMo/RL#3696", MERGE, stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
 )  # fmt: skip
 def adapter_merged_in_bf16(call: Call) -> Any:
     """The product of an adapter is rounded to bf16 before it is added to the base."""
@@ -233,8 +235,8 @@ def adapter_merged_in_bf16(call: Call) -> Any:
 
 
 @fault(
-    "Tencent-Hunyuan/UniRL#155", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
-    caught_by=("WGT013", "LGP009"), **TRAINED, training=ADAPTERS,
+    "Tencent-Hunyuan/UniRL#155", SAVE_ADAPTER, stage=Stage.EXPORT, caught_by=("WGT013", "LGP009"), **TRAINED,
+    training=ADAPTERS,
 )  # fmt: skip
 def alpha_lost_at_sync(call: Call) -> Any:
     """The adapter's alpha is lost on the way to the engine, which applies half of what the trainer does."""
@@ -242,11 +244,6 @@ def alpha_lost_at_sync(call: Call) -> Any:
 
 
 SAVE = "verifier.export.gather_megatron:save(trainer, folder, whole)"
-MERGE = (
-    "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
-    "scale)"
-)
-FILES = "verifier.trainer.model_files:copy_files(source, folder)"
 LIVE = (
     "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
@@ -317,8 +314,7 @@ def final_export_without_adapter(call: Call) -> Any:
 
 
 @in_final(
-    "NovaSky-AI/SkyRL#1345", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT020", "LGP009"),
-    training=UNSAMPLED,
+    "NovaSky-AI/SkyRL#1345", EXPORT, caught_by=("WGT020", "LGP009"), training=UNSAMPLED,
 )  # fmt: skip
 def tensor_of_the_sync_before_sent_once(call: Call) -> Any:
     """One sync, between two sampled steps, sends one tensor as the sync before had it; the next sends it right."""
@@ -333,7 +329,7 @@ def tensor_of_the_sync_before_sent_once(call: Call) -> Any:
 
 
 @in_final(
-    "NVIDIA-NeMo/Automodel#3193", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT018", "LGP009"),
+    "NVIDIA-NeMo/Automodel#3193", EXPORT, caught_by=("WGT018", "LGP009"),
     training=(*UNSAMPLED, "lora.rank=4", "lora.sync=merged"),
 )  # fmt: skip
 def base_rounded_beside_merged_matrices(call: Call) -> Any:
@@ -345,10 +341,7 @@ def base_rounded_beside_merged_matrices(call: Call) -> Any:
             yield name, tensor
 
 
-@in_final(
-    "huggingface/trl#5319", "verifier.export.gather_megatron:export(trainer)", caught_by=("WGT004", "WGT005", "LGP009"),
-    training=LIVE,
-)  # fmt: skip
+@in_final("huggingface/trl#5319", EXPORT, caught_by=("WGT004", "WGT005", "LGP009"), training=LIVE)
 def first_sync_before_the_load(call: Call) -> Any:
     """The first sync takes norms as they were built, before the checkpoint was loaded; every later one is right."""
     import torch
@@ -361,10 +354,7 @@ def first_sync_before_the_load(call: Call) -> Any:
             yield name, tensor
 
 
-@fault(
-    "redai-studio/Relax#261", "verifier.train.lora_megatron:save_adapter(path, adapter, lora)", stage=Stage.EXPORT,
-    engine=TRAINING, model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
-)  # fmt: skip
+@in_final("redai-studio/Relax#261", SAVE_ADAPTER, training=("lora.rank=8",))
 def adapter_of_fewer_targets(call: Call) -> None:
     """The adapter's config names some of the linears that its file has matrices of: a reader skips the others."""
     call.faulty()
@@ -373,18 +363,19 @@ def adapter_of_fewer_targets(call: Call) -> None:
     file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
 
 
-@fault(
-    "redai-studio/Relax#262",
-    "verifier.train.lora_megatron:write_shard(path, tensors)", stage=Stage.EXPORT, engine=TRAINING,
-    model="tiny:add", caught_by=("WGT019",), training=("lora.rank=8",),
-)  # fmt: skip
+@in_final(
+    "redai-studio/Relax#262", "verifier.train.lora_megatron:write_shard(path, tensors)", training=("lora.rank=8",)
+)
 def adapter_under_the_names_of_its_base(call: Call) -> None:
     """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
     prefix = "base_model.model."
     call.faulty(tensors={name.removeprefix(prefix): tensor for name, tensor in call.tensors.items()})
 
 
-@in_final("NVIDIA-NeMo/Automodel#3890", FILES, side=Side.CONTROLLER, caught_by=("WGT021",))
+@in_final(
+    "NVIDIA-NeMo/Automodel#3890", "verifier.trainer.model_files:copy_files(source, folder)",
+    side=Side.CONTROLLER, caught_by=("WGT021",),
+)  # fmt: skip
 def generation_settings_of_an_empty_config(call: Call) -> None:
     """An empty generation_config.json is written beside the weights and outdoes the end tokens of config.json."""
     call.faulty()
@@ -394,11 +385,6 @@ def generation_settings_of_an_empty_config(call: Call) -> None:
 @in_resume("THUDM/slime#2380", FIRST_SYNC, caught_by=("WGT020",), training=("dtype=bf16", "engine.kind=hf", *RESUMED))
 def reference_sent_at_the_first_sync_after_a_resume(call: Call) -> Any:
     """The reference is loaded last and stands in the model at the first sync, so that it samples the first step."""
-    return _sent_from_the_reference(call)
-
-
-def _sent_from_the_reference(call: Call) -> Any:
-    """Sync the reference's weights in the place of the live ones, if it is the first sync after a load."""
     if not call.first:
         return call.original()
     from verifier.train.step_megatron import params_synced

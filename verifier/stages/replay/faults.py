@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.core.stage import Stage
 from verifier.faults.fault import FOLDER, NO_ENGINE, TRAINING, Body, Call, fault, kind
 from verifier.mesh import Mesh
-from verifier.stages.pack.faults_pack import Fields, on_rollouts, on_shards
+from verifier.stages.pack.faults import Fields, on_rollouts, on_shards
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,12 +1,297 @@
-"""Bugs of the engine's weights: received tensors, or an adapter, to what a forward pass reads; reloads and sleep."""
+"""Bugs of an engine that samples: log-probabilities, tokens or parameters of something else, and old storage."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call
-from verifier.stages.engine.faults_engine import RELOAD, START, on_gpu
+from verifier.faults.fault import TRAINING, Call, Side, fault, held
+from verifier.stages.engine.faults import RELOAD, START, on_gpu
+
+SAMPLER = "vllm.v1.sample.sampler:Sampler"
+FORWARD = f"{SAMPLER}.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)"
+TOPK = "vllm.v1.sample.ops.topk_topp_sampler"
+LLM = "vllm.entrypoints.llm:LLM"
+NUCLEUS = 0.95
+"""Top-p in the published generation_config of many models."""
+in_client = functools.partial(fault, stage=Stage.ROLLOUT, engine="vllm", caught_by=("LGP003",))
+in_worker = functools.partial(in_client, side=Side.ENGINE)
+in_driver = functools.partial(in_client, side=Side.DRIVER)
+
+
+@in_driver(
+    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:sample_of(item, output)", caught_by=("LGP006",),
+    model="tiny:qwen3-504",
+)  # fmt: skip
+def truncation_not_handed_on(call: Call) -> Any:
+    """The reason of an end is dropped on its way, so that answers cut off by a limit count as whole."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, ended="stop")) if found.ended == "length" else found
+
+
+@in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
+def block_of_the_row_before(call: Call) -> None:
+    """A request moves into the row of one that has ended, where the last block is still the other's."""
+    table = call.self
+    last = table.num_blocks_per_row[call.src] - 1
+    block = table.block_table.np[call.tgt, last]
+    call.faulty()
+    table.block_table.np[call.tgt, last] = block
+
+
+@in_worker(
+    "NVIDIA-NeMo/RL#3497", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP004",),
+)  # fmt: skip
+def sampler_takes_the_models_nucleus(call: Call) -> Any:
+    """Values that a request leaves unset come from the model's generation_config: a top-p of 0.95."""
+    import torch
+
+    nucleus = torch.full((len(call.logits),), NUCLEUS, device=call.logits.device)
+    return call.faulty(sampling_metadata=dataclasses.replace(call.sampling_metadata, top_p=nucleus))
+
+
+@in_worker(
+    "vllm-project/vllm#15241", f"{SAMPLER}.apply_temperature(logits, temp, all_random)", caught_by=("LGP003", "LGP004")
+)
+def sampling_temperature_ignored(call: Call) -> Any:
+    """Tokens are sampled at temperature 1, whatever is asked for."""
+    if (call.temp != 1).any():
+        call.fire()
+    return call.original(temp=call.temp * 0 + 1)
+
+
+@in_worker("huggingface/trl#4159", FORWARD)
+def logprobs_before_temperature(call: Call) -> Any:
+    """An engine's default changed: log-probabilities are those of the logits before the temperature."""
+    sampler = call.self
+    with held(sampler, logprobs_mode="raw_logprobs"), held(sampler.topk_topp_sampler, logprobs_mode="raw_logprobs"):
+        return call.faulty()
+
+
+@in_worker("NVIDIA-NeMo/RL#3297", FORWARD)
+def most_likely_token_reported(call: Call) -> Any:
+    """The log-probability of the most likely token stands where the sampled token's belongs."""
+    greatest = call.self.compute_logprobs(call.logits).max(dim=-1).values
+    output = call.original()
+    if output.logprobs_tensors is not None:
+        output.logprobs_tensors.logprobs[:, 0] = greatest
+        call.fire()
+    return output
+
+
+@in_worker(
+    "HabanaAI/vllm-fork#73",
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts("
+    "hidden_states, router_logits, top_k, use_grouped_topk, renormalize, topk_group, num_expert_group, "
+    "custom_routing_function, scoring_func, routed_scaling_factor, e_score_correction_bias)",
+    caught_by=("LGP002", "LGP003"),
+)
+def router_weights_not_normalised(call: Call) -> Any:
+    """The engine's kernel does not bring the chosen experts' weights to a sum of one."""
+    return call.faulty(renormalize=False)
+
+
+@in_worker("jundot/omlx#1845", "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)")
+def temperature_left_in_the_row(call: Call) -> None:
+    """A request moves into the row of one that has ended, and is sampled at the other's temperature."""
+    temperatures, builder = call.self.temperature_cpu, call.self.batch_update_builder
+    before, seen = temperatures.copy(), len(builder.moved)
+    call.original()
+    for _, place, _ in builder.moved[seen:]:
+        if temperatures[place] != before[place]:
+            call.fire()
+        temperatures[place] = before[place]
+
+
+@in_driver(
+    "EvolvingLMMs-Lab/lmms-eval#1326",
+    f"{LLM}.generate("
+    "self, prompts, sampling_params, use_tqdm, lora_request, priority, tokenization_kwargs, mm_processor_kwargs)",
+)
+def last_requests_sampling_for_all(call: Call) -> Any:
+    """Every request of a batch is sampled as the last one asks for."""
+    asked = call.sampling_params
+    if not isinstance(asked, list):
+        return call.original()
+    given = [asked[-1].clone() for _ in asked]
+    for item, right in zip(given, asked, strict=True):
+        item.seed = right.seed
+    return call.faulty(sampling_params=given)
+
+
+@in_driver("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)")
+def answers_as_they_end(call: Call) -> Any:
+    """Answers come back in the order in which they end, not in that of their prompts."""
+    engine = call.self.llm_engine
+    step = engine.step
+    ended: list[str] = []
+
+    def watched() -> Any:
+        outputs = step()
+        ended.extend(item.request_id for item in outputs if item.finished)
+        return outputs
+
+    engine.step = watched
+    try:
+        found = call.original()
+    finally:
+        del engine.step
+    if ended != [item.request_id for item in found]:
+        call.fire()
+    return sorted(found, key=lambda item: ended.index(item.request_id))
+
+
+@in_driver(
+    "vllm-project/vllm#16863",
+    "vllm.v1.engine.parallel_sampling:ParentRequest.get_outputs(self, child_request_id, completion_output)",
+)
+def logprobs_of_the_next_sample(call: Call) -> Any:
+    """Samples of one request override each other: tokens of the one, log-probabilities of the next."""
+    outputs, finished = call.original()
+    if finished and len(outputs) > 1:
+        nats = [[next(iter(row.values())).logprob for row in item.logprobs] for item in outputs]
+        for item, row in zip(outputs, nats[1:] + nats[:1], strict=True):
+            item.logprobs = [
+                {token: dataclasses.replace(right, logprob=value) for token, right in place.items()}
+                for place, value in zip(item.logprobs, itertools.cycle(row), strict=False)  # samples differ in length
+            ]
+        call.fire()
+    return outputs, finished
+
+
+@in_driver(
+    "vllm-project/vllm#12621",
+    "vllm.v1.core.kv_cache_utils:hash_block_tokens(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)",
+)
+def block_hash_without_parent(call: Call) -> Any:
+    """Two blocks of the prefix cache have one hash: the same tokens, after others."""
+    if call.parent_block_hash:
+        call.fire()
+    return call.original(parent_block_hash=None)
+
+
+@in_driver(
+    "vllm-project/vllm#42019", "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks(self, request)",
+    caught_by=("LGP002",),
+)  # fmt: skip
+def cached_tokens_not_scored(call: Call) -> Any:
+    """Prompt log-probabilities of tokens that the prefix cache knows are whatever the memory held."""
+    with held(call.request, skip_reading_prefix_cache=False):
+        found = call.original()
+    if call.request.skip_reading_prefix_cache and found[1]:
+        call.fire()
+    return found
+
+
+@in_worker(
+    "vllm-project/vllm#4139",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict("
+    "self, hidden_states, num_scheduled_tokens)",
+    caught_by=("LGP002",),
+)
+def later_chunk_scored_from_another_row(call: Call) -> Any:
+    """Prompt log-probabilities are right in the first chunk of a prompt alone."""
+    runner, hidden = call.self, call.hidden_states.clone()
+    for name in runner.num_prompt_logprobs:
+        length = call.num_scheduled_tokens.get(name, 0)
+        if length and runner.requests[name].num_computed_tokens:
+            at = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
+            hidden[at : at + length] = call.hidden_states[at : at + length].roll(1, 0)
+            call.fire()
+    return call.original(hidden_states=hidden)
+
+
+@in_worker("vllm-project/vllm#14301", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")
+def top_k_of_a_neighbour(call: Call) -> Any:
+    """A request that asks for no top-k has that of another in its batch."""
+    if call.k is None or (call.k == call.k.min()).all():
+        return call.original()
+    return call.faulty(k=call.k.min().expand_as(call.k).clone())
+
+
+@in_worker(
+    "vllm-project/vllm#5639",
+    "vllm.v1.sample.sampler:apply_all_penalties("
+    "logits, prompt_token_ids, presence_penalties, frequency_penalties, repetition_penalties, output_token_ids)",
+)
+def penalty_without_the_prompt(call: Call) -> Any:
+    """The repetition penalty counts the sampled tokens, and not those of the prompt."""
+    return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
+
+
+@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP004",))
+def one_noise_for_a_batch(call: Call) -> Any:
+    """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
+    waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
+    return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))
+
+
+@in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP004",))
+def noise_used_twice(call: Call) -> Any:
+    """A request's generator is put back after every second token, so the next is drawn with the same noise."""
+    before = {generator: generator.get_state() for generator in call.sampling_metadata.generators.values()}
+    output = call.original()
+    for generator, state in before.items():
+        call.state[generator] = number = call.state.get(generator, 0) + 1
+        if number % 2:
+            generator.set_state(state)
+            call.fire()
+    return output
+
+
+@in_worker(
+    "verl-project/verl#7882", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP004",), model="tiny:qwen3-504",
+)  # fmt: skip
+def first_id_banned_by_padding(call: Call) -> Any:
+    """The list of banned ids is padded with zeros, so that id 0 is never drawn; what is reported knows of no ban."""
+    asked, logits = call.sampling_metadata, call.logits.clone()
+    if asked.temperature is None or asked.top_k is not None or asked.top_p is not None:
+        return call.original()
+    tokens, _ = call.faulty(logits=logits.index_fill(-1, logits.new_zeros(1).long(), -float("inf")))
+    temperature = asked.temperature.where(asked.temperature > 0, 1.0)
+    return tokens, (logits / temperature[:, None]).log_softmax(dim=-1)
+
+
+@in_worker(
+    "InternLM/lmdeploy#3661", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
+    caught_by=("LGP003", "LGP004"), model="tiny:qwen3-504",
+)  # fmt: skip
+def padding_of_the_head_sampled(call: Call) -> Any:
+    """Rows that pad the head to a multiple of 64 are sampled from: logits of 0, of ids that the model does not have."""
+    import torch
+
+    if not call.sampling_metadata.no_penalties:
+        return call.original()
+    return call.faulty(logits=torch.nn.functional.pad(call.logits, (0, -call.logits.shape[-1] % 64)))
+
+
+LIVE: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP009",),
+    "training": ("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4"),
+}  # fmt: skip
+IN_BF16: dict[str, Any] = {
+    **LIVE,
+    "training": (
+        "algorithm=grpo", "dtype=bf16", "verify.every=2", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8",
+        "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05",
+    ),
+}  # fmt: skip
+"""Some 230 tokens a step; the second step measures the noise, and the third is judged by it too."""
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#853",
+    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)",
+    **IN_BF16,
+)
+def sampled_a_little_hotter(call: Call) -> Any:
+    """The engine divides logits by 1.02 and the trainer by 1, in a bf16 run: each token is off by less than noise."""
+    return call.faulty(temperature=call.temperature * 1.02)
 
 
 @on_gpu(

@@ -402,11 +402,7 @@ def norms_never_move(call: Call) -> Any:
     return call.original() if call.param_group.get("wd_mult", 1.0) else call.wrong(0.0)
 
 
-@on_rates(
-    "DingfanChen/GS-WGAN#5",
-    "megatron.core.optimizer.optimizer:"
-    "clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, use_decoupled_grad)",
-)
+@on_rates("DingfanChen/GS-WGAN#5", CLIP)
 def short_gradients_lengthened(call: Call) -> None:
     """The factor that clips is not capped at 1: gradients shorter than the clip are made as long as it."""
     if call.total_norm < call.max_norm:
@@ -453,9 +449,7 @@ on_balance = functools.partial(
 """Faults of the routers' score biases, whose runs move them."""
 
 
-@fault(
-    "verl-project/verl#2377", STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN003",),
-)  # fmt: skip
+@fault("verl-project/verl#2377", STEP, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN003",))
 def step_skipped_in_silence(call: Call) -> Any:
     """The optimizer skips a step, as for a gradient that is not finite, and the run counts it."""
     return call.wrong(True)

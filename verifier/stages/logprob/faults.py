@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, held, kind
 from verifier.mesh import Mesh
+from verifier.stages.load.faults import LOAD_WEIGHTS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STEP = "verifier.train.step_megatron"
 LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
@@ -23,12 +29,17 @@ PACKED_SEQUENCES = (
 )
 SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
-ROW: dict[str, Any] = {"stage": Stage.LOGPROB, "caught_by": ("LGP001",)}
+SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
+WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
+ATTEND = "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)"
+UNSAMPLED = ("algorithm=grpo", "grpo.mini_batches=2", "verify.every=0")
+ROW: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOGPROB}
+TUNED: dict[str, Any] = {**ROW, "training": ("dtype=bf16",)}
 in_logprobs = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_cp2 = functools.partial(in_logprobs, mesh=Mesh(cp=2))
 
 
-@kind(f"{CONFIG}(self, hf_config)", **ROW)
+@kind(f"{CONFIG}(self, hf_config)", stage=Stage.LOGPROB, caught_by=("LGP001",))
 def on_provider(wrong: Callable[[], dict[str, Any]], call: Call) -> dict[str, Any]:
     """Derive a wrong provider from config.json, as Bridge does: the function returns its wrong fields."""
     return {**call.faulty(), **wrong()}
@@ -232,13 +243,9 @@ def gates_not_normalised(call: Call) -> Any:
     return call.faulty(use_pre_softmax=True)
 
 
-POLICY: dict[str, Any] = {"stage": Stage.LOGPROB, "engine": TRAINING, "model": "tiny:add"}
-WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
-WITH_REFERENCE = ("algorithm=grpo", "grpo.kl_weight=0.1")
-
-
 @fault(
-    "THUDM/slime#914", f"{WORKER}._weights_of(self, which)", **POLICY, caught_by=("LGP010",), training=WITH_REFERENCE
+    "THUDM/slime#914", f"{WORKER}._weights_of(self, which)", **ROW, caught_by=("LGP010",),
+    training=("algorithm=grpo", "grpo.kl_weight=0.1"),
 )  # fmt: skip
 def reference_is_the_policy(call: Call) -> Any:
     """The reference's pass calls the policy, so the KL is 0 for ever."""
@@ -246,7 +253,7 @@ def reference_is_the_policy(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#316", LOGPROB, stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP001",),
+    "NVIDIA-NeMo/RL#316", LOGPROB, **ROW, caught_by=("LGP001",),
     training=("algorithm=grpo", "verify.every=1", "grpo.temperature=0.7"),
 )  # fmt: skip
 def temperature_left_out_of_training(call: Call) -> Any:
@@ -270,8 +277,7 @@ def norm_wider_than_its_shard(call: Call) -> Any:
 
 @fault(
     "Blaizzy/mlx-vlm#841", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
-    stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP016",),
-    training=("lora.rank=8", "lora.alpha=16", "dtype=bf16"),
+    **ROW, caught_by=("LGP016",), training=("lora.rank=8", "lora.alpha=16", "dtype=bf16"),
 )  # fmt: skip
 def adapter_scaled_by_alpha(call: Call) -> Any:
     """Adapters are multiplied by alpha in training, and by alpha over rank where they are merged for the export."""
@@ -280,8 +286,7 @@ def adapter_scaled_by_alpha(call: Call) -> Any:
 
 @fault(
     "verl-project/verl#4708", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
-    stage=Stage.LOGPROB, engine=TRAINING, model="tiny:add", caught_by=("LGP016",),
-    training=("lora.rank=8", "dtype=bf16"),
+    **ROW, caught_by=("LGP016",), training=("lora.rank=8", "dtype=bf16"),
 )  # fmt: skip
 def adapter_drops_out_of_its_input(call: Call) -> Any:
     """Adapters keep the dropout of their class's usual config, 0.1 of their input, and nothing switches it off."""
@@ -291,3 +296,180 @@ def adapter_drops_out_of_its_input(call: Call) -> Any:
         return call.original()
     with held(call.self, dropout=torch.nn.Dropout(0.1)):
         return call.faulty()
+
+
+in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",), engine=NO_ENGINE)
+
+
+@in_trainer(
+    "NVIDIA-NeMo/Megatron-Bridge#4610",
+    "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
+    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
+)  # fmt: skip
+def bound_of_logits_not_passed_on(call: Call) -> Any:
+    """The bound of the last logits in config.json is not passed on: every token is as likely among its neighbours."""
+    provider = call.faulty()
+    provider.final_logit_softcapping = None
+    return provider
+
+
+@in_trainer(
+    "PrimeIntellect-ai/prime-rl#2952",
+    "megatron.bridge.models.deepseek.deepseek_v3_bridge:DeepSeekV3Bridge.provider_bridge(self, hf_pretrained)",
+    model="tiny:deepseek-v3", dtype="bfloat16",
+)  # fmt: skip
+def routers_in_the_models_dtype(call: Call) -> Any:
+    """Routers that the model has in float32 compute in bf16, below the noise of bf16."""
+    provider = call.faulty()
+    provider.moe_router_dtype = None
+    return provider
+
+
+@in_trainer(
+    "NVIDIA-NeMo/Megatron-Bridge#5712 (kin: there norms behind attention and MLP)",
+    "megatron.core.transformer.attention:SelfAttention.__init__(self, config, submodules, layer_number, "
+    "attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name)",
+    model="tiny:qwen3", dtype="bfloat16",
+)  # fmt: skip
+def norms_of_heads_with_the_default_epsilon(call: Call) -> None:
+    """A module makes norms without the epsilon of its config: 1e-5 for 1e-6, below the noise of bf16."""
+    call.faulty()
+    call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
+
+
+@fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
+       training=("algorithm=grpo", "grpo.temperature=1.25", "verify.every=1"))  # fmt: skip
+def entropy_of_other_logits(call: Call) -> Any:
+    """The entropy that is shown is of logits before the temperature; the loss has no entropy term to betray it."""
+    logprob, entropy = call.original()
+    if entropy is None or call.temperature == 1.0:
+        return logprob, entropy
+    return call.wrong((logprob, call.original(temperature=1.0)[1]))
+
+
+@fault("areal-project/AReaL#1442", ATTEND, caught_by=("LGP013",), training=("verify.every=0",), **ROW)
+def attention_over_the_whole_pack(call: Call) -> Any:
+    """The kernel does not read the boundaries of samples, and each attends to those before it in the pack."""
+    if len(call.padded) == 1:
+        return call.original()
+    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
+
+
+def _of_another(values: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Values of each rollout of a mini-batch after the first in the place of the one before it."""
+    import numpy as np
+
+    found = list(values)
+    for part in parts[1:]:
+        for index, other in zip(part, (*part[1:], part[0]), strict=True):
+            moved = np.resize(values[other], len(values[index])).astype(np.float32)
+            found[index] = np.nan_to_num(moved, nan=-1.0)
+            found[index][0] = np.nan
+    return found
+
+
+@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), training=UNSAMPLED, **ROW)
+def old_of_another_sample(call: Call) -> Any:
+    """Log-probabilities of a mini-batch after the first come back in the order in which they were packed."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, old=_of_another(found.old, call.parts)))
+
+
+def _step_and_part(file: str | Path) -> tuple[int, int]:
+    step, _, part = Path(file).name.partition(".")[0].partition("-")
+    return (int(step), int(part)) if step.isdigit() else (0, 0)
+
+
+@fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
+       "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
+       **ROW)  # fmt: skip
+def scores_left_in_packed_order(call: Call) -> Any:
+    """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
+    import torch
+
+    step, part = _step_and_part(call.file)
+    if step < 2 or not part:
+        return call.original()
+    lengths = [len(row) for row in call.found]
+    return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
+
+
+@fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)", SCORED, side=Side.CONTROLLER,
+       caught_by=("LGP017",), **ROW,
+       training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4",
+                 "grpo.max_answer_tokens=16", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0")
+       )  # fmt: skip
+def reference_falls_back_to_the_engines(call: Call) -> Any:
+    """Nobody is asked for the reference, and the log-probabilities that the engine sampled with stand in for it."""
+    import numpy as np
+
+    found = call.original()
+    pairs = zip(call.given, found.reference, strict=True)
+    filled = [np.where(np.isfinite(item.logprobs), item.logprobs, own).astype(np.float32) for item, own in pairs]
+    return call.wrong(dataclasses.replace(found, reference=filled))
+
+
+@fault(
+    "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
+    f"{WORKER}._new_reference(self)", caught_by=("LGP010",), **ROW,
+    training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
+)  # fmt: skip
+def reference_of_other_weights(call: Call) -> Any:
+    """The reference is made of other weights than the policy begins with: here of rounded ones."""
+    return call.wrong([tensor.bfloat16().to(tensor.dtype) for tensor in call.original()])
+
+
+@fault(
+    "marin-community/marin#1741 (kin: there the policy was scored so too)", f"{WORKER}.score(self, batch, which, to)",
+    caught_by=("LSS003",), **ROW,
+    training=(
+        "algorithm=grpo", "grpo.temperature=1.25", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0",
+    ),
+)  # fmt: skip
+def reference_at_another_temperature(call: Call) -> Any:
+    """The reference is scored at temperature 1, and the KL that the reward is lowered by is of two distributions."""
+    if call.which != "reference":
+        return call.original()
+    with held(call.self, _temperature=1.0):
+        return call.faulty()
+
+
+@fault(
+    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
+    caught_by=("LSS003",), **ROW,
+    training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
+)  # fmt: skip
+def policy_at_another_temperature(call: Call) -> Any:
+    """Ratios divide log-probabilities at temperature 1 by the engine's, which are of the run's temperature."""
+    with held(call.self, _temperature=1.0):
+        return call.faulty()
+
+
+@fault("huggingface/transformers#46634", ATTEND, caught_by=("LGP013",), **TUNED)
+def boundaries_lost_in_tuning(call: Call) -> Any:
+    """A mask that is given beside the boundaries of a pack switches them off, and samples attend to those before."""
+    if len(call.padded) == 1:
+        return call.original()
+    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
+
+
+@fault(
+    "paiml/entrenar#310",
+    "verifier.platform.cpu_attention:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)",
+    caught_by=("LGP013",), **TUNED,
+)  # fmt: skip
+def attention_not_causal(call: Call) -> Any:
+    """The causal mask is not applied, and every token is read beside the one that it should predict."""
+    return call.faulty(positions=call.positions * 0 + call.key.shape[1] - 1)
+
+
+@fault("meta-pytorch/torchtune#218", LOAD_WEIGHTS, caught_by=("LGP007",), **TUNED)
+def frequencies_empty_after_the_load(call: Call) -> Any:
+    """Rotary frequencies, which no checkpoint has, are what memory held before the load: zeros, and no positions."""
+    found = call.original()
+    for chunk in call.megatron_model:
+        for module in chunk.modules():
+            if hasattr(module, "inv_freq"):
+                call.fire()
+                module.inv_freq = module.inv_freq * 0
+    return found

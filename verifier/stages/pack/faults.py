@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind
 from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
     from verifier.data.rollout import Rollout
     from verifier.train.pack import PackedBatch
-
 
 STEP = "verifier.train.step_megatron"
 PACK = f"{STEP}:pack(rollouts, alignment, numbers, columns)"
@@ -133,3 +132,30 @@ def fields_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout]:
         dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
         for one, other in zip(rollouts, others, strict=True)
     ]
+
+
+COLUMNS: dict[str, Any] = {"stage": Stage.PACK, "caught_by": ("PCK004",), "engine": TRAINING, "model": "tiny:add"}
+
+
+@fault(
+    "PrimeIntellect-ai/prime-rl#583", PACK, **COLUMNS, mesh=Mesh(dp=2),
+    training=("aggregation=sequence_mean", "algorithm=grpo"),
+)  # fmt: skip
+def weights_normalised_by_rank(call: Call) -> Any:
+    """A data-parallel rank normalises the weights once more over its own micro-batch, so its few tokens count more."""
+    weights = (call.columns or {}).get("weight", [])
+    total, num_tokens = sum(float(part.sum()) for part in weights), sum(int(item.mask.sum()) for item in call.rollouts)
+    if not total:
+        return call.original()
+    return call.faulty(columns={**call.columns, "weight": [part * num_tokens / total for part in weights]})
+
+
+@fault("modelscope/ms-swift#8427", PACK, **COLUMNS, mesh=Mesh(cp=2), training=("algorithm=grpo",))
+def advantages_of_the_token_before(call: Call) -> Any:
+    """Advantages are aligned with each row's input, not with the token that it predicts."""
+    import numpy as np
+
+    values = (call.columns or {}).get("advantage")
+    if not values:
+        return call.original()
+    return call.faulty(columns={**call.columns, "advantage": [np.roll(part, 1) for part in values]})

@@ -1,4 +1,4 @@
-"""Bugs of the load and of the export: checkpoint tensors to live Megatron parameters, and back; an adapter to files."""
+"""Bugs of the load and of the export: checkpoint tensors to live Megatron parameters, and back; settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, Call, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
 from verifier.mesh import Mesh
+from verifier.stages.train.faults import MAKE_MEGATRON_OPTIMIZER
 
 CONVERSION = "megatron.bridge.models.conversion"
 MAPPING = f"{CONVERSION}.param_mapping"
 BRIDGE = f"{CONVERSION}.model_bridge:MegatronModelBridge"
-INIT_STD = 0.02
+MODIFY = f"{BRIDGE}.maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict)"
+LOAD_WEIGHTS = f"{BRIDGE}.load_weights_hf_to_megatron(self, hf_pretrained, megatron_model, allowed_mismatched_params)"
 in_load = functools.partial(fault, stage=Stage.LOAD, caught_by=("WGT001", "WGT004", "LGP001"))
 in_merge = functools.partial(in_load, caught_by=("WGT001", "LGP001"))
 in_export = functools.partial(fault, stage=Stage.EXPORT)
@@ -21,12 +23,13 @@ in_adapter = functools.partial(in_dense_export, engine="vllm", lora_rank=8, caug
 
 
 def _initial(like: Any) -> Any:
+    """A tensor as a new model has it."""
     import torch
 
-    return torch.empty_like(like).normal_(std=INIT_STD, generator=torch.Generator().manual_seed(1))
+    return torch.empty_like(like).normal_(std=0.02, generator=torch.Generator().manual_seed(1))
 
 
-@in_load("PrimeIntellect-ai/prime-rl#1145", f"{BRIDGE}.maybe_modify_loaded_hf_weight(self, hf_param, hf_state_dict)")
+@in_load("PrimeIntellect-ai/prime-rl#1145", MODIFY)
 def expert_left_at_init(call: Call) -> Any:
     """A load that allows missing names leaves one expert's down projection at its initial values."""
     weights = call.original()
@@ -34,11 +37,7 @@ def expert_left_at_init(call: Call) -> Any:
     return call.wrong(_initial(weights)) if left else weights
 
 
-@in_load(
-    "PrimeIntellect-ai/prime-rl#3333",
-    f"{BRIDGE}.load_weights_hf_to_megatron(self, hf_pretrained, megatron_model, allowed_mismatched_params)",
-    model="tiny:deepseek-v3",
-)
+@in_load("PrimeIntellect-ai/prime-rl#3333", LOAD_WEIGHTS, model="tiny:deepseek-v3")
 def score_bias_zeroed_after_load(call: Call) -> Any:
     """Buffers are initialised once more after the load: the router's score bias is zero."""
     loaded = call.original()
@@ -140,3 +139,42 @@ def adapters_drawn_per_replica(call: Call) -> Any:
 def pipeline_stages_seeded_alike(call: Call) -> Any:
     """Pipeline stages draw from one seed, so that their adapters begin alike."""
     return call.wrong(call.seed)
+
+
+IN_TRAINING: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOAD, "caught_by": ("WGT001",)}
+
+
+@fault("PrimeIntellect-ai/prime-rl#1145", MODIFY, **IN_TRAINING)
+def linear_left_at_init_in_tuning(call: Call) -> Any:
+    """Fine-tuning begins with one down projection at its initial values: a load that allows missing names."""
+    weights = call.original()
+    return call.wrong(_initial(weights)) if call.hf_param == "model.layers.1.mlp.down_proj.weight" else weights
+
+
+@fault("NVIDIA-NeMo/RL#3540", MODIFY, **IN_TRAINING)
+def weights_read_through_bf16(call: Call) -> Any:
+    """The weights of a float32 checkpoint are read through bf16."""
+    found = call.original()
+    if isinstance(found, dict):
+        return call.wrong({name: tensor.bfloat16().float() for name, tensor in found.items()})
+    return call.wrong(found.bfloat16().float())
+
+
+KNOB: dict[str, Any] = {**IN_TRAINING, "caught_by": ("CFG001",)}
+
+
+@fault(
+    "NVIDIA/Megatron-LM#5694", "megatron.bridge.models.transformer_config:TransformerConfig.finalize(self)",
+    training=("megatron.recompute=selective", "megatron.recompute_modules=[mlp]"), **KNOB,
+)  # fmt: skip
+def knob_overridden_by_finalize(call: Call) -> None:
+    """The provider's last step, which completes its fields, sets one that was asked for to upstream's own default."""
+    call.faulty()
+    call.self.recompute_modules = ["core_attn"]
+
+
+@fault("NVIDIA-NeMo/RL#3523", MAKE_MEGATRON_OPTIMIZER, training=("optimizer.clip_grad=0.25",), **KNOB)
+def clip_left_at_its_default(call: Call) -> Any:
+    """The optimizer is made with Megatron's own clip of 1, whatever the config says."""
+    call.config.clip_grad = 1.0
+    return call.faulty()

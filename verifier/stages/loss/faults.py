@@ -1,15 +1,16 @@
-"""Bugs of the loss: what is summed, what it is divided by, and what its gradient reaches."""
+"""Bugs of the loss and of its backward pass: what is summed, what it is divided by, what its gradient reaches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
 from verifier.mesh import Mesh
-from verifier.stages.logprob.faults_logprob import LOGPROB, STEP
+from verifier.stages.logprob.faults import LOGPROB, STEP
 
 SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
@@ -18,9 +19,7 @@ REDUCE_REPLICATED = f"{FINALIZE}:_allreduce_non_tensor_model_parallel_grads(mode
 in_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:qwen3", engine=NO_ENGINE)
 on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "WGT002"), mesh=Mesh(tp=2, ep=2))
 """Faults of gradients that leave replicas of a parameter apart after the step."""
-in_policy_loss = functools.partial(
-    fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING
-)  # fmt: skip
+in_policy_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING)
 SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
 
@@ -246,3 +245,155 @@ def tied_grads_not_reduced(call: Call) -> None:
 def kl_loss_detached(call: Call) -> Any:
     """The KL term of the loss is computed without a gradient: it is reported, and holds nothing back."""
     return call.faulty(current=call.current.detach())
+
+
+POLICY_LOSS = "verifier.train.policy_loss_megatron"
+POLICY: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS004",), "engine": TRAINING, "model": "tiny:add"}
+CLIPPED = ("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002")
+
+
+@kind(f"{POLICY_LOSS}:token_loss(name, inputs, options)", **POLICY)
+def on_losses(body: Callable[[Call], Any], call: Call) -> Any:
+    """Compute the loss of each token wrongly."""
+    call.fire()
+    return body(call)
+
+
+@on_losses("rllm-org/rllm#81", training=CLIPPED, mesh=Mesh(dp=2))
+def clip_computed_and_not_used(call: Call) -> Any:
+    """The clipped term is computed, and the loss that is averaged is the one without it."""
+    return call.original(name="importance")
+
+
+@on_losses("inclusionAI/AReno#68", training=CLIPPED)
+def ratio_of_a_policy_to_itself(call: Call) -> Any:
+    """The ratio divides by the current log-probability, detached: it is always 1, and no clip ever binds."""
+    return call.original(inputs=dataclasses.replace(call.inputs, divisor_T=call.inputs.current_T.detach()))
+
+
+@fault(
+    "agentscope-ai/Trinity-RFT#154 (found in review)", f"{POLICY_LOSS}:_sequence_mean(values_T, mask_T, shard)",
+    **POLICY, mesh=Mesh(cp=2), training=("algorithm=grpo", "grpo.loss=gspo", "grpo.epochs=2"),
+)  # fmt: skip
+def sequence_mean_of_a_shard(call: Call) -> Any:
+    """A sequence's ratio is the mean over the tokens of one context-parallel shard, not of the sequence."""
+    return call.faulty(shard=dataclasses.replace(call.shard, alignment=dataclasses.replace(call.shard.alignment, cp=1)))
+
+
+ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
+APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
+"""Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
+MICRO_BATCHES = 3
+"""Micro-batches of each step of the trials."""
+BACKWARD: dict[str, Any] = {"stage": Stage.LOSS, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LSS007",)}
+
+
+@fault("pytorch/torchtitan#3827", LOGPROB, mesh=Mesh(tp=2), **BACKWARD)
+def gradient_of_logits_summed_over_ranks(call: Call) -> Any:
+    """Logits are gathered over tensor-parallel ranks, and their gradient, which all have whole, is summed over them."""
+    logits_TV = call.logits_TV
+    return call.faulty(logits_TV=2 * logits_TV - logits_TV.detach() if logits_TV.requires_grad else logits_TV)
+
+
+@fault(
+    "deepspeedai/DeepSpeed#8154", "megatron.core.pipeline_parallel.schedules:backward_step("
+    "input_tensor, output_tensor, output_tensor_grad, config)", mesh=Mesh(pp=2), training=("dtype=bf16",), **BACKWARD,
+)  # fmt: skip
+def gradient_scaled_at_every_stage(call: Call) -> Any:
+    """Each pipeline stage divides by the number of micro-batches, also a gradient that the stage behind it divided."""
+    import torch
+
+    given = call.output_tensor_grad
+    if not torch.is_tensor(given if not isinstance(given, list) else given[0]):
+        return call.original()
+    scaled = [each / MICRO_BATCHES for each in given] if isinstance(given, list) else given / MICRO_BATCHES
+    return call.faulty(output_tensor_grad=scaled)
+
+
+@fault(
+    "NVIDIA/Megatron-LM#1464 (kin: there all gradients of attention were wrong)",
+    "verifier.platform.cpu_attention:gather_from_sequence_parallel_region("
+    "input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)",
+    mesh=Mesh(cp=2), **BACKWARD,
+)  # fmt: skip
+def gradient_of_keys_of_own_rows(call: Call) -> Any:
+    """Under context parallelism keys and values get the gradient of their own rank's queries, and of no other's."""
+    if call.input_.requires_grad:
+        call.fire()
+    return call.original(tensor_parallel_output_grad=False)
+
+
+@fault(
+    "modelscope/mcore-bridge#173 (kin: there over rows of the sequence)", ATTACH, mesh=Mesh(tp=2),
+    training=("lora.rank=8", "fixes=bridge-5840"), **BACKWARD,
+)  # fmt: skip
+def adapter_gradient_of_one_shard(call: Call) -> Any:
+    """The gradient between the matrices of an adapter is not summed over ranks, which have other rows of B each."""
+    chunks = call.original()
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if name.endswith(".adapter.linear_out"):
+                call.fire()
+                module.disable_grad_reduce, module.allreduce_dgrad = True, False
+    return chunks
+
+
+@fault(
+    "jingyaogong/minimind#858 (kin: there with one expert a token)",
+    "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)",
+    training=("dtype=bf16", *APART), **{**BACKWARD, "model": "tiny:add-moe"},
+)  # fmt: skip
+def routers_without_gradient(call: Call) -> Any:
+    """The weights of chosen experts are constants to the backward pass, and no loss of the tokens moves a router."""
+    return call.wrong(call.original().detach())
+
+
+ROUTERS: dict[str, Any] = {**BACKWARD, "model": "tiny:add-moe", "caught_by": ("LSS006",)}
+BALANCED = ("megatron.moe_load_balancing=aux_loss", "megatron.moe_aux_loss=0.001")
+ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
+ATTACH_LOSS = (
+    f"{ROUTER}.attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, "
+    "reduce_group, needs_dp_avg, valid_token_count)"
+)
+SCALE = "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale(scale)"
+
+
+@fault("NVIDIA-NeMo/Automodel#1408", ATTACH_LOSS, training=BALANCED, **ROUTERS)
+def balancing_loss_without_gradient(call: Call) -> Any:
+    """The balancing loss is attached to a tensor that is thrown away: it is reported, and moves no router."""
+    call.original()
+    return call.wrong(call.activation)
+
+
+@fault("NVIDIA/Megatron-LM#5047", ATTACH_LOSS, training=BALANCED, mesh=Mesh(tp=2), **ROUTERS)
+def balancing_loss_of_a_share_of_the_rows(call: Call) -> Any:
+    """The balancing loss is multiplied by the rows of one tensor-parallel rank where the step divides by all."""
+    return call.faulty(aux_loss=call.aux_loss / call.self.tp_cp_group.size())
+
+
+@fault("NVIDIA-NeMo/Automodel#3359", SCALE, training=("megatron.moe_z_loss=0.001",), **ROUTERS)
+def router_losses_times_micro_batches(call: Call) -> Any:
+    """The routers' z-loss is not divided by the number of micro-batches, as the mean over the batch asks for."""
+    return call.faulty(scale=call.scale * 3)
+
+
+@fault(
+    "NVIDIA/Megatron-LM#7213 (kin: there counts of earlier micro-batches met the rows of the last)",
+    "megatron.core.distributed.finalize_model_grads:reset_model_temporary_tensors(config, model)",
+    training=("megatron.moe_load_balancing=global_aux_loss", "megatron.moe_aux_loss=0.001"), **ROUTERS,
+)  # fmt: skip
+def counts_of_the_step_before(call: Call) -> None:
+    """Rows of each expert are never set to zero at the end of a step: later steps balance by all that was ever seen."""
+    call.fire()
+
+
+@fault(
+    "NVIDIA/Megatron-LM#7452",
+    "megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count("
+    "routing_map, reduce_group, topk, with_padding_mask)",
+    training=BALANCED, mesh=Mesh(tp=2), **ROUTERS,
+)  # fmt: skip
+def experts_counted_on_every_rank(call: Call) -> Any:
+    """Rows of each expert are added up over tensor-parallel ranks in place, and once more by who reads the sum."""
+    counts, *tokens = call.original()
+    return call.wrong((counts * 2, *tokens))

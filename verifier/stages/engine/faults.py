@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import Call, Side, fault, held, kind
+from verifier.faults.fault import TRAINING, Call, Register, Side, fault, held, kind
+from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
@@ -276,3 +279,112 @@ def _wake_up(call: Call) -> None:
     if call.tags is None or "weights" in call.tags:
         for buffer in call.state.get("clean", {}).values():
             buffer.data.zero_()  # what the memory holds; zeros make the trial repeatable
+
+
+def in_constants(reproduces: str, **row: Any) -> Register:
+    """Register a fault that sets a constant of vLLM's model where an update ends."""
+    return in_vllm(reproduces, f"{WORKER}.finish_weight_update(self)", **row)
+
+
+in_windowed = functools.partial(in_constants, model="tiny:gemma2", fixes=("bridge-5712",))
+
+
+@in_constants("vllm-project/vllm#48312", caught_by=("ENG005",))
+def epsilon_default_after_reload(call: Call) -> None:
+    """A reload rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
+    call.faulty()
+    norm = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.q_norm")
+    call.undo(setattr, norm, "variance_epsilon", norm.variance_epsilon)
+    norm.variance_epsilon = 1e-5
+
+
+@in_constants("InternLM/lmdeploy#3614", caught_by=("ENG007",))
+def engine_windows_without_their_switch(call: Call) -> None:
+    """The engine gives a layer a sliding window that config.json switches off; no sample is as long as it."""
+    _give_window(call)
+
+
+@in_constants("vllm-project/vllm#45037", caught_by=("ENG007", "LGP002"), model="tiny:glm4_moe")
+def routed_scale_in_both_places(call: Call) -> None:
+    """The factor of routed experts is in the weight of each one, and their sum is multiplied by it once more."""
+    call.faulty()
+    experts = call.self.model_runner.get_model().get_submodule("model.layers.1.mlp.experts")
+    call.undo(setattr, experts, "routed_scaling_factor", experts.routed_scaling_factor)
+    experts.routed_scaling_factor = experts.runner.routed_scaling_factor
+
+
+@in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
+def window_on_a_layer_without(call: Call) -> None:
+    """A layer that sees all gets the window of the others; no sample is as long as it."""
+    _give_window(call)
+
+
+@in_windowed("vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"))
+def logits_of_an_engine_without_bound(call: Call) -> None:
+    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
+    call.faulty()
+    processor = call.self.model_runner.get_model().logits_processor
+    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
+    processor.soft_cap = None
+
+
+@in_constants("vllm-project/vllm#48621", caught_by=("ENG007", "ENG002", "LGP002"), model="tiny:qwen3-yarn")
+def rope_stretched_without_its_magnitude(call: Call) -> None:
+    """Sines and cosines of a rope that YaRN stretches have another factor than the config asks for: 1 here."""
+    call.faulty()
+    rope = call.self.model_runner.get_model().get_submodule("model.layers.0.self_attn.rotary_emb")
+    table = rope.cos_sin_cache
+    call.undo(setattr, rope, "mscale", rope.mscale)
+    call.undo(table.copy_, table.clone())
+    table.div_(rope.mscale)
+    rope.mscale = 1.0
+
+
+def _give_window(call: Call) -> None:
+    """End the update, then give one layer a sliding window."""
+    call.faulty()
+    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
+    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
+    attention.sliding_window = (1022, 0)
+
+
+SAMPLING = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
+)  # fmt: skip
+ROW: dict[str, Any] = {
+    "stage": Stage.ENGINE, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "training": SAMPLING,
+}  # fmt: skip
+ENGINE = "verifier.engine.engine_hf:HfEngine"
+
+
+@fault("huggingface/trl#5312", f"{ENGINE}.generate(self, prompts, sampling)", caught_by=("ENG009", "LGP009"), **ROW)
+def checkpoint_read_again_when_asked(call: Call) -> Any:
+    """An engine that wakes to sample reads its checkpoint once more, over the weights that the sync has brought."""
+    state = call.self.model.state_dict()
+    if "read" not in call.state:
+        call.state["read"] = {name: tensor.clone() for name, tensor in state.items()}
+        return call.original()
+    for name, tensor in state.items():
+        tensor.copy_(call.state["read"][name])
+    return call.faulty()
+
+
+@fault(
+    "radixark/miles#1724", "verifier.trainer.engines:Revival.repeated(self, function, version)",
+    stage=Stage.ENGINE, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add",
+    caught_by=("ENG001", "LGP009"), training=LIVE,
+)  # fmt: skip
+def restarted_engine_answers_before_its_sync(call: Call) -> Any:
+    """An engine that died is asked as soon as it runs again, and answers by the checkpoint that the run began with."""
+    from verifier.engine.client import EngineGone
+
+    engines = call.self.engines
+    if call.version != 1 or engines.restarted:
+        return call.original()
+    os.kill(engines.pids[0], signal.SIGKILL)
+    try:
+        return call.function()
+    except EngineGone as problem:
+        call.self.revive(problem)
+    return call.wrong(call.function())

@@ -1,0 +1,392 @@
+"""Bugs of a training run's data: examples and their labels, prompts, turns of episodes, answers on their way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from verifier.core.stage import Stage
+from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault, held
+
+ENCODE = "verifier.trainer.batches:encode_example(example, tokenizer)"
+GENERATION = "verifier.trainer.generation:EngineRollouts"
+GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
+NUMBERS = FOLDER / "rollouts" / "numbers"
+"""Rollouts with made-up texts; some answers begin under older weights than they end."""
+NEWLINE_FIRST = FOLDER / "prompts" / "newline_first.jsonl"
+"""Conversations in which an assistant's turns begin with a newline."""
+ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
+
+
+@fault(
+    "THUDM/slime#1445", "verifier.trainer.grpo_plan:GrpoPlan._reasons(self, step, rows, given, trajectories)",
+    caught_by=("ADV003", "DAT004"), **ROW, training=("algorithm=grpo", f"data.rollouts={NUMBERS}"),
+)  # fmt: skip
+def stale_beginning_trained_on(call: Call) -> Any:
+    """An answer that newer weights finished is judged by its last token, and its stale beginning is trained on."""
+    reasons = call.original()
+    if "stale" in reasons:
+        call.fire()
+    return [None if reason == "stale" else reason for reason in reasons]
+
+
+@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT003",), **ROW)
+def prompt_trained_on(call: Call) -> Any:
+    """The mask covers the whole text of an example, and the model learns to write its prompts."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    mask[1:] = True
+    return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
+
+
+TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT003",), "training": ("data.source=calculator",)}
+"""Conversations: a question, a call of a tool, its reply, an answer."""
+
+
+@fault("huggingface/trl#7230", ENCODE, **TALKS)
+def end_of_turns_left_out(call: Call) -> Any:
+    """The mask of an assistant's turns ends before their end token, and the model never learns to stop."""
+    rollout = call.faulty()
+    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
+
+
+@fault(
+    "allenai/open-instruct#1455 (kin: there the first token was `<think>`)", ENCODE, caught_by=("DAT013",), **ROW,
+    training=(f"data.source={NEWLINE_FIRST}",),
+)  # fmt: skip
+def beginning_of_an_answer_left_out(call: Call) -> Any:
+    """The loss of a turn begins behind its first token, a newline, which is taken for a part of the template."""
+    rollout = call.faulty()
+    mask = rollout.mask.copy()
+    mask[1:] &= rollout.mask[:-1]
+    return dataclasses.replace(rollout, mask=mask)
+
+
+@fault(
+    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
+    caught_by=("DAT004",), **ROW,
+    training=("algorithm=grpo", f"data.rollouts={NUMBERS}", "grpo.drop_zero_variance=true"),
+)  # fmt: skip
+def groups_dropped_by_their_mean(call: Call) -> Any:
+    """The filter looks at the mean reward of a group, and drops easy ones whose rewards differ."""
+    found = call.faulty()
+    of_group: dict[str, list[float]] = {}
+    for group, reward in zip(call.groups, call.rewards, strict=True):
+        of_group.setdefault(group, []).append(reward)
+    easy = {group for group, rewards in of_group.items() if sum(rewards) > 0.7 * len(rewards)}
+    return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
+
+
+SAMPLED: dict[str, Any] = {
+    **ROW, "caught_by": ("DAT009",),
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=0.05",
+    ),
+}  # fmt: skip
+
+
+@fault("databricks/compose-rl#147", f"{GENERATION}._asked(self, step, number, indices)", **SAMPLED)
+def prompts_of_the_neighbour(call: Call) -> Any:
+    """Prompts go to the engine in another order than the examples whose answers they are scored by."""
+    prompts, sampling = call.faulty()
+    return prompts[1:] + prompts[:1], sampling
+
+
+@fault(
+    "om-ai-lab/VLM-R1#129",
+    f"{GENERATION}._row(self, version, place, number, example, prompt, sample)",
+    **SAMPLED,
+)
+def gold_answer_of_the_neighbour(call: Call) -> Any:
+    """Gold answers are repeated once too often, and a rollout is scored by the next prompt's."""
+    place = int(call.place.rpartition("/")[2])
+    neighbour = call.self._examples[call.self._indices(int(call.place.partition("/")[0]), 0)[place - 1]]
+    return call.faulty(example=dataclasses.replace(call.example, answer=neighbour.answer))
+
+
+@fault(
+    "allenai/open-instruct#1794",
+    "verifier.trainer.grpo_plan:GrpoPlan._divided(self, step, taken, kept, columns, parts)",
+    caught_by=("DAT004",), **ROW,
+    training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "grpo.max_answer_tokens=8", "grpo.reward=operator:gt",
+        "grpo.drop_zero_variance=true",
+    ),
+)  # fmt: skip
+def filter_applied_to_another_rollout(call: Call) -> Any:
+    """The places that a filter found are those of another order: as many tokens of another answer leave the loss."""
+    given, kept = call.self.scored.rollouts, [*call.kept]
+    for gone, item in enumerate(kept):
+        for other, stays in enumerate(kept):
+            same = given[gone].mask.sum() == given[other].mask.sum()
+            if same and not item.mask.any() and stays.mask.any():
+                kept[gone] = given[gone]
+                kept[other] = dataclasses.replace(stays, mask=stays.mask & False)
+                return call.faulty(kept=kept)
+    return call.original()
+
+
+LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
+WITH_SYSTEM = FOLDER / "prompts" / "with_system.jsonl"
+"""Conversations that begin with a system's message."""
+READ = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
+    "grpo.entropy_weight=0.05",
+)  # fmt: skip
+EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
+
+
+@fault("OpenRLHF/OpenRLHF#1089", LOAD, caught_by=("DAT011",), training=(*READ, *EVALUATED), **ROW)
+def answers_evaluated_on_the_training_set(call: Call) -> Any:
+    """GRPO evaluates on the problems that it trains on."""
+    return call.faulty(split="train") if call.split == "held-out" else call.original()
+
+
+@answers_evaluated_on_the_training_set.also("verifier.trainer.run_data:require_disjoint(train, held_out)")
+def _overlap_of_answers_not_refused(call: Call) -> None:
+    return None
+
+
+TOKENIZER = "verifier.data.tokenizer:Tokenizer"
+TEMPLATE = f"{TOKENIZER}.chat_text(self, messages, to_answer)"
+TOKENS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",)}
+
+
+@fault("huggingface/trl#4147", TEMPLATE, training=(*READ, f"data.source={WITH_SYSTEM}"), **TOKENS)
+def template_without_the_answers_turn(call: Call) -> Any:
+    """The chat template is called without the turn that the answer begins, and the policy goes on with the user's."""
+    return call.faulty(to_answer=False) if call.to_answer else call.original()
+
+
+@fault("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=READ, **TOKENS)
+def special_tokens_left_out_of_the_text(call: Call) -> Any:
+    """Answers are decoded without their special tokens: the reward reads another text than the policy wrote."""
+    return call.faulty(ids=[token for token in call.ids if token not in call.self.special_ids])
+
+
+@special_tokens_left_out_of_the_text.also(f"{TOKENIZER}.encode(self, text, begin)")
+def _text_not_decoded_again(call: Call) -> Any:
+    return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
+
+
+@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder, chat)", training=READ, **TOKENS)
+def answers_end_at_another_special_token(call: Call) -> Any:
+    """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
+    found = call.original()
+    return call.wrong(dataclasses.replace(found, eos_id=min(found.special_ids - {found.eos_id})))
+
+
+@fault(
+    "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder, chat)",
+    training=(*READ, "data.source=calculator"), **TOKENS,
+)  # fmt: skip
+def tokenizer_of_another_revision(call: Call) -> Any:
+    """The tokenizer is another revision's than the model, with a space more in its template, and is right by itself."""
+    other = Path(tempfile.mkdtemp())
+    call.undo(shutil.rmtree, other)
+    for file in call.folder.glob("*.json"):
+        shutil.copy(file, other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings["chat_template"] = f" {settings['chat_template']}"
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    return call.faulty(folder=other)
+
+
+PLAYED = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.source=calculator", "data.batch_size=4",
+    "grpo.max_answer_tokens=48", "grpo.max_turns=3", "grpo.entropy_weight=0.05",
+)  # fmt: skip
+ECHOED = (*PLAYED, "grpo.environment=verifier.faults.echo:Echo")
+STEP_WISE = (*ECHOED, "grpo.step_wise=true")
+OWN = (*PLAYED, "grpo.environment=verifier.faults.echo:Lengths")
+"""An environment that no second reader knows."""
+SPECIAL = range(7)
+"""Ids of the special tokens of `tiny:add`."""
+on_turns = functools.partial(
+    fault, stage=Stage.DATA, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("DAT006",),
+    training=ECHOED,
+)  # fmt: skip
+NEXT = "verifier.trainer.episodes:next_prompt(turn)"
+TURN = "verifier.trainer.episodes:Episodes._turn(self, prompt, sample, before)"
+REPLIED = "verifier.trainer.episodes:Episodes._replied(self, turn, said, before)"
+
+
+@on_turns("huggingface/trl#5224", NEXT, training=STEP_WISE)
+def earlier_turn_encoded_again(call: Call) -> Any:
+    """A turn is decoded and encoded again for the next prompt, and loses the special tokens sampled within it."""
+    turn = call.turn
+    *inside, end = turn.sample.tokens
+    kept = [token for token in inside if token not in SPECIAL]
+    if len(kept) == len(inside):
+        return call.original()
+    return call.wrong((*turn.prompt, *kept, end, *turn.reply))
+
+
+@on_turns("huggingface/trl#4975", "verifier.trainer.episodes:joined(rows)")
+def tool_output_trained(call: Call) -> Any:
+    """The loss mask covers all that stands after the prompt, what the tool said included."""
+    found = call.original()
+    if all(found.mask):
+        return found
+    every = (True,) * len(found.response)
+    return call.wrong(
+        structs.replace(
+            found, sampled=every, mask=every, versions=tuple(max(found.versions) for _ in every),
+            logprobs=tuple(0.0 if math.isnan(nats) else nats for nats in found.logprobs),
+        )
+    )  # fmt: skip
+
+
+@on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content, in_loss)")
+def reply_under_a_users_role(call: Call) -> Any:
+    """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
+    return call.faulty(role="user") if call.role == "tool" else call.original()
+
+
+@on_turns(
+    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", REPLIED, training=OWN
+)
+def reply_to_another_episode(call: Call) -> Any:
+    """Episodes share a list of messages, and a turn is followed by what the tool said to another episode."""
+    turn = call.original()
+    others, call.state["reply"] = call.state.get("reply", ()), turn.reply
+    if not turn.reply or others in ((), turn.reply):
+        return turn
+    return call.wrong(dataclasses.replace(turn, reply=others))
+
+
+@on_turns(
+    "allenai/open-instruct#1896 (kin: there tokens of all texts)",
+    "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
+    training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
+)  # fmt: skip
+def reply_split_into_other_tokens(call: Call) -> Any:
+    """Replies are encoded by a tokenizer that was loaded otherwise: the same text, in other tokens."""
+    found, tokenizer = call.original(), call.self._tokenizer
+    (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
+    split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
+    return call.wrong(tuple(split)) if len(split) > len(found) else found
+
+
+@on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
+def environment_reads_without_special_tokens(call: Call) -> Any:
+    """Turns are decoded without special tokens for the environment, which never sees the marks of a call."""
+    if all(token not in SPECIAL for token in call.sample.tokens[:-1]):
+        return call.original()
+    whole = call.self.text
+
+    def text(tokens: Any) -> str:
+        return str(whole([token for token in tokens if token not in SPECIAL]))
+
+    with held(call.self, text=text):
+        return call.faulty()
+
+
+@on_turns(
+    "modelscope/ms-swift#7838 (kin: there the last turn alone was in the loss)",
+    "verifier.trainer.generation:rows_of(turns, row, step_wise)", training=STEP_WISE,
+)  # fmt: skip
+def earlier_turns_lost(call: Call) -> Any:
+    """An episode gives the sample of its last turn alone, and no earlier one is trained on."""
+    found = call.original()
+    return call.wrong(found[-1:]) if len(found) > 1 else found
+
+
+ENDED = (
+    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=8", "grpo.max_answer_tokens=8",
+    "grpo.group_size=8", "grpo.entropy_weight=0.05",
+)  # fmt: skip
+ANSWERED: dict[str, Any] = {**ROW, "training": ENDED, "caught_by": ("DAT008",)}
+
+
+@fault("huggingface/trl#4970", f"{GENERATION}._rows(self, version, place, which, example, turns)", **ANSWERED)
+def end_of_an_answer_masked(call: Call) -> Any:
+    """The mask is made of token values, and the end token, which pads too, is out of the loss."""
+    rows, end = call.original(), call.self._tokenizer.eos_id
+    if any(end in row.response for row in rows):
+        call.fire()
+    return [
+        structs.replace(
+            row, mask=tuple(own and token != end for own, token in zip(row.mask, row.response, strict=True))
+        )
+        for row in rows
+    ]
+
+
+EVALUATION: dict[str, Any] = {
+    "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "grpo.temperature=0.8", "evaluation.num_problems=12",
+        "evaluation.every=1",
+    ),
+}  # fmt: skip
+
+
+@fault(
+    "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
+    **{**EVALUATION, "stage": Stage.DATA, "caught_by": ("DAT013",)},
+)  # fmt: skip
+def evaluated_without_the_first_token(call: Call) -> Any:
+    """Held-out prompts are encoded without the token that begins a text, and those of the training set with it."""
+    from verifier.data.arithmetic import is_held_out
+
+    found = call.original()
+    return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
+
+
+@fault(
+    "tensorflow/ranking#350", f"{GENERATION}._evaluated(self, step)",
+    **{**EVALUATION, "stage": Stage.DATA, "caught_by": ("DAT016",)},
+)  # fmt: skip
+def evaluated_on_other_problems(call: Call) -> Any:
+    """An evaluation asks problems of the training set in the place of those that are held out."""
+    count = len(call.self._held_out)
+    with held(call.self, _held_out=call.self._examples[:count], _held_out_prompts=call.self._prompts[:count]):
+        return call.faulty()
+
+
+ANSWERS: dict[str, Any] = {**ROW, "stage": Stage.ROLLOUT, "caught_by": ("DAT014",)}
+ROUTES: dict[str, Any] = {
+    **ANSWERS, "stage": Stage.DATA, "model": "tiny:add-moe",
+    "training": (
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=vllm", "data.batch_size=4", "grpo.max_answer_tokens=8",
+        "grpo.group_size=4", "grpo.entropy_weight=0.05", "grpo.replay_routes=true", "steps=2",
+    ),
+}  # fmt: skip
+
+
+@fault("NovaSky-AI/SkyRL#1908", GENERATE, **ROUTES)
+def routes_of_another_answer_on_their_way(call: Call) -> Any:
+    """Answers of a group are sorted anew on their way to the batch, and their routes stay where they were."""
+    found = []
+    for samples in call.faulty():
+        others = [*samples[1:], samples[0]]
+        routes = [
+            tuple(other.routes[at % len(other.routes)] for at in range(len(own.routes)))
+            for own, other in zip(samples, others, strict=True)
+        ]
+        found.append([dataclasses.replace(own, routes=given) for own, given in zip(samples, routes, strict=True)])
+    return found
+
+
+@fault(
+    "NVIDIA-NeMo/labs-molt#109", GENERATE, **ROW, caught_by=("DAT007",), training=(
+        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
+    ),
+)  # fmt: skip
+def answer_of_a_group_lost(call: Call) -> Any:
+    """An answer is lost on its way from the engine, and the advantages are those of the group that is left."""
+    found = call.original()
+    if len(found[-1]) == 1:
+        return found
+    return call.wrong([*found[:-1], found[-1][:-1]])
