@@ -1,6 +1,6 @@
 """Keys that engines have right after a sync, by ENG010.
 
-What this does not exercise: vLLM's own account of its cache (faults of verifier/stages/rollout/faults_mode.py).
+What this does not exercise: vLLM's own account of its cache (faults of verifier/stages/rollout/faults_training.py).
 """
 
 from __future__ import annotations
