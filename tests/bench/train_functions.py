@@ -31,10 +31,9 @@ from verifier.probes.training.verdicts import Judged
 from verifier.runs.scenario import rollout_rows
 from verifier.runs.trained_weights_megatron import DATA_PARALLEL
 from verifier.runs.workload import rollouts_of
-from verifier.stages.load.probe_configs_megatron import record_provider
-from verifier.stages.load.probe_weights_megatron import record_live
+from verifier.stages.load.probe_configs_megatron import record_live, record_provider
 from verifier.stages.load.records import LoadedShard
-from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.logprob.probe_scoring_passes_megatron import given_arguments
 from verifier.stages.pack.probe_tokens import TokenProbe
 from verifier.stages.train.records import ShardAfterIdleStep, StepReport
 from verifier.train import optimizer_megatron, step_megatron

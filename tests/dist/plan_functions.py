@@ -31,7 +31,7 @@ def planned(context: RankContext) -> list[dict[str, Any]]:
     from verifier.model.checkpoint import open_checkpoint
     from verifier.model.provider_megatron import build
     from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
-    from verifier.stages.load.probe_weights_megatron import record_live, record_plan
+    from verifier.stages.load.probe_configs_megatron import record_live, record_plan
     from verifier.stages.load.records import LoadedShard
 
     args, probe = context.args, _Kept()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verifier.config.field_terms import TERMS
 from verifier.errors import UsageError
 from verifier.knob import KnobEntry, build, entries
 
@@ -232,3 +231,46 @@ def _parsed(entry: KnobEntry, value: Any) -> Any:
 def _refusal(entry: KnobEntry, item: Given) -> UsageError:
     place = "" if item.where.startswith(item.name) else f" in {item.where}"
     return UsageError(f"{item.name} is `{item.value}`{place}, it must be {_WORDS[entry.kind]}")
+
+
+TERMS = {
+    "lr": "optimizer.learning_rate", "max_lr": "optimizer.learning_rate", "min_lr": "optimizer.least_learning_rate",
+    "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "scheduler": "optimizer.schedule",
+    "lr_decay_style": "optimizer.schedule", "warmup": "optimizer.warmup_steps",
+    "lr_warmup_steps": "optimizer.warmup_steps", "num_warmup_steps": "optimizer.warmup_steps",
+    "lr_warmup_iters": "optimizer.warmup_steps", "wd": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.clip_grad", "gradient_clipping": "optimizer.clip_grad",
+    "adam_beta1": "optimizer.beta_1", "beta1": "optimizer.beta_1", "adam_beta2": "optimizer.beta_2",
+    "beta2": "optimizer.beta_2", "eps": "optimizer.epsilon", "adam_epsilon": "optimizer.epsilon",
+    "max_steps": "steps", "total_steps": "steps", "total_training_steps": "steps", "num_train_steps": "steps",
+    "num_rollout": "steps", "train_batch_size": "data.batch_size", "rollout_batch_size": "data.batch_size",
+    "dataset": "data.source", "train_files": "data.source", "val_files": "data.held_out",
+    "micro_train_batch_size_per_gpu": "batch.micro_batch_size",
+    "ppo_micro_batch_size_per_gpu": "batch.micro_batch_size",
+    "per_device_train_batch_size": "batch.micro_batch_size", "max_tokens_per_gpu": "batch.max_tokens",
+    "ppo_max_token_len_per_gpu": "batch.max_tokens", "max_tokens_per_microbatch": "batch.max_tokens",
+    "n": "grpo.group_size", "num_generations": "grpo.group_size", "n_samples_per_prompt": "grpo.group_size",
+    "ppo_mini_batch_size": "grpo.mini_batches", "ppo_epochs": "grpo.epochs", "num_iterations": "grpo.epochs",
+    "max_new_tokens": "grpo.max_answer_tokens", "max_completion_length": "grpo.max_answer_tokens",
+    "max_response_length": "grpo.max_answer_tokens", "max_generate_length": "grpo.max_answer_tokens",
+    "rollout_max_response_len": "grpo.max_answer_tokens", "kl_coef": "grpo.kl_weight", "kl_loss_coef": "grpo.kl_weight",
+    "beta": "grpo.kl_weight", "entropy_coeff": "grpo.entropy_weight", "entropy_coef": "grpo.entropy_weight",
+    "clip_ratio_low": "grpo.clip_low", "eps_clip": "grpo.clip_low", "clip_ratio_high": "grpo.clip_high",
+    "eps_clip_high": "grpo.clip_high", "adv_estimator": "grpo.advantage", "advantage_estimator": "grpo.advantage",
+    "loss_mode": "grpo.loss", "policy_loss_type": "grpo.loss", "loss_agg_mode": "aggregation",
+    "loss_reduction": "aggregation", "reward_funcs": "grpo.reward", "rm_type": "grpo.reward",
+    "enforce_eager": "engine.cuda_graphs", "gpu_memory_utilization": "engine.kv_cache_gib",
+    "kv_cache_memory_bytes": "engine.kv_cache_gib", "free_cache_engine": "engine.sleep_level",
+    "colocate_all": "engine.sleep_level", "tensor_parallel_size": "engine.tp",
+    "tensor_model_parallel_size": "mesh.tp", "pipeline_model_parallel_size": "mesh.pp",
+    "virtual_pipeline_model_parallel_size": "mesh.vpp", "context_parallel_size": "mesh.cp",
+    "expert_model_parallel_size": "mesh.ep", "expert_tensor_parallel_size": "mesh.etp",
+    "n_gpus_per_node": "mesh.dp", "nnodes": "ray.nodes", "gradient_checkpointing": "megatron.recompute",
+    "recompute_granularity": "megatron.recompute", "optimizer_cpu_offload": "megatron.optimizer_offload",
+    "lora_rank": "lora.rank", "lora_alpha": "lora.alpha", "target_modules": "lora.targets",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every", "save_interval": "checkpoint.every", "eval_steps": "evaluation.every",
+    "test_freq": "evaluation.every", "eval_interval": "evaluation.every", "model_name_or_path": "model",
+    "model_path": "model", "hf_checkpoint": "model", "output_dir": "run", "default_local_dir": "run",
+}  # fmt: skip
+"""Last word of a key in verl, SkyRL, slime or TRL -> key here; docs/coming-from.md says what differs."""

@@ -170,8 +170,7 @@ class StateRecorder(OptimizerRecorder):
             UsageError: `probe.open` was given no `model`.
         """
         from verifier.plan.digest import described
-        from verifier.stages.export.probe_saved_files import record_files
-        from verifier.stages.export.probe_tensors import record_saved, source_tensors
+        from verifier.stages.export.probe_tensors import record_files, record_saved, source_tensors
 
         folder = Path(folder)
         if not self.model:

@@ -26,11 +26,10 @@ from verifier.runs.trained_weights_megatron import AdapterWeights, FullWeights
 from verifier.runs.workload import Answer, Workload, expected_rollouts, policy_loss, rollouts_of, with_answers
 from verifier.stages.engine.probe_engine_state import held_by, record_views
 from verifier.stages.export.probe_tensors import record_source
-from verifier.stages.load.probe_configs_megatron import record_provider, record_stated
-from verifier.stages.load.probe_weights_megatron import record_expected, record_live
+from verifier.stages.load.probe_configs_megatron import record_expected, record_live, record_provider, record_stated
 from verifier.stages.load.records import LoadedShard
 from verifier.stages.logprob.probe_activations_megatron import ActivationProbe
-from verifier.stages.logprob.probe_arguments_megatron import given_arguments
+from verifier.stages.logprob.probe_scoring_passes_megatron import given_arguments
 from verifier.stages.pack.probe_tokens import TokenProbe, record_of_rollouts, record_scored
 from verifier.stages.replay.probe_megatron import record_replay, replaying
 from verifier.stages.train.records import ShardAfterIdleStep, ShardAfterScoring, StepReport

@@ -22,11 +22,9 @@ from verifier.runs.rank_run_megatron import RankRun
 from verifier.stages.engine.probe_engine_state import TransferProbe
 from verifier.stages.export.probe_tensors import record_saved, record_tensors, recorded
 from verifier.stages.export.records import ShardAfterExport
-from verifier.stages.load.probe_configs_megatron import record_config
-from verifier.stages.load.probe_weights_megatron import record_exported_adapter, record_live, record_plan
+from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live, record_plan
 from verifier.stages.load.records import AdapterShard
-from verifier.stages.train.probe_adapters_megatron import record_matrices, record_spreads
-from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.probe_hand_on_megatron import HandOn, record_matrices, record_spreads
 from verifier.stages.train.records import FrozenShard, JoinedTensor, LiveAdapterMatrix, Update, UpdatedShard
 from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron, router_replay_megatron

@@ -8,7 +8,9 @@ from typing import Any, Protocol, cast
 
 from msgspec.structs import replace
 
+from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
+from verifier.config.grpo import GrpoOptions
 from verifier.data.encode import encode_prompt
 from verifier.data.examples import Example
 from verifier.data.order import batch_indices, seed_of_round
@@ -22,8 +24,7 @@ from verifier.platform import Tier
 from verifier.rewards.scorer import RewardPool
 from verifier.trainer.asked_samples import Noted, NotedAnswers, noted_of
 from verifier.trainer.engines import Revival
-from verifier.trainer.episode_processes import start_processes, try_environment
-from verifier.trainer.episodes import Episodes, PlayedTurns, Sampler, Turn, rows_of, text_of
+from verifier.trainer.episodes import Episodes, PlayedTurns, Sampler, Turn, row_of, rows_of, text_of
 from verifier.trainer.evaluation import Answered, Rewarded, places, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
 from verifier.trainer.given_routes import whole_routes
@@ -367,3 +368,28 @@ class EngineRollouts:
             text=self._episodes.text(tokens), truncated=not ended,
             routes=whole_routes(name, sample.routes, len(prompt) + len(tokens)) if replays else None,
         )  # fmt: skip
+
+
+def start_processes(options: GrpoOptions, processes: int | None = None) -> RewardPool:
+    """Start the processes that a config asks for, or so many.
+
+    Raises:
+        UsageError: see `RewardPool`.
+    """
+    return RewardPool(
+        path_of_reward(options.reward), options.environment, processes or options.reward_processes,
+        options.reward_timeout_s, options.reward_errors,
+    )  # fmt: skip
+
+
+def try_environment(options: GrpoOptions, example: Example) -> None:
+    """Refuse an environment that fails on a first turn of a row, which is its gold answer; none is not tried.
+
+    Raises:
+        UsageError: names the environment, the row and what was raised.
+    """
+    if not options.has_turns:
+        return
+    row = row_of(example)
+    with RewardPool(path_of_reward(options.reward), options.environment, 1, options.reward_timeout_s) as pool:
+        pool.step(pool.begin([row], [0]), [example.answer or ""], [example.id])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, variance
 from typing import Any, Protocol
 
 from verifier.config.training import TrainConfig
+from verifier.model.families import Content, Scope, family_of, layer_scopes, sizes_of
 from verifier.platform.provenance import gpu_names
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.run_folder import RunFolder
-from verifier.trainer.signs import WINDOW, mismatch_trend, signs_of
-from verifier.trainer.throughput import utilisation_of
 from verifier.trainer.wandb_offline import Log, wandb_log
 
 EVENTS = "tensorboard"
@@ -196,3 +198,172 @@ def mean_of(reports: Sequence[dict[str, float]]) -> dict[str, float]:
         else:
             found[name] = total if name in ("num_tokens", "tokens") else total / len(values)
     return found
+
+
+WINDOW = 20
+"""Steps that a sign looks at, at most."""
+FEW = 5
+"""Steps of a floor, and of an average."""
+_STANDARD_ERRORS = 2.0
+"""Difference of two means, in its standard errors, from which on they differ."""
+_LEAST_ENTROPY = 0.5
+"""Share of the window's first entropy below which it fell."""
+_LEAST_MIXED = 0.2
+"""Share of groups with several rewards below which there are too few; docs/metrics.md."""
+_GREATEST_TREND = 3.0
+"""Multiple of its floor above which the mismatch grew."""
+
+Row = Mapping[str, Any]
+"""Metrics of a step."""
+
+
+def mismatch_trend(before: Sequence[Row], row: Row) -> dict[str, float]:
+    """Floor of a run's mismatch, and how many times that it is now.
+
+    The floor is the median `mismatch_p99` of the first `FEW` steps that have one. Their weights differ little from
+    those that both sides loaded.
+
+    Args:
+        before: metrics of the last steps, the newest last.
+        row: metrics of this step.
+
+    Returns:
+        "mismatch_floor", nats, and "mismatch_trend", the median of the last `FEW` steps over the floor; empty where the
+        step has no mismatch, without a trend where the floor is 0.
+    """
+    if "mismatch_p99" not in row:
+        return {}
+    own = [item for item in before if "mismatch_floor" in item]
+    values = [*_column(own, "mismatch_p99"), float(row["mismatch_p99"])]
+    floor = float(own[-1]["mismatch_floor"]) if len(own) >= FEW else median(values)
+    found = {"mismatch_floor": floor}
+    return found | {"mismatch_trend": median(values[-FEW:]) / floor} if floor else found
+
+
+def signs_of(rows: Sequence[Row]) -> list[str]:
+    """Signs in the metrics of the last steps.
+
+    Args:
+        rows: metrics of the last `WINDOW` steps at most, the newest last.
+
+    Returns:
+        One short text for each sign: flat reward, falling entropy, groups without variance, growing mismatch.
+    """
+    rows = rows[-WINDOW:]
+    found = (_flat_reward(rows), _falling_entropy(rows), _equal_groups(rows), _growing_mismatch(rows))
+    return [text for text in found if text is not None]
+
+
+def _flat_reward(rows: Sequence[Row]) -> str | None:
+    values = _column(rows, "reward")
+    if len(values) < WINDOW:
+        return None
+    half = WINDOW // 2
+    first, last = values[:half], values[half:]
+    noise = math.sqrt((variance(first) + variance(last)) / half)
+    if abs(fmean(last) - fmean(first)) > _STANDARD_ERRORS * noise:
+        return None
+    return f"reward is flat over {WINDOW} steps: {fmean(first):.3g}, then {fmean(last):.3g}"
+
+
+def _falling_entropy(rows: Sequence[Row]) -> str | None:
+    values = _column(rows, "entropy")
+    if len(values) < WINDOW:
+        return None
+    first, last = fmean(values[:FEW]), fmean(values[-FEW:])
+    if last >= _LEAST_ENTROPY * first:
+        return None
+    return f"entropy falls: {first:.3g} to {last:.3g} nats in {WINDOW} steps"
+
+
+def _equal_groups(rows: Sequence[Row]) -> str | None:
+    values = _column(rows, "mixed_groups")[-FEW:]
+    if len(values) < FEW or fmean(values) >= _LEAST_MIXED:
+        return None
+    return f"{1 - fmean(values):.0%} of the groups of {FEW} steps are without variance"
+
+
+def _growing_mismatch(rows: Sequence[Row]) -> str | None:
+    trend = rows[-1].get("mismatch_trend", 0.0) if rows else 0.0
+    return f"mismatch grows: {trend:.3g} times its floor" if trend > _GREATEST_TREND else None
+
+
+def _column(rows: Sequence[Row], name: str) -> list[float]:
+    """Finite values of a metric, of the steps that have one."""
+    return [float(row[name]) for row in rows if name in row and math.isfinite(row[name])]
+
+
+PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Name of a GPU -> bf16 dense operations a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFlops:
+    """Cost of training tokens of one model."""
+
+    matrices: int
+    """Elements that a token is multiplied by."""
+    pair: int
+    """Forward operations of attention for a pair of tokens, over all layers."""
+    passes: int = 3
+    """Matrix products of a weight: forward, gradient of its input, and of itself unless it is frozen."""
+
+    def of(self, lengths: Iterable[int]) -> int:
+        """Operations of sequences of these lengths, forward and backward."""
+        lengths = list(lengths)
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return 2 * self.passes * self.matrices * sum(lengths) + 3 * self.pair * pairs
+
+
+def training_flops(sizes: Mapping[str, Any], *, frozen: bool = False) -> TrainingFlops | None:
+    """Cost of training the model of a config.json; None for a family that the table does not have.
+
+    Args:
+        sizes: config.json.
+        frozen: only adapters are trained.
+    """
+    family = family_of(sizes)
+    if family is None:
+        return None
+    named = sizes_of(sizes)
+    visited = int(sizes.get("num_experts_per_tok") or 0)
+    matrices, attention = named["vocab"] * named["hidden"], 0
+    hybrid = any(row.scope is Scope.ATTENTION for row in family.tensors)
+    for scopes in layer_scopes(sizes):
+        attention += Scope.ATTENTION in scopes or not hybrid
+        for row in family.tensors:
+            if row.scope in scopes and row.content is Content.MATRIX:
+                count = visited if row.scope is Scope.EXPERT else 1
+                matrices += count * math.prod(named[dim] for dim in row.dims)
+    width = named["mla_q"] + named["mla_out"] if "mla_q" in named else 2 * named["q"]
+    return TrainingFlops(matrices=matrices, pair=2 * attention * width, passes=2 if frozen else 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """Cost of a run's steps against what its GPUs can do."""
+
+    flops: TrainingFlops
+    peak: float
+    """Operations a second of all GPUs that train."""
+
+    def facts(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """Metrics of a step's training: sequences of these lengths in so many seconds; empty for a step without."""
+        if not lengths or not seconds:
+            return {}
+        return {"mfu": self.flops.of(lengths) / seconds / self.peak}
+
+
+def utilisation_of(config: TrainConfig, sizes: Mapping[str, Any], gpus: Sequence[str]) -> Utilisation | None:
+    """Utilisation of a run; None without GPUs, with one whose peak is not known, in fp32, or for an unknown family.
+
+    Args:
+        config: of the run.
+        sizes: config.json of its model.
+        gpus: names of the GPUs, the trainer's first.
+    """
+    used = gpus[: config.mesh.world_size]
+    if not used or config.dtype != "bfloat16" or any(name not in PEAKS for name in used):
+        return None
+    flops = training_flops(sizes, frozen=bool(config.lora.rank))
+    return None if flops is None else Utilisation(flops, sum(PEAKS[name] for name in used))

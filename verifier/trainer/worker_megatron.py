@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,32 +16,35 @@ from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
 from verifier.core.stage import Stage, in_stage
 from verifier.data.rollout_file import load_rollouts
+from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.sender import Running
+from verifier.errors import ContractError
 from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.launch.child import entered, resolve
+from verifier.launch.flight_recorder import label
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
-from verifier.train.offload_megatron import state_tensors
+from verifier.train.offload_megatron import HostState, state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import saves_megatron, update_facts_megatron, update_log
-from verifier.trainer.adapter_sync_megatron import AdapterSync
 from verifier.trainer.adapters_megatron import Adapters, spec_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
-from verifier.trainer.observer import Note, RankObserver, RankParts, Update
+from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, Update
 from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.state_elements_megatron import elements_of
 from verifier.trainer.state_megatron import Facts, reference_facts, replaced, state_facts
-from verifier.trainer.turns_megatron import Turns
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import WeightSync
 from verifier.trainer.worker_spec import CALLS, WorkerSpec, loss_of
 
 if TYPE_CHECKING:
+    from verifier.config import EngineOptions
+    from verifier.engine.sender import Running
     from verifier.launch.rank import RankContext
 
 
@@ -291,3 +295,151 @@ class TrainerWorker:
     def _say(self, text: str) -> None:
         if self._context.rank == 0:
             self._context.progress(text)
+
+
+class AdapterSync:
+    """Link of one rank to an engine that keeps the base, and is given an adapter with each version.
+
+    Args:
+        adapters: of the trainer.
+        rank: this one; rank 0 talks to the engine.
+        folder: for the adapters of versions, the same for all ranks.
+        observer: told of engines and transfers.
+
+    Attributes:
+        lost: why the engine's process is gone; empty if it is not.
+    """
+
+    facts: Mapping[str, float] = {}
+    """Metrics of the last sync; none."""
+
+    def __init__(self, adapters: Adapters, rank: int, folder: Path, observer: RankObserver) -> None:
+        self._adapters, self._rank, self._folder, self._observer = adapters, rank, folder, observer
+        self._client: EngineClient | None = None
+        self.lost = ""
+
+    def connect(self, sockets: Sequence[str], options: EngineOptions, transport: str, deadline_s: float) -> None:
+        """Connect to the engine; an adapter travels as a file, by no transport."""
+        self.lost = ""
+        if self._rank:
+            self._observer.on_connect(None, sleeps=bool(options.sleep_level))
+            return
+        if self._client is not None:
+            self._client.close()
+        try:
+            self._client = EngineClient(sockets[0], deadline_s=deadline_s)
+            self._observer.on_connect(self._client, sleeps=bool(options.sleep_level))
+        except EngineGone as problem:
+            self.lost = str(problem)
+
+    def sync(
+        self, version: int, note: Note | None, running: Running = "none", *, again: bool = False, first: bool = False
+    ) -> str:
+        """Have the engine sample with the adapter of a version from now on. A collective.
+
+        Args:
+            version: of the weights; the engine's adapter is named by it.
+            note: for the observer.
+            running: requests of the engine meanwhile, which keep their adapter; none.
+            again: the engine died in this sync before.
+            first: this adapter samples the step of the note, and was not made by it.
+
+        Returns:
+            On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
+        """
+        client, path, refused = self._client, self._folder / f"version-{version:06d}", ""
+        transfer = Transfer(version=version, note=note, client=client, num_ranks=1, again=again, first=first)
+        watch = self._observer.on_transfer(transfer)
+        with label("export of the adapter"):
+            watch.on_adapter(path, self._adapters.save(path))
+        try:
+            with watch:
+                if client is not None:
+                    refused = _loaded(client, path)
+                watch.on_sent(refused)
+        except EngineGone as problem:
+            self.lost = str(problem)
+            watch.on_lost()
+            return ""
+        for other in self._folder.glob("version-*") if client is not None else ():
+            if other != path:
+                shutil.rmtree(other)
+        return refused
+
+
+def _loaded(client: EngineClient, path: Path) -> str:
+    """Have an engine load an adapter; return why it refused it, empty if it did not."""
+    try:
+        client.load_adapter(path)
+    except ContractError as problem:
+        return str(problem)
+    return ""
+
+
+STEPS = ("score", "train", "sync")
+"""Calls that begin or go on with a step: the engine sleeps until the next transfer."""
+VISITS = ("save", "export")
+"""Calls between steps: the engine keeps its weights on the host meanwhile, and goes on afterwards."""
+
+
+class Turns:
+    """Turns of trainer and engine on the GPUs of one rank, the engine's first. Every method is a collective.
+
+    Args:
+        sync: link to the engine.
+        device: of this rank.
+        tensors: the rank's state.
+        observer: told when the state leaves the GPU and when it is back.
+
+    Attributes:
+        facts: metrics of the last time on the host.
+    """
+
+    def __init__(
+        self, sync: WeightSync, device: torch.device, tensors: Callable[[], Iterable[torch.Tensor]],
+        observer: RankObserver,
+    ) -> None:  # fmt: skip
+        self._sync, self._tensors, self._observer = sync, tensors, observer
+        self._state, self._device = HostState(device), device
+        self.facts: dict[str, float] = {}
+        sync.before_caches = self.leave
+        self.leave()
+
+    def leave(self) -> None:
+        """Move this rank's state to the host."""
+        self._observer.on_offload()
+        before = torch.cuda.memory_allocated(self._device)
+        freed = self._state.leave(self._tensors())
+        after = torch.cuda.memory_allocated(self._device)
+        self.facts = {"offloaded_gib": freed / 2**30, "left_share": after / before}
+        dist.barrier()
+
+    def step(self) -> None:
+        """Have the engine sleep until the next transfer, and bring the state back, unless it is there."""
+        if self._state.is_away:
+            self._sync.rest()
+            self._come_back()
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """Bring the state back for the body; the engine keeps its weights meanwhile."""
+        if not self._state.is_away:
+            yield
+            return
+        self._sync.rest(level=1)
+        self._come_back()
+        yield
+        self.leave()
+        self._sync.wake()
+
+    def _come_back(self) -> None:
+        self._state.come_back()
+        self._observer.on_onload()
+
+    @contextlib.contextmanager
+    def taken(self, call: str) -> Iterator[None]:
+        """Have the state here for the body, if a call of that name needs it."""
+        if call in STEPS:
+            self.step()
+        with self.visit() if call in VISITS else contextlib.nullcontext():
+            yield

@@ -15,7 +15,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.mesh import Mesh
 from verifier.stages.logprob import probe_adapter_scales_megatron as adapter_scales_megatron
-from verifier.stages.logprob.checks_arguments import adapter_scaled_otherwise
+from verifier.stages.logprob.checks_configs import adapter_scaled_otherwise
 from verifier.stages.logprob.probe_adapter_scales_megatron import adapter_scales
 from verifier.stages.logprob.records import AdapterScales
 

@@ -14,7 +14,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.stages.advantage.records import PolicyColumns
-from verifier.stages.data.checks_answer_ends import answer_ends_elsewhere
+from verifier.stages.data.checks_handed_on import answer_ends_elsewhere
 from verifier.stages.data.records import Drops, SamplingAsked
 from verifier.stages.pack.records import Rollouts
 

@@ -12,7 +12,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
-from verifier.stages.data.checks_batch_content import dropped_for_another_reason
+from verifier.stages.data.checks_turns import dropped_for_another_reason
 from verifier.stages.data.records import Drops
 
 IDS = ("cut", "whole")

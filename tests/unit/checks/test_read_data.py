@@ -12,7 +12,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.text_dataset import load_examples
-from verifier.stages.data.probe_data_as_read import DataAsRead
+from verifier.stages.data.probe_rollouts import DataAsRead
 
 TRAIN = load_examples("arithmetic", "sft", count=6)
 HELD_OUT = load_examples("arithmetic", "sft", split="held-out", count=3)

@@ -12,7 +12,7 @@ from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.stages.logprob.checks_logprobs import counted_once, repeated_tokens, tokens_apart
 from verifier.stages.logprob.records import DtypeNoise, OracleLogprobs, StoredFloor
-from verifier.stages.rollout.checks_logprobs import engine_logprob_differs_from_oracle
+from verifier.stages.rollout.checks_samples import engine_logprob_differs_from_oracle
 from verifier.stages.rollout.records import EngineLogprobs, SampledTokens
 
 LENGTHS = (60, 60, 60)

@@ -14,7 +14,7 @@ from verifier.data.examples import Example, Message
 from verifier.data.rollout import make_rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
-from verifier.stages.data.probe_decoded_rollouts import rendered, texts_of
+from verifier.stages.data.probe_rollouts import rendered, texts_of
 from verifier.stages.data.records import DataOrder, EpisodeTurns, RolloutTexts
 from verifier.stages.reward.records import GivenRewards
 

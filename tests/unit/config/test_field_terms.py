@@ -5,8 +5,7 @@ import re
 import pytest
 
 from tests.meta.sources import ROOT
-from verifier.config.field_terms import TERMS
-from verifier.config.load import load
+from verifier.config.load import TERMS, load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.knob import entries

@@ -19,7 +19,7 @@ from verifier.data.encode import encode_example
 from verifier.data.examples import Example, Message
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
-from verifier.stages.data.probe_decoded_rollouts import record_tokens
+from verifier.stages.data.probe_rollouts import record_tokens
 
 TALK = Example(
     id="talk", messages=(Message(role="user", content="37+85="), Message(role="assistant", content="#### 122"))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verifier.engine.api import EngineTensor
-from verifier.stages.engine.probe_served import HeldEngine
+from verifier.stages.engine.probe_engine_state import HeldEngine
 from verifier.stages.engine.records import ColdSettings, ColdTensor, EngineServed, SyncedSettings, SyncedTensor
 
 

@@ -16,7 +16,7 @@ from verifier.data.encode import encode_example
 from verifier.data.examples import Example, Message
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
-from verifier.stages.data.probe_trained_text import trained_text, turn_frame
+from verifier.stages.data.probe_rollouts import trained_text, turn_frame
 
 TALK = Example(
     id="talk",

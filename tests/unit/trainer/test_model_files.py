@@ -8,7 +8,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import make_trace
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
-from verifier.stages.export.probe_saved_files import record_files
+from verifier.stages.export.probe_tensors import record_files
 from verifier.trainer.model_files import copy_files
 
 WRITTEN = ("config.json", "model.safetensors", "model.safetensors.index.json")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.trainer.signs import FEW, WINDOW, mismatch_trend, signs_of
+from verifier.trainer.metrics import FEW, WINDOW, mismatch_trend, signs_of
 
 
 def rows(**columns):

@@ -29,7 +29,7 @@ from verifier.model.tiny import write_tiny
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.sampled_step import objective_of
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
-from verifier.stages.data.probe_data_as_read import DataAsRead
+from verifier.stages.data.probe_rollouts import DataAsRead
 from verifier.stages.data.records import Drops, EpisodeTurns, SamplingAsked
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn

@@ -6,7 +6,7 @@ import pytest
 
 from verifier.config.lora import LoraOptions
 from verifier.config.training import TrainConfig
-from verifier.trainer.throughput import TrainingFlops, training_flops, utilisation_of
+from verifier.trainer.metrics import TrainingFlops, training_flops, utilisation_of
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 8,

@@ -19,17 +19,15 @@ from verifier.probes.training.step_trace import cuts_exports
 from verifier.probes.training.update_evidence_megatron import UpdateEvidence
 from verifier.stages.checkpoint.probe_loaded_state_megatron import record_facts, record_loaded
 from verifier.stages.checkpoint.records import LoadedState, SavedState
-from verifier.stages.engine.probe_served import HeldEngine, record_held
+from verifier.stages.engine.probe_engine_state import HeldEngine, record_held
 from verifier.stages.export.probe_live_weights_megatron import record_files, record_live_weights
 from verifier.stages.export.probe_tensors import source_tensors
-from verifier.stages.load.probe_loaded_megatron import record_loaded_weights
-from verifier.stages.load.probe_weights_megatron import record_live
+from verifier.stages.load.probe_configs_megatron import record_live, record_loaded_weights
 from verifier.stages.load.records import SourceTensor
 from verifier.stages.logprob.probe_scoring_passes_megatron import Digests, ScoringPasses, live_digests
 from verifier.stages.replay.records import UsedRoutes
 from verifier.stages.train.probe_adam_audit_megatron import Audits
-from verifier.stages.train.probe_adapters_megatron import AdapterEvidence
-from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence, HandOn
 from verifier.stages.train.records import UpdatedShard
 from verifier.stages.transport.probe_megatron import AdapterTransfer, WeightTransfer, held_adapter
 from verifier.train.router_replay_megatron import RouterWatch, Routing

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
@@ -16,7 +17,6 @@ from verifier.core.record import Probe
 from verifier.core.store import Recorder, complete, create
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
-from verifier.probes.training.export_trace import ExportTrace
 from verifier.probes.training.failure_trace import failure_traced
 from verifier.probes.training.sampled_step import (
     SampledStep,
@@ -27,29 +27,31 @@ from verifier.probes.training.sampled_step import (
     unsampled_because,
 )
 from verifier.probes.training.step_trace import step_manifest
-from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts
+from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts, require_held
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources
 from verifier.stages.checkpoint.probe_written import CheckpointEvidence
-from verifier.stages.data.probe_data_as_read import DataAsRead
-from verifier.stages.data.probe_decoded_rollouts import record_tokens, texts_of
 from verifier.stages.data.probe_rollouts import (
+    DataAsRead,
     has_second_reader,
     record_columns,
     record_given,
     record_policy,
     record_policy_columns,
     record_sampled,
+    record_tokens,
     sampling_asked,
+    texts_of,
+    trained_text,
 )
-from verifier.stages.data.probe_trained_text import trained_text
 from verifier.stages.engine.records import EngineRestart
+from verifier.stages.export.probe_tensors import record_files
 from verifier.stages.load.records import KnobsAsked
 from verifier.stages.logprob.probe_first_rounding import first_rounding, measures_rounding
 from verifier.stages.logprob.probe_spot_scores import has_spot, record_spot, why_no_spot
 from verifier.stages.logprob.records import SampledNoise
 from verifier.stages.loss.records import LossTerms
-from verifier.stages.rollout.probe_evaluations import record_answers, record_held_out
+from verifier.stages.rollout.probe_evaluations import Examine, record_answers, record_held_out
 from verifier.stages.train.records import OptimizerSettings, PreviousStep
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.engines import gone
@@ -392,3 +394,51 @@ class RunEvidence(Observer):
             self.run.call("observe", stage="EXPORT", what="hold", version=step - 1, folder=str(held))
             self._held[step - 1] = held / f"weights-{step - 1}"
         return found
+
+
+class ExportTrace:
+    """A trace for the ranks to write their evidence to; one of an earlier export is removed.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        folder: of the run.
+        step: the last one.
+
+    Attributes:
+        path: of the trace.
+    """
+
+    def __init__(self, config: TrainConfig, model: ModelUnderTest, folder: RunFolder, step: int) -> None:
+        self._manifest = replace(
+            step_manifest(config, model, Facts(part="export", step=step)), engine="", engine_ranks=0, synced_versions=()
+        )
+        # Scores put an engine that sleeps to rest; the last step's noise of another dtype is in its own trace.
+        self._step, self._examines = step, model.dtype == "float32" and not config.engine.sleep_level
+        shutil.rmtree(folder.export_trace, ignore_errors=True)
+        self.path = create(folder.export_trace, self._manifest)
+
+    def record(
+        self, last: PreviousStep, continuation: CheckpointEvidence, examine: Examine, noise: SampledNoise | None
+    ) -> None:
+        """Record the last step, the checkpoints of the run, and answers of its evaluation."""
+        with contextlib.closing(Recorder(self.path, "controller", 0)) as probe:
+            stored = continuation.record_stored(probe)
+            examined = self._examines and examine(probe, self._step)
+            if examined:
+                probe.emit(last)
+            if examined and noise is not None:
+                probe.emit(replace(noise, version=self._step + 1))
+            facts = replace(self._manifest.facts, stored=stored, examined=examined, noise=noise is not None)
+            self._manifest = replace(self._manifest, facts=facts)
+
+    def judge(self, judge: Judge, source: Path, exported: Path) -> None:
+        """Have it judged, with the files beside the weights of the source and of what was exported.
+
+        Raises:
+            ViolationFound: a check does not hold.
+        """
+        with contextlib.closing(Recorder(self.path, "source", 0)) as probe:
+            record_files(probe, source, exported, self._step)
+        complete(self.path, self._manifest)
+        require_held(judge, self.path, "the export")

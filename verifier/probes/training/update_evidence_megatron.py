@@ -18,15 +18,13 @@ from verifier.probes.training.step_trace import can_audit, compares_products, ha
 from verifier.stages.load.probe_configs_megatron import record_provider, record_stated
 from verifier.stages.load.records import KnobsReached
 from verifier.stages.logprob.probe_adapter_scales_megatron import adapter_scales
-from verifier.stages.logprob.probe_arguments_megatron import given_arguments
 from verifier.stages.logprob.probe_oracle_scores import save_scores, tells_scores
-from verifier.stages.loss.probe_logit_spreads_megatron import logit_spreads
-from verifier.stages.loss.probe_router_losses_megatron import router_losses
+from verifier.stages.logprob.probe_scoring_passes_megatron import given_arguments
+from verifier.stages.loss.probe_router_losses_megatron import logit_spreads, router_losses
 from verifier.stages.loss.records import LossRows, UpdateRatios
 from verifier.stages.pack.probe_tokens import TokenProbe
 from verifier.stages.train.probe_adam_audit_megatron import groups_of
-from verifier.stages.train.probe_balance_megatron import router_balance
-from verifier.stages.train.probe_hand_on_megatron import HandOn
+from verifier.stages.train.probe_hand_on_megatron import HandOn, router_balance
 from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep
 from verifier.train import optimizer_megatron
 from verifier.train.pack import PackedBatch

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
+from unicodedata import normalize
 
 import numpy as np
+import xxhash
 from msgspec import structs
 
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
-from verifier.data.examples import Example
+from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
+from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import Rollout, route_rows
+from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import Tokenizer
+from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.rewards.answer import is_number
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
-from verifier.stages.data.probe_decoded_rollouts import rendered
-from verifier.stages.data.records import DataOrder, Drops, EpisodeTurns, RequestSeeds, SamplingAsked
+from verifier.stages.data.records import (
+    DataOrder,
+    Drops,
+    EpisodeTurns,
+    HeldOutRead,
+    RequestSeeds,
+    RolloutTexts,
+    SamplingAsked,
+    TokensRead,
+    TrainedText,
+)
 from verifier.stages.replay.records import GivenRoutes
 from verifier.stages.reward.records import GivenRewards
 from verifier.trainer.asked_samples import ends_of
@@ -190,3 +206,166 @@ def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: 
             name=file.stem, version=batch.step, rollouts=tuple(item.id for item in rollouts), passes=passes
         )
         probe.emit(record, route_rows(rollouts, layers))
+
+
+class DataAsRead:
+    """The examples of a run as its loader read them.
+
+    Args:
+        config: of the run.
+        train: examples to train on, in order.
+        held_out: problems of the evaluation.
+    """
+
+    def __init__(self, config: TrainConfig, train: Sequence[Example], held_out: Sequence[Example]) -> None:
+        self._config, self._train, self._held_out = config, train, held_out
+
+    def record_held_out(self, probe: Probe, step: int) -> bool:
+        """Record the problems of the evaluation, and which of them are trained on; False for none."""
+        if not self._held_out:
+            return False
+        places: dict[int, int] = {}
+        for at, example in enumerate(self._train):
+            places.setdefault(_digest(example), at)
+        trained = [places.get(_digest(example), -1) for example in self._held_out]
+        probe.emit(
+            HeldOutRead(
+                name="held-out", version=step, source=self._config.data.held_out or self._config.data.source,
+                ids=tuple(example.id for example in self._held_out),
+            ),
+            np.array(trained, np.int64),
+        )  # fmt: skip
+        return True
+
+
+def _digest(example: Example) -> int:
+    return xxhash.xxh3_64_intdigest(example.question.encode())
+
+
+def trained_text(
+    step: int, examples: Sequence[Example], rollouts: Sequence[Rollout], tokenizer: Tokenizer
+) -> TrainedText:
+    """Record of what a step's examples train on.
+
+    Conversations whose template writes something else than an assistant says are left out.
+    """
+    frame = turn_frame(tokenizer) if any(item.messages for item in examples) else None
+    kept, conversations = [], {}
+    for item, rollout in zip(examples, rollouts, strict=True):
+        if item.messages:
+            said = tuple(message.content for message in item.messages if message.is_learned)
+            if frame is None or not _stands(said, tokenizer.chat_text(item.messages)):
+                continue
+            conversations[rollout.id] = said
+        kept.append((item, rollout))
+    opening, closing = frame or ("", "")
+    return TrainedText(
+        name="examples", version=step, ids=tuple(rollout.id for _, rollout in kept),
+        responses=tuple(item.response or "" for item, _ in kept), end=tokenizer.decode((tokenizer.eos_id,)),
+        texts=tuple(tokenizer.decode(rollout.tokens[rollout.mask].tolist()) for _, rollout in kept),
+        conversations=conversations, opening=opening, closing=closing,
+    )  # fmt: skip
+
+
+def turn_frame(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Text that the template puts around what an assistant says, from its header to the turn's last special token.
+
+    None where the template refuses a question and an answer, or does not write them one after the other.
+    """
+    question, answer = Message(role="user", content="0"), Message(role="assistant", content="1")
+    try:
+        before, after = tokenizer.chat_text((question,), to_answer=True), tokenizer.chat_text((question, answer))
+        opening, said, rest = after.removeprefix(before).partition("1")
+        tokens = tokenizer.encode(rest)
+    except UsageError:
+        return None
+    ends = [place for place, token in enumerate(tokens) if token in tokenizer.special_ids]
+    if not after.startswith(before) or not said or "1" in rest or not ends:
+        return None
+    return opening, tokenizer.decode(tokens[: ends[-1] + 1])
+
+
+def _stands(said: Sequence[str], text: str) -> bool:
+    """True if a template's text has all that an assistant says, in order and but for whitespace."""
+    text, at = "".join(normalize("NFC", text).split()), 0
+    for part in said:
+        own = "".join(normalize("NFC", part).split())
+        if (at := text.find(own, at)) < 0:
+            return False
+        at += len(own)
+    return True
+
+
+_second = lru_cache(maxsize=1)(SecondTokenizer)
+
+
+def rendered(example: Example, tokenizer: Tokenizer) -> str:
+    """Text of all that an engine is given for an example, made apart from its tokens."""
+    if example.messages:
+        return tokenizer.chat_text(example.messages, to_answer=True)
+    return tokenizer.decode(tokenizer.begin_ids) + example.prompt
+
+
+def texts_of(step: int, tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> RolloutTexts:
+    """Record of what the tokens of a step's rollouts say."""
+    return RolloutTexts(
+        name="texts", version=step, begin=tokenizer.decode(tokenizer.begin_ids),
+        ids=tuple(item.id for item in rollouts), groups=tuple(item.group for item in rollouts),
+        prompts=tuple(tokenizer.decode(item.tokens[: item.prompt_length].tolist()) for item in rollouts),
+        answers=tuple(tokenizer.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts),
+    )  # fmt: skip
+
+
+def record_tokens(
+    probe: Probe, step: int, tokenizer: Tokenizer, files: Path, rollouts: Sequence[Rollout],
+    example_of: Callable[[int], Example], *, whole: bool, chat: ChatTemplate = AS_SHIPPED,
+) -> None:  # fmt: skip
+    """Record the tokens of a step's rollouts beside a second reading of their examples, if the tokenizer has one.
+
+    Args:
+        probe: of the step.
+        step: from 1.
+        tokenizer: that made and ended the rollouts.
+        files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
+        rollouts: of the step.
+        example_of: example of a rollout, by its place.
+        whole: they are examples of fine-tuning, whose tokens are known to the last.
+        chat: template that the run asks for.
+    """
+    if why_unread(files):
+        return
+    reader = _second(files, chat)
+    keys = [item.id if whole else item.group for item in rollouts]
+    known: dict[str, ReadRow] = {}
+    for place, key in enumerate(keys):
+        if key not in known:
+            example = example_of(place)
+            known[key] = reader.row(example) if whole else ReadRow(reader.prompt(example))
+    given = [item.tokens if whole else item.tokens[: item.prompt_length] for item in rollouts]
+    read = [known[key] for key in keys]
+    texts = () if whole else tuple(reader.decode(_last_turn(item, tokenizer.eos_id)) for item in rollouts)
+    arrays = {
+        "tokens": np.concatenate([*given]).astype(np.int64),
+        "read": np.array([token for row in read for token in (*row.prompt, *row.rest)], np.int64),
+    }
+    if whole:
+        arrays["mask"] = np.concatenate([item.mask for item in rollouts]).astype(bool)
+        marks = [mark for row in read for mark in (*(False for _ in row.prompt), *row.trained)]
+        arrays["read_mask"] = np.array(marks, bool)
+    probe.emit(
+        TokensRead(
+            name="tokens", version=step, ids=tuple(item.id for item in rollouts), whole=whole,
+            prompt_lengths=tuple(item.prompt_length for item in rollouts), lengths=tuple(map(len, given)),
+            read_prompt_lengths=tuple(len(row.prompt) for row in read),
+            read_lengths=tuple(len(row.prompt) + len(row.rest) for row in read), texts=texts,
+            end=tokenizer.eos_id, read_end=reader.end,
+        ),
+        arrays,
+    )  # fmt: skip
+
+
+def _last_turn(rollout: Rollout, end: int) -> list[int]:
+    """Tokens from the last that was not sampled to the end of the rollout, without an end token."""
+    others = np.flatnonzero(~rollout.sampled)
+    tokens: list[int] = rollout.tokens[others[-1] + 1 if len(others) else 0 :].tolist()
+    return tokens[:-1] if tokens and tokens[-1] == end else tokens

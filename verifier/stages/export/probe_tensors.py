@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from verifier.core.reader import digest_of
 from verifier.core.record import Probe, TensorRecord
 from verifier.model.checkpoint import INDEX, Checkpoint
 from verifier.model.families import copies_of
 from verifier.plan.digest import described, digest_tensor
-from verifier.stages.export.records import ExportedTensor, ExportStream, Reread, SavedCheckpoint, SavedTensor
-from verifier.stages.load.records import SourceTensor
+from verifier.stages.export.records import (
+    ExportedTensor,
+    ExportStream,
+    Reread,
+    SavedCheckpoint,
+    SavedFiles,
+    SavedTensor,
+)
+from verifier.stages.load.records import SourceFiles, SourceTensor
+from verifier.trainer.model_files import beside_weights, holds_weights
 
 if TYPE_CHECKING:
     import torch
@@ -98,3 +107,14 @@ def record_saved(probe: Probe, folder: Path, version: int) -> None:
                 facts = described(file.get_tensor(name))
                 probe.emit(SavedTensor(name=name, version=version, shard=path.name, **facts))
     probe.emit(SavedCheckpoint(name="shards", version=version, shards=len(shards), missing=tuple(sorted(absent))))
+
+
+def record_files(probe: Probe, source: Path, folder: Path, version: int) -> None:
+    """Record the files beside the weights and config.json of a source, and of a folder that was exported to."""
+    kept = [file for file in beside_weights(source) if not holds_weights(file.name)]
+    probe.emit(SourceFiles(name="files", version=version, digests=_digests(kept)))
+    probe.emit(SavedFiles(name="files", version=version, digests=_digests(beside_weights(folder))))
+
+
+def _digests(files: Iterable[Path]) -> dict[str, str]:
+    return {file.name: digest_of(file.read_bytes()) for file in files}

@@ -8,17 +8,30 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from verifier.config_json import with_defaults
-from verifier.core.record import Probe
-from verifier.model.checkpoint import Checkpoint
-from verifier.stages.export.records import ExportedConfig
-from verifier.stages.load.records import SourceConfig, StatedConfig
+from verifier.core.record import Probe, real
+from verifier.export.live_weights import LiveWeights
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.plan.chunk_plan import ChunkPlan
+from verifier.plan.digest import described, digest_tensors
+from verifier.probes.training.kept_records import Kept
+from verifier.stages.export.probe_tensors import record_tensors
+from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedConfig
+from verifier.stages.load.records import ExpectedShard, LoadedShard, ShardRecord, SourceConfig, StatedConfig
 from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
+from verifier.stages.plan.records import PlanDigest, PlannedTensor
+from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence
+from verifier.train.lora_megatron import further_settings, read_adapter
+from verifier.train.step_megatron import params_synced
+from verifier.trainer.observer import RankParts
+
+if TYPE_CHECKING:
+    pass
 
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
@@ -107,3 +120,69 @@ def _plain(value: Any) -> Any:
         parts = [_plain(item) for item in value]
         return ... if ... in parts else parts
     return getattr(value, "__name__", ...) if callable(value) else ...
+
+
+def record_loaded_weights(kept: Kept, parts: RankParts, adapters: AdapterEvidence | None, resume: Path | None) -> None:
+    """Digests of every live tensor and of the slice that the layout cuts from the checkpoint for it. A collective.
+
+    A model that the config names by its folder is read there, whatever checkpoint the rank was told. Of a resumed run
+    that samples it is what its checkpoint brought, which the engine gets before the first step. The base of adapters
+    goes to every trace already.
+
+    Args:
+        kept: for the first judged step; gets nothing without a layout.
+        parts: of the rank.
+        adapters: of the rank; None for a trainer of all weights.
+        resume: checkpoint of the run that was loaded after the model's, whose weights are others.
+    """
+    config, live = parts.config, parts.live if parts.adapters is None else parts.adapters.base
+    if not live.places:
+        return
+    if resume is None:
+        named = Path(config.model)
+        record_expected(kept, live, open_checkpoint(named) if named.is_dir() else parts.source)
+    version = 0 if resume is None else int(resume.name)
+    if adapters is None and (resume is None or config.samples):
+        with params_synced(parts.trainer):
+            record_live(kept, live, version, LoadedShard)
+    if adapters is not None and resume is not None and config.samples and config.lora.sync == "adapter":
+        adapters.record_matrices(kept, version)
+
+
+def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[ShardRecord]) -> None:
+    """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor."""
+    found = list(live.tensors())
+    digests = digest_tensors(tensor for _, _, tensor in found)
+    for (chunk, name, tensor), digest in zip(found, digests, strict=True):
+        place = live.places.get((chunk, name))
+        for kind in kinds:
+            probe.emit(
+                kind(
+                    name=place.global_name if place else f"{name} (chunk {chunk})", version=version,
+                    replica=place.group if place else f"rank {live.rank} {chunk} {name}", coordinate=live.coordinate,
+                    **described(tensor, digest),
+                )
+            )  # fmt: skip
+
+
+def record_expected(probe: Probe, live: LiveWeights, source: Checkpoint) -> None:
+    """Digest, for every placement, what the checkpoint says must be there."""
+    for place in live.places.values():
+        facts, sources = described(place.shard(source.read)), tuple(place.sources)
+        probe.emit(ExpectedShard(name=place.global_name, coordinate=live.coordinate, sources=sources, **facts))
+
+
+def record_exported_adapter(probe: Probe, path: Path, version: int) -> None:
+    """Digest the matrices of an adapter's folder, with its scaling and what else its configuration asks for."""
+    found, scaling = read_adapter(path)
+    record_tensors(probe, ExportedAdapterMatrix, found.items(), version)
+    further = further_settings(path)
+    probe.emit(ExportedAdapterScaling(name="alpha / rank", version=version, scaling=real(scaling), further=further))
+
+
+def record_plan(probe: Probe, plan: ChunkPlan, *, entries: bool) -> None:
+    """The plan's digest and, from one rank, its entries."""
+    tensors, num_chunks = tuple(plan.tensors), len(plan.chunks)
+    probe.emit(PlanDigest(name="chunk plan", digest=plan.digest, num_chunks=num_chunks, num_tensors=len(tensors)))
+    for tensor in tensors if entries else ():
+        probe.emit(PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tuple(tensor.shape)))

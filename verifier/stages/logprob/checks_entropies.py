@@ -25,7 +25,7 @@ from verifier.stages.logprob.checks_logprobs import (  # fmt: skip
 from verifier.stages.logprob.records import OracleEntropy
 from verifier.stages.loss.checks_loss_rows import worst_rows
 from verifier.stages.loss.records import LossRows
-from verifier.stages.pack.checks_loss_rows import UpdateRows, updates_of
+from verifier.stages.pack.checks_packing import UpdateRows, updates_of
 
 
 @check(

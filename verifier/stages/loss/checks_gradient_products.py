@@ -20,9 +20,8 @@ from verifier.stages.checks_conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.stages.checks_content import times
 from verifier.stages.logprob.checks_entropies import compare_entropies
 from verifier.stages.loss.records import LogitSpreads
-from verifier.stages.pack.checks_loss_rows import UpdateRows, updates_of
-from verifier.stages.train.checks_adam_audit import compare_used
-from verifier.stages.train.checks_gradient_sums import is_summed
+from verifier.stages.pack.checks_packing import UpdateRows, updates_of
+from verifier.stages.train.checks_adam_audit import compare_used, is_summed
 from verifier.stages.train.records import GradientProducts, TrainerStep
 
 HALF_UNIT = 2.0**-24

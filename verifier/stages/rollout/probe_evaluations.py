@@ -12,8 +12,7 @@ from verifier.data.examples import Example
 from verifier.data.recorded import rollout_of
 from verifier.data.rollout import Rollout
 from verifier.data.rollout_file import load_rollouts, save_rollouts
-from verifier.stages.data.probe_decoded_rollouts import record_tokens
-from verifier.stages.data.probe_rollouts import turns_of
+from verifier.stages.data.probe_rollouts import record_tokens, turns_of
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import EvaluatedAnswers
 from verifier.trainer.asked_samples import ends_of

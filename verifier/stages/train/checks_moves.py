@@ -195,7 +195,6 @@ def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
 
 def _kept(trace: Trace, item: RouterBalance, row: int, layer: int) -> Comparison:
     """Compare the bias before an update with what the update before left."""
-    """Compare the bias before an update with what the update before left."""
     left, before = (trace.array(item, name)[row] for name in ("left", "before"))
     what = f"layer {layer} before {item.name} on rank {item.rank}"
     says = ("the live router", "what the update before left")

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
-from verifier.core.record import Probe
+from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
+from verifier.probes.training.kept_records import Kept
 from verifier.stages.export.probe_tensors import record_tensors
-from verifier.stages.train.records import JoinedTensor
+from verifier.stages.export.records import ShardAfterExport
+from verifier.stages.load.probe_configs_megatron import record_live
+from verifier.stages.load.records import AdapterShard, AdapterSpread, LoadedShard
+from verifier.stages.train.records import (
+    FrozenShard,
+    JoinedTensor,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    RouterBalance,
+    UpdatedShard,
+)
 from verifier.train import lora_megatron
 from verifier.train.optimizer_megatron import named_gradients, named_states
 from verifier.train.step_megatron import params_synced
@@ -94,3 +108,142 @@ class HandOn:
         if self._rank == 0:
             save_checkpoint(self._folder / name, self._source.config, whole.items())
         return whole
+
+
+class AdapterEvidence:
+    """Base and adapters, as they were attached and as they are. Methods are collectives, as the constructor is.
+
+    Args:
+        trainer: of the rank, with adapters that no step has moved.
+        adapters: of the trainer.
+        rank: this one.
+    """
+
+    def __init__(self, trainer: TrainerModel, adapters: Adapters, rank: int) -> None:
+        self._trainer, self._adapters, self._rank = trainer, adapters, rank
+        self._loaded, self._begun = Kept(), Kept()
+        with params_synced(trainer):
+            record_live(self._loaded, adapters.base, 0, LoadedShard)
+        record_live(self._begun, adapters.trained, 0, AdapterShard)
+        record_spreads(self._begun, adapters.matrices())
+
+    def record_update(self, probe: Probe, version: int) -> None:
+        """Record what ranks hold after the steps that made a version, beside the base as it was loaded."""
+        self._loaded.record(probe)
+        if version == 1:
+            self._begun.record(probe)
+        with params_synced(self._trainer):
+            record_live(probe, self._adapters.base, version, UpdatedShard, FrozenShard)
+            record_live(probe, self._adapters.trained, version, UpdatedShard)
+        self.record_matrices(probe, version)
+
+    def record_matrices(self, probe: Probe, version: int) -> dict[str, torch.Tensor]:
+        """Record the live matrices by their published names, on rank 0, and their factor; return them."""
+        matrices = self._adapters.matrices()
+        record_matrices(probe, self._trainer, matrices, version, self._rank)
+        return matrices
+
+    def record_exported(self, probe: Probe, version: int) -> None:
+        """Record what ranks hold after an export."""
+        with params_synced(self._trainer):
+            record_live(probe, self._adapters.base, version, ShardAfterExport)
+            record_live(probe, self._adapters.trained, version, ShardAfterExport)
+
+
+def record_spreads(probe: Probe, matrices: Mapping[str, torch.Tensor]) -> None:
+    """Record how far the matrices of new adapters spread, by their published names."""
+    for name, matrix in matrices.items():
+        deviation = real(float(matrix.double().square().mean().sqrt()))
+        probe.emit(AdapterSpread(name=name, shape=tuple(matrix.shape), deviation=deviation))
+
+
+def record_matrices(
+    probe: Probe, trainer: TrainerModel, matrices: Mapping[str, torch.Tensor], version: int, rank: int
+) -> None:
+    """Record the live matrices by their published names, and, on rank 0, the factor of the trainer's adapters."""
+    record_tensors(probe, LiveAdapterMatrix, matrices.items(), version)
+    scaling = real(lora_megatron.scaling_of(trainer))
+    if rank == 0:
+        probe.emit(LiveAdapterScaling(name="alpha / rank", version=version, scaling=scaling))
+
+
+_LEFT: MutableMapping[torch.nn.Module, torch.Tensor] = WeakKeyDictionary()
+"""Router -> its score bias as the last recorded update left it."""
+
+
+@contextlib.contextmanager
+def router_balance(
+    probe: Probe, trainer: TrainerModel, name: str, version: int, *, rate: float
+) -> Iterator[None]:  # fmt: skip
+    """Record the score biases of this rank's routers before and after the body, an update, with the tokens it counted.
+
+    A token is counted where a router gives it to an expert, by the router's output, within the forward pass of a model
+    chunk: once for each micro-batch. What is recomputed runs later, in the backward pass, and is not counted. Rows of
+    padding count like others, as megatron-core counts them where it is given no mask of them. A rank whose routers have
+    no score bias records nothing.
+
+    Args:
+        probe: this rank's recorder.
+        trainer: the model.
+        name: of the update, as its records have it.
+        version: of the weights.
+        rate: change of a bias in a step that the config asks for.
+    """
+    routers = {layer: router for chunk in trainer.chunks for layer, router in _biased(chunk).items()}
+    if not routers:
+        yield
+        return
+    layers = sorted(routers)
+    counts = {layer: torch.zeros_like(routers[layer].expert_bias, dtype=torch.int64) for layer in layers}
+    before = _biases(routers)
+    with contextlib.ExitStack() as stack:
+        for chunk in trainer.chunks:
+            _count(chunk, counts, stack)
+        yield
+    arrays = {
+        "before": before, "after": _biases(routers), "tokens": torch.stack([counts[layer] for layer in layers])
+    }  # fmt: skip
+    if all(router in _LEFT for router in routers.values()):
+        arrays["left"] = torch.stack([_LEFT[routers[layer]] for layer in layers])
+    _LEFT.update(zip((routers[layer] for layer in layers), arrays["after"], strict=True))
+    at = trainer.mesh.coordinate(dist.get_rank())
+    record = RouterBalance(name=name, version=version, coordinate=str(at), layers=tuple(layers), rate=rate)
+    probe.emit(record, arrays)
+
+
+def _count(chunk: torch.nn.Module, counts: dict[int, torch.Tensor], stack: contextlib.ExitStack) -> None:
+    """Count what a chunk's routers choose while its own forward pass runs, until the stack is closed."""
+    inside = False
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    stack.callback(chunk.register_forward_pre_hook(enter).remove)
+    stack.callback(chunk.register_forward_hook(leave).remove)
+    for layer, router in _biased(chunk).items():
+
+        def look(_: object, __: object, output: Any, layer: int = layer) -> None:
+            if inside:
+                counts[layer] += output[1].sum(0)  # [rows, experts], True where a row goes to an expert
+
+        stack.callback(router.register_forward_hook(look).remove)
+
+
+def _biases(routers: dict[int, Any]) -> torch.Tensor:
+    return torch.stack([routers[layer].expert_bias.detach().float() for layer in sorted(routers)]).clone()
+
+
+def _biased(chunk: torch.nn.Module) -> dict[int, Any]:
+    """Routers of a chunk that have a score bias, by global layer from 0."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return {
+        module.layer_number - 1: module
+        for module in chunk.modules()
+        if isinstance(module, TopKRouter) and module.expert_bias is not None
+    }
