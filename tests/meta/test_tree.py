@@ -14,7 +14,7 @@ BROAD_EXCEPT = {
     ("verifier/core/outputs.py", "full_disk_refused"),
     ("verifier/contracts/__main__.py", "failures"),
     ("verifier/engine/server.py", "run"),
-    ("verifier/cli/watch.py", "_command"),
+    ("verifier/cli/watch_round.py", "_command"),
     ("verifier/data/problem_sources.py", "gym_problems"),
     ("verifier/environments/environment.py", "open_environment"),
     ("verifier/environments/verifiers_tasks.py", "load_environment"),

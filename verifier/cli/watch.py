@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from verifier.campaign.watch import changes
 from verifier.campaign.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
@@ -19,12 +16,7 @@ from verifier.cli.results import Results, complain, show
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
 from verifier.core.work_folder import sweep, work_folder
-from verifier.errors import Stopped, UsageError, VerifierError
-from verifier.launch.channel import Channel
-from verifier.launch.fork_server import Lent
-
-if TYPE_CHECKING:
-    from verifier.runs.resources import Resources
+from verifier.errors import UsageError, VerifierError
 
 _LEAST_DEADLINE_S = 300.0
 """Seconds over `--timeout` that a round may take, for checks and for what comes to an end."""
@@ -139,7 +131,7 @@ def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edite
         words.append(f"trace={config.trace}")
     arguments = {"words": words, "environment": dict(os.environ), "write_caches": not edited}
     deadline_s = config.timeout_s + _LEAST_DEADLINE_S
-    verdicts: Mapping[str, str] = servers.play("verifier.cli.watch:play", arguments, deadline_s, [1, 2])
+    verdicts: Mapping[str, str] = servers.play("verifier.cli.watch_round:play", arguments, deadline_s, [1, 2])
     return verdicts
 
 
@@ -179,79 +171,3 @@ def _names(changed: Sequence[Path]) -> str:
     shown = ", ".join(f"`{path.name}`" for path in changed[:_NAMED])
     rest = len(changed) - _NAMED
     return f"{shown} and {rest} more" if rest > 0 else shown
-
-
-def play(
-    channel: Channel, out: int, err: int, *fds: int, words: list[str], environment: dict[str, str],
-    write_caches: bool, lent: list[dict[str, Any]],
-) -> None:  # fmt: skip
-    """Run one command, and send the verdict of each check.
-
-    Args:
-        channel: to the loop.
-        out: descriptor that takes stdout.
-        err: descriptor that takes stderr.
-        fds: channels of the fork servers that are lent.
-        words: the command and its arguments.
-        environment: of the loop.
-        write_caches: have Python keep what it compiles. Its caches know a source by bytes and whole seconds, so those
-            of an edited one may be taken for those of the next edit.
-        lent: name, process id and log of each.
-    """
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    signal.signal(signal.SIGTERM, _stop)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [sys.argv[0], *words]
-    sys.dont_write_bytecode = not write_caches
-    found = {
-        item["name"]: Lent(pid=item["pid"], fd=fd, log=Path(item["log"])) for fd, item in zip(fds, lent, strict=True)
-    }
-    verdicts: dict[str, str] = {}
-    _command(words, partial(_resources, found), verdicts)
-    channel.send(verdicts)
-
-
-def _stop(signum: int, frame: object) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the loop says why
-    raise Stopped(signum)
-
-
-def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict[str, str]) -> None:
-    try:
-        from verifier.cli import results
-        from verifier.cli.app import run
-        from verifier.runs import resources
-    except Exception as problem:
-        print(f"verifier: the edited code cannot be imported: {_where(problem)}", file=sys.stderr, flush=True)
-        return
-    results.LISTENERS.append(
-        lambda report: verdicts.update({item.code: item.verdict.name.lower() for item in report.outcomes})
-    )
-    resources.LENT.set(lend)
-    run(list(words))
-
-
-def _where(problem: Exception) -> str:
-    """An error with the file and the line in which it was raised."""
-    trace = problem.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" (`{trace.tb_frame.f_code.co_filename}`, line {trace.tb_lineno})" if trace is not None else ""
-    return f"{type(problem).__name__}: {problem}{place}"
-
-
-def _resources(lent: dict[str, Lent]) -> Resources:
-    from verifier.launch.fork_launcher import ForkLauncher
-    from verifier.launch.fork_server import ForkServer
-    from verifier.launch.vigil import Vigil
-    from verifier.runs.resources import Resources
-
-    vigil = Vigil()
-    launcher = ForkLauncher(lent=lent.pop("launcher"), vigil=vigil)
-    names = {"oracles": "the process that forks the oracle", "engines": "the process that forks engines"}
-    servers = {key: ForkServer(name=names[key], vigil=vigil, lent=item) for key, item in lent.items()}
-    for server in (launcher, *servers.values()):
-        server.start()
-    return Resources(launcher=launcher, oracles=servers["oracles"], engines=servers.get("engines"))

@@ -22,7 +22,8 @@ from verifier.stages.checkpoint.records import LoadedState, SavedState
 from verifier.stages.engine.probe_engine_state import HeldEngine, record_held
 from verifier.stages.export.probe_live_weights_megatron import record_files, record_live_weights
 from verifier.stages.export.probe_tensors import source_tensors
-from verifier.stages.load.probe_configs_megatron import record_live, record_loaded_weights
+from verifier.stages.load.probe_configs_megatron import record_live
+from verifier.stages.load.probe_loaded_megatron import record_loaded_weights
 from verifier.stages.load.records import SourceTensor
 from verifier.stages.logprob.probe_scoring_passes_megatron import Digests, ScoringPasses, live_digests
 from verifier.stages.replay.records import UsedRoutes

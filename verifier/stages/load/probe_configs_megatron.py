@@ -16,19 +16,15 @@ from torch import nn
 from verifier.config_json import with_defaults
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
-from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import described, digest_tensors
-from verifier.probes.training.kept_records import Kept
 from verifier.stages.export.probe_tensors import record_tensors
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedConfig
-from verifier.stages.load.records import ExpectedShard, LoadedShard, ShardRecord, SourceConfig, StatedConfig
+from verifier.stages.load.records import ExpectedShard, ShardRecord, SourceConfig, StatedConfig
 from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 from verifier.stages.plan.records import PlanDigest, PlannedTensor
-from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence
 from verifier.train.lora_megatron import further_settings, read_adapter
-from verifier.train.step_megatron import params_synced
-from verifier.trainer.observer import RankParts
 
 if TYPE_CHECKING:
     pass
@@ -120,33 +116,6 @@ def _plain(value: Any) -> Any:
         parts = [_plain(item) for item in value]
         return ... if ... in parts else parts
     return getattr(value, "__name__", ...) if callable(value) else ...
-
-
-def record_loaded_weights(kept: Kept, parts: RankParts, adapters: AdapterEvidence | None, resume: Path | None) -> None:
-    """Digests of every live tensor and of the slice that the layout cuts from the checkpoint for it. A collective.
-
-    A model that the config names by its folder is read there, whatever checkpoint the rank was told. Of a resumed run
-    that samples it is what its checkpoint brought, which the engine gets before the first step. The base of adapters
-    goes to every trace already.
-
-    Args:
-        kept: for the first judged step; gets nothing without a layout.
-        parts: of the rank.
-        adapters: of the rank; None for a trainer of all weights.
-        resume: checkpoint of the run that was loaded after the model's, whose weights are others.
-    """
-    config, live = parts.config, parts.live if parts.adapters is None else parts.adapters.base
-    if not live.places:
-        return
-    if resume is None:
-        named = Path(config.model)
-        record_expected(kept, live, open_checkpoint(named) if named.is_dir() else parts.source)
-    version = 0 if resume is None else int(resume.name)
-    if adapters is None and (resume is None or config.samples):
-        with params_synced(parts.trainer):
-            record_live(kept, live, version, LoadedShard)
-    if adapters is not None and resume is not None and config.samples and config.lora.sync == "adapter":
-        adapters.record_matrices(kept, version)
 
 
 def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[ShardRecord]) -> None:

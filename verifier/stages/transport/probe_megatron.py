@@ -15,7 +15,7 @@ from verifier.engine.client import EngineClient
 from verifier.export.live_weights import LiveWeights
 from verifier.stages.engine.probe_engine_state import EvidenceBefore, HeldEngine, TransferProbe, record_views
 from verifier.stages.engine.records import KeptKeys
-from verifier.stages.export.probe_live_weights_megatron import cut
+from verifier.stages.export.probe_shards_megatron import cut
 from verifier.stages.export.probe_tensors import recorded
 from verifier.stages.export.records import MergedMatrix
 from verifier.stages.load.probe_configs_megatron import record_exported_adapter, record_plan
