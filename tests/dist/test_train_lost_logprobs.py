@@ -25,8 +25,8 @@ from verifier.probes.training.verdicts import Judged
 from verifier.report import Report, report_of
 from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
-from verifier.trainer.lost_logprobs import LogprobLost
 from verifier.trainer.observer import SILENT
+from verifier.trainer.sampled_batch import LogprobLost
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from verifier.trainer.metrics import RATES, STAGES
 
 EMITTERS = {
     "generation.py": ("evaluate", "_evaluated"), "grpo_plan.py": ("updates", "_facts", "_token_counts"),
-    "loop.py": ("_step", "run", "_evaluate"), "metrics.py": ("add", "facts", "mismatch_trend"),
-    "mismatch.py": ("mismatch_facts",), "sampled_batch.py": ("facts",),
+    "loop.py": ("_step", "run", "_evaluate"), "sampled_batch.py": ("facts",),
+    "metrics.py": ("add", "facts", "mismatch_facts", "mismatch_trend"),
     "update_facts_megatron.py": ("metrics_of_update",), "worker_megatron.py": ("train",),
 }  # fmt: skip
 """File of verifier/trainer -> functions that name metrics: keys of a dict, or in the head of a loop over them."""

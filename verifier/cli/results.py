@@ -134,7 +134,7 @@ def complain(sentence: str) -> None:
 def show_results(text: Callable[[], str], *files: tuple[Path | None, Callable[[], str]]) -> None:
     """Print the text, unless a file stands for stdout, and write each file that was asked for by its renderer."""
     if all(file != STDOUT for file, _ in files):
-        from verifier.report.terminal import for_terminal
+        from verifier.report.render_text import for_terminal
 
         show(for_terminal(text(), sys.stdout))
     for file, render in files:

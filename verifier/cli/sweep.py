@@ -29,7 +29,7 @@ def sweep(config: SweepConfig, progress: Progress) -> int:
         UsageError: no trial ran.
     """
     from verifier.campaign.sweep import run as sweeper
-    from verifier.campaign.sweep.plot import page
+    from verifier.campaign.sweep.summary import page
 
     found = sweeper.sweep(config, progress)
     rows, invalid = found.rows, found.invalid

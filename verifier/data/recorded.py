@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from verifier.data.lines import numbered_lines
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.data.trajectories import Step, check_steps
 from verifier.errors import UsageError
@@ -214,3 +213,22 @@ def _check_groups(rows: Sequence[RolloutRow], lines: Sequence[str], group_size: 
                 f"{where}: group `{group}` (rollout `{ids[0]}`) has {len(ids)} rollouts, every group must have "
                 f"{group_size}"
             )
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines of a file of text, each after its name in errors.
+
+    Raises:
+        UsageError: the file cannot be read, is not UTF-8 or has an empty line.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                if not line.strip():
+                    raise UsageError(f"{where}: it is empty")
+                yield where, line
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error

@@ -15,9 +15,8 @@ from verifier.config import PlanConfig
 from verifier.config_json import stated_dtype
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
-from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of
+from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of, unmet
 from verifier.model.mesh_fit import architecture_of
-from verifier.model.missed_row import unmet
 from verifier.plan.chunk_plan import DTYPE_BYTES, chunk_bytes_of
 from verifier.plan.export_stream import RanksPlan, Streams, plans_of
 from verifier.plan.held_shards import Holding, Ownership, holdings_of, ownership_of

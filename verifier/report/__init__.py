@@ -3,8 +3,7 @@
 from verifier.report.detail import Detail
 from verifier.report.render_json import render_json
 from verifier.report.render_junit import render_junit
-from verifier.report.render_text import render_text
+from verifier.report.render_text import for_terminal, render_text
 from verifier.report.report import Report, report_of
-from verifier.report.terminal import for_terminal
 
 __all__ = ["Detail", "Report", "for_terminal", "render_json", "render_junit", "render_text", "report_of"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome, Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.outputs import printable
 from verifier.report.detail import Detail
-from verifier.report.grouping import grouped
 from verifier.report.header import header, located
-from verifier.report.report import Report, excess, explanation, why_it_ended
-from verifier.report.resemblance import named
+from verifier.report.report import Report, excess, explanation, named, why_it_ended
 
 MAX_FINDINGS = 20
 """Findings in one text; the number left out is stated, and JSON holds all."""
@@ -208,3 +211,82 @@ def _conclusion(report: Report) -> str:
         said.append(why_it_ended(report.manifest))
     said += [f"{report.coverage:,} things compared", f"trace in `{report.trace}`"]
     return printable("; ".join(part for part in said if part))
+
+
+LEAST_WIDTH = 40
+"""Narrower than that, lines are left alone."""
+_LABEL = re.compile(r" *(?:[\w -]{1,10}: +)?")
+"""Margin of a line and its label: what follows is folded to stand below itself."""
+_WHOLE = re.compile(r" *(replay|command) *: ")
+"""Lines to copy, which no break may cut."""
+_COLOURS = {"VIOLATED": "31", "violated": "31", "INCONCLUSIVE": "33", "inconclusive": "33", "holds": "32", "cause": "1"}
+_WORDS = re.compile(r"^( *)(" + "|".join(_COLOURS) + r")(?= {2}|:)", re.MULTILINE)
+
+
+def for_terminal(text: str, stream: TextIO) -> str:
+    """Fold and colour a report for a stream, if that is a terminal; NO_COLOR (no-color.org) leaves the colours out."""
+    if not stream.isatty():
+        return text
+    text = folded(text, shutil.get_terminal_size().columns)
+    return text if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else coloured(text)
+
+
+def folded(text: str, width: int) -> str:
+    """Fold every line at a width, in columns, between words; what is longer than a line stays whole."""
+    if width < LEAST_WIDTH:
+        return text
+    return "\n".join(line if _WHOLE.match(line) else _fold(line, width) for line in text.split("\n"))
+
+
+def _fold(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    found = _LABEL.match(line)
+    margin = " " * max(found.end() if found else 0, 2)
+    return textwrap.fill(
+        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False, tabsize=1
+    )
+
+
+def coloured(text: str) -> str:
+    """Colour the verdict at the beginning of each line that has one."""
+    return _WORDS.sub(lambda found: f"{found[1]}\x1b[{_COLOURS[found[2]]}m{found[2]}\x1b[0m", text)
+
+
+_KINDS = (
+    (r"lora_[ab]|adapter", "adapter matrices"),
+    (r"\bbias$|_bias$", "biases"),
+    (r"(norm|layernorm)\w*\.weight$|\bnorm\.weight$", "norm weights"),
+    (r"embed_tokens|word_embeddings|\bembeddings?\b", "embeddings"),
+    (r"lm_head|output_layer", "output heads"),
+    (r"shared_expert", "shared-expert weights"),
+    (r"experts\b", "expert weights"),
+    (r"router|\bgate\.weight$", "router weights"),
+    (r"conv1d|A_log|dt_|mixer|ssm", "state-space weights"),
+    (r"attn|attention|[qkvo]_proj|linear_qkv", "attention weights"),
+    (r"mlp|gate_proj|up_proj|down_proj|linear_fc", "MLP weights"),
+    (r"\bsequence \d+$", "sequences"),
+)
+"""Pattern in a name -> its kind, the first that fits."""
+_SEQUENCE = re.compile(r"^(?P<kind>\S.*) sequence \d+$")
+
+
+def kind_of_name(name: str) -> str:
+    """Kind of a tensor or sequence by its name, a plural; the name with its numbers left out where it has no kind."""
+    if found := _SEQUENCE.match(name):
+        return f"{found['kind']} sequences"
+    for pattern, kind in _KINDS:
+        if re.search(pattern, name):
+            return kind
+    return f"`{re.sub(r'[0-9]+', '*', name)}`"
+
+
+def grouped(names: Iterable[str]) -> str:
+    """Say how many mismatches are of which kind, the largest first: "34 of 34 are norm weights"."""
+    kinds = Counter(map(kind_of_name, names))
+    total = kinds.total()
+    (first, count), *others = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    text = f"{count:,} of {total:,} are {first}"
+    named = [f"{number:,} {kind}" for kind, number in others[:2]]
+    left = sum(number for _, number in others[2:])
+    return ", ".join([text, *named]) + (f", {left:,} others" if left else "")

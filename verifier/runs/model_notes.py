@@ -6,8 +6,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.model.families import copies_of
-from verifier.model.missed_row import missed_row
+from verifier.model.families import copies_of, missed_row
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
 

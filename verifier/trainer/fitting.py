@@ -33,8 +33,8 @@ from verifier.platform import Tier
 from verifier.platform.provenance import gpu_bytes, may_have_gpu
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
+from verifier.trainer.metrics import require_wandb
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
-from verifier.trainer.wandb_offline import require_wandb
 
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""

@@ -32,10 +32,9 @@ from verifier.trainer.batches import (
 )
 from verifier.trainer.fitting import require_budget
 from verifier.trainer.given_routes import require_routes
-from verifier.trainer.lost_logprobs import require_numbers
-from verifier.trainer.mismatch import by_position, mismatch_facts
+from verifier.trainer.metrics import by_position, mismatch_facts
 from verifier.trainer.observer import SILENT, Observer, PolicyBatch
-from verifier.trainer.token_versions import fresh_tokens
+from verifier.trainer.sampled_batch import fresh_tokens, require_numbers
 
 STALE = "stale"
 """Reason to drop a rollout: a token of it was sampled by weights that are older than the bound."""

@@ -6,17 +6,20 @@ import contextlib
 import importlib.util
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Any, Protocol
 
+import numpy as np
+
 from verifier.config.training import TrainConfig
+from verifier.errors import UsageError
+from verifier.knob import flat
 from verifier.model.families import Content, Scope, family_of, layer_scopes, sizes_of
 from verifier.platform.provenance import gpu_names
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.trainer.run_folder import RunFolder
-from verifier.trainer.wandb_offline import Log, wandb_log
 
 EVENTS = "tensorboard"
 """Folder of TensorBoard's files in that of a run."""
@@ -367,3 +370,65 @@ def utilisation_of(config: TrainConfig, sizes: Mapping[str, Any], gpus: Sequence
         return None
     flops = training_flops(sizes, frozen=bool(config.lora.rank))
     return None if flops is None else Utilisation(flops, sum(PEAKS[name] for name in used))
+
+
+NUM_POSITIONS = 8
+"""Equal parts of the longest allowed answer."""
+
+
+def mismatch_facts(differences: np.ndarray) -> dict[str, float]:
+    """Greatest, 99th percentile and k3 of differences in nats, trainer minus engine; empty without tokens."""
+    if not len(differences):
+        return {}
+    return {
+        "mismatch_max": float(np.abs(differences).max()), "mismatch_p99": float(np.quantile(np.abs(differences), 0.99)),
+        "mismatch_k3": float(np.mean(np.expm1(differences) - differences)),
+    }  # fmt: skip
+
+
+def by_position(differences: np.ndarray, positions: np.ndarray, longest: int) -> list[float | None]:
+    """Mean magnitude of differences in each eighth of the longest answer; None for an eighth without tokens.
+
+    Args:
+        differences: nats, by token.
+        positions: of each token among the sampled tokens of its rollout, from 0.
+        longest: tokens that an answer may have; later tokens count to the last eighth.
+    """
+    part = np.minimum(positions * NUM_POSITIONS // longest, NUM_POSITIONS - 1)
+    sizes = np.abs(differences)
+    return [float(sizes[part == at].mean()) if (part == at).any() else None for at in range(NUM_POSITIONS)]
+
+
+Log = Callable[[int, Mapping[str, float]], None]
+"""Takes a step and its numbers."""
+
+
+def require_wandb(config: TrainConfig) -> None:
+    """Refuse a run that asks for wandb where it is not installed.
+
+    Raises:
+        UsageError: see above.
+    """
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("wandb is true and the package wandb is not installed: install it, or leave it out")
+
+
+@contextlib.contextmanager
+def wandb_log(config: TrainConfig) -> Iterator[Log | None]:
+    """Open an offline run of wandb until exit, None unless the config asks for it; a resumed run opens a further one.
+
+    Source:
+        https://docs.wandb.ai/ref/python/init: mode "offline" writes to `dir` alone; `wandb sync` sends it later.
+    """
+    if not config.wandb:
+        yield None
+        return
+    import wandb
+
+    run = wandb.init(
+        project="verifier", name=config.run.name, dir=str(config.run), mode="offline", config=flat(config.to_dict())
+    )
+    try:
+        yield lambda step, values: run.log(dict(values), step=step)
+    finally:
+        run.finish()

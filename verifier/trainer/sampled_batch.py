@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from verifier.config import TrainConfig
+from verifier.core.stage import Stage
 from verifier.data.recorded import RolloutRow, decoded, encoded
-from verifier.trainer.asked_samples import Noted
+from verifier.data.rollout import Rollout
+from verifier.engine.api import Sample
+from verifier.launch.stack_failure import StackFailed, distribution
 from verifier.trainer.episodes import PlayedTurns
+from verifier.trainer.evaluation import Noted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +94,60 @@ def read_round(
     turns = None if saved["turns"] is None else msgspec.convert(saved["turns"], PlayedTurns)
     noted = msgspec.convert(saved.get("noted", ()), tuple[Noted, ...])
     return [[decoded(row) for row in group] for group in saved["groups"]], turns, noted
+
+
+def exact_tokens(config: TrainConfig, rollout: Rollout) -> np.ndarray:
+    """[L] bool, sampled tokens that read no keys and values of other weights than their own.
+
+    Where requests keep keys and values at an update, the later tokens read those of the weights that came first.
+    """
+    if not config.grpo.keep_kv_cache or not rollout.sampled.any():
+        return rollout.sampled
+    return rollout.sampled & (rollout.versions == rollout.versions[rollout.sampled][0])
+
+
+def fresh_tokens(config: TrainConfig, rollout: Rollout, version: int) -> np.ndarray:
+    """[L] bool, tokens that a version sampled, and no other had a part in."""
+    return exact_tokens(config, rollout) & (rollout.versions == version)
+
+
+def has_fresh(config: TrainConfig, rollouts: Iterable[Rollout], version: int) -> bool:
+    """Tell whether a token in the loss is of a version: trainer and engine then score it by the same weights."""
+    return any(bool((fresh_tokens(config, item, version) & item.mask).any()) for item in rollouts)
+
+
+def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
+    """Version of the weights that sampled each token, where the first were of `version`."""
+    if not any(sample.updates):
+        return (version,) * len(sample.tokens)
+    return tuple(version + count for count in sample.updates)
+
+
+class LogprobLost(StackFailed):
+    """The engine sampled a token, and its log-probability is NaN or infinite.
+
+    Attributes:
+        step: whose trace has the rollouts; 0 for an evaluation.
+    """
+
+    step: int = 0
+
+
+def require_numbers(config: TrainConfig, rows: Iterable[RolloutRow], step: int = 0) -> None:
+    """Refuse rollouts of an engine with a sampled token whose log-probability is not finite.
+
+    Raises:
+        LogprobLost: names the engine, its version, the rollout, the token and the version of its weights.
+    """
+    for row in rows:
+        for at, (drawn, nats) in enumerate(zip(row.sampled, row.logprobs, strict=True)):
+            if drawn and not math.isfinite(nats):
+                package, version = distribution({"hf": "transformers"}.get(config.engine.kind, config.engine.kind))
+                lost = LogprobLost.of(
+                    name="the engine", package=package, package_version=version, at=Stage.ROLLOUT.label,
+                    during=row.versions[at],
+                    message=f"the engine's log-probability of answer token {at} of `{row.id}`, which version "
+                    f"{row.versions[at]} sampled, is {nats}",
+                )  # fmt: skip
+                lost.step = step
+                raise lost

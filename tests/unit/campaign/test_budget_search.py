@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.campaign.sweep.budget_search import TOLERANCE, next_budget
+from verifier.campaign.sweep.summary import TOLERANCE, next_budget
 
 
 def searched(room, **bounds):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verifier.core.manifest import Manifest
 from verifier.core.seal import seal_of_reply
 from verifier.core.trace import Trace
-from verifier.environments.calculator import Calculator
+from verifier.environments.environment import Calculator
 from verifier.stages.data.checks_turns import calculated, turn_differs_from_episode
 from verifier.stages.data.records import EpisodeTurns
 from verifier.stages.reward.records import GivenRewards

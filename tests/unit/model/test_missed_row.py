@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from verifier.model.missed_row import missed_row
+from verifier.model.families import missed_row
 from verifier.model.tiny import KNOWN, tiny_config
 
 COST = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verifier.report.grouping import grouped, kind_of_name
+from verifier.report.render_text import grouped, kind_of_name
 
 
 @pytest.mark.parametrize(

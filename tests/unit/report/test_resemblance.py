@@ -7,7 +7,7 @@ from verifier.core.comparison import Comparison
 from verifier.core.finding import Finding, Outcome
 from verifier.core.stage import Stage
 from verifier.report import Report, render_json, render_text
-from verifier.report.resemblance import MAX_NAMED, known_faults, named, resembling
+from verifier.report.report import MAX_NAMED, known_faults, named, resembling
 
 
 def violated(code: str, stage: Stage) -> Outcome:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.snapshots.reports import REPORTS
 from verifier.report import for_terminal, render_text
-from verifier.report.terminal import LEAST_WIDTH, coloured, folded
+from verifier.report.render_text import LEAST_WIDTH, coloured, folded
 
 TEXT = render_text(REPORTS["mixed"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from verifier.engine.api import Sample, weights_of
-from verifier.trainer.asked_samples import noted_of
+from verifier.trainer.evaluation import noted_of
 from verifier.trainer.sampled_batch import read_round
 
 HELD = weights_of([3, 3, 4])

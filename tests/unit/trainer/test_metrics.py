@@ -11,8 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.trainer.fitting import load_algorithms
-from verifier.trainer.metrics import metrics_of
-from verifier.trainer.mismatch import by_position, mismatch_facts
+from verifier.trainer.metrics import by_position, metrics_of, mismatch_facts
 from verifier.trainer.run_folder import RunFolder
 
 WANDB = """

@@ -86,7 +86,7 @@ def cut_by_longest(call: Call) -> Any:
 
 
 def meant_by_answer(call: Call) -> Any:
-    from verifier.trainer.mismatch import mismatch_facts
+    from verifier.trainer.metrics import mismatch_facts
 
     pairs = zip(call.given, call.old, strict=True)
     means = [mismatch_facts((own - item.logprobs)[3:])["mismatch_k3"] for item, own in pairs]

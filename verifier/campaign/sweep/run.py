@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from verifier.campaign.sweep.budget_search import next_budget
 from verifier.campaign.sweep.layouts import SweptLayout, first_budget, layouts_of, longest_of, train_config
 from verifier.campaign.sweep.rows import Status, SweepRow, SweepRows, memory_file, opened_rows
+from verifier.campaign.sweep.summary import next_budget
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import write_whole
 from verifier.core.work_folder import sweep as sweep_work_folders

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verifier.campaign.sweep.budget_search import TOLERANCE
 from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.campaign.sweep.rows import SweepRow
 from verifier.config.sweep import SweepConfig
@@ -132,3 +131,63 @@ def listed(valid: Sequence[SweptLayout], invalid: Sequence[LeftOut]) -> str:
     lines += [f"  {layout.name}" for layout in valid]
     lines += [f"{len(invalid):,} invalid:", *(f"  {item.what:<{width}}  {item.reason}" for item in invalid)]
     return "\n".join(lines) + "\n"
+
+
+TOLERANCE = 0.1
+"""Distance, as a share of the largest budget that ran, from which on the next larger one is not looked for."""
+GROWTH = 4
+"""Factor between budgets until one does not run. With 2, a search took two or three trials more on 80 or 141 GB."""
+
+
+def next_budget(tried: Mapping[int, bool], *, least: int, most: int, multiple: int) -> int | None:
+    """Return the budget to try next, or None where the largest is known.
+
+    Args:
+        tried: budget -> whether it ran.
+        least: first budget, a multiple of `multiple`; if it does not run, nothing smaller is tried.
+        most: greatest budget.
+        multiple: divisor of all budgets.
+    """
+    runs = max((budget for budget, ran in tried.items() if ran), default=0)
+    fails = min((budget for budget, ran in tried.items() if not ran), default=0)
+    if not runs:
+        return None if fails else least
+    greatest = max(most // multiple * multiple, least)
+    if not fails:
+        return min(GROWTH * runs, greatest) if runs < greatest else None
+    if fails - runs <= max(TOLERANCE * runs, multiple):
+        return None
+    return (runs + fails) // 2 // multiple * multiple
+
+
+_SYMBOLS = {"ok": "circle", "out_of_memory": "x", "failed": "triangle-up"}
+"""Status -> mark of its rows."""
+
+
+def page(title: str, rows: Sequence[SweepRow]) -> str:
+    """Return the page: tokens a second and peak of memory against the budget, a line per layout.
+
+    What did not run has a mark without a speed, and the peak that was seen before its end.
+    """
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
+    for number, layout in enumerate(dict.fromkeys(row.layout for row in rows)):
+        own = sorted((row for row in rows if row.layout == layout), key=lambda row: row.max_tokens)
+        shared: dict[str, Any] = {
+            "x": [row.max_tokens for row in own], "mode": "lines+markers", "name": layout, "legendgroup": layout,
+            "text": [row.reason or row.status for row in own], "marker_symbol": [_SYMBOLS[row.status] for row in own],
+            "line_color": f"hsl({number * 137 % 360}, 65%, 42%)", "marker_size": 8,
+        }  # fmt: skip
+        speeds = [row.tokens_per_s or 0.0 for row in own]
+        peaks = [None if row.peak_bytes is None else row.peak_bytes / 2**30 for row in own]
+        figure.add_trace(Scatter(y=speeds, **shared), row=1, col=1)
+        figure.add_trace(Scatter(y=peaks, showlegend=False, **shared), row=2, col=1)
+    figure.update_xaxes(type="log", title="tokens of a micro-batch", row=2, col=1)
+    figure.update_xaxes(type="log", row=1, col=1)
+    figure.update_yaxes(title="tokens/s, 0: did not run", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title="peak of a rank, GiB", rangemode="tozero", row=2, col=1)
+    figure.update_layout(title=title, template="plotly_white", height=900)
+    text: str = figure.to_html(include_plotlyjs=True, full_html=True)
+    return text

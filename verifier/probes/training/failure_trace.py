@@ -17,8 +17,8 @@ from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.ended import record_failure
 from verifier.runs.model_under_test import ModelUnderTest, open_model
-from verifier.trainer.lost_logprobs import LogprobLost
 from verifier.trainer.run_folder import RunFolder
+from verifier.trainer.sampled_batch import LogprobLost
 
 
 @contextlib.contextmanager

@@ -56,11 +56,9 @@ from verifier.stages.train.records import OptimizerSettings, PreviousStep
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.engines import gone
 from verifier.trainer.evaluation import Answered
-from verifier.trainer.lost_logprobs import LogprobLost
 from verifier.trainer.observer import Note, Observer, PolicyBatch, RunParts, TextBatch
 from verifier.trainer.run_folder import RunFolder
-from verifier.trainer.sampled_batch import SampledBatch
-from verifier.trainer.token_versions import has_fresh
+from verifier.trainer.sampled_batch import LogprobLost, SampledBatch, has_fresh
 from verifier.trainer.upstream_fields import asked
 from verifier.trainer.worker_spec import optimizer_settings
 

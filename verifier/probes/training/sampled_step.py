@@ -49,9 +49,9 @@ from verifier.stages.logprob.records import (
 from verifier.stages.replay.records import OracleRecord
 from verifier.stages.rollout.records import SampledTokens
 from verifier.train.memory import host_bytes
-from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
-from verifier.trainer.token_versions import exact_tokens
+from verifier.trainer.evaluation import ends_of
+from verifier.trainer.sampled_batch import exact_tokens
 
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""

@@ -39,9 +39,9 @@ from verifier.stages.data.records import (
 )
 from verifier.stages.replay.records import GivenRoutes
 from verifier.stages.reward.records import GivenRewards
-from verifier.trainer.asked_samples import ends_of
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts, Values
 from verifier.trainer.episodes import PlayedTurns
+from verifier.trainer.evaluation import ends_of
 from verifier.trainer.given_routes import SCORED
 from verifier.trainer.observer import PolicyBatch
 from verifier.trainer.run_data import RunData

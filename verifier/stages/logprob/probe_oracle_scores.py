@@ -13,7 +13,7 @@ from verifier.core.outputs import full_disk_refused
 from verifier.core.record import real
 from verifier.stages.logprob.records import SampledNoise
 from verifier.train.pack import POSITION_BITS
-from verifier.trainer.mismatch import by_position
+from verifier.trainer.metrics import by_position
 
 
 def tells_scores(config: TrainConfig) -> bool:

@@ -15,8 +15,7 @@ from verifier.data.rollout_file import load_rollouts, save_rollouts
 from verifier.stages.data.probe_rollouts import record_tokens, turns_of
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import EvaluatedAnswers
-from verifier.trainer.asked_samples import ends_of
-from verifier.trainer.evaluation import Answered, places
+from verifier.trainer.evaluation import Answered, ends_of, places
 from verifier.trainer.observer import RunParts
 from verifier.trainer.run_data import RunData
 
