@@ -14,7 +14,7 @@ from typing import Any
 from verifier.engine.client import EngineClient
 from verifier.engine.replicas import EngineReplicas
 from verifier.launch.rank import RankContext
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.ranks import WorkerSpec
 
 
 def peer(client: EngineClient) -> int:

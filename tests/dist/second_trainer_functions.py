@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.dist.train_parity_functions import exported_gradients
 from verifier.launch.rank import RankContext
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.ranks import WorkerSpec
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from verifier.train.memory import limit_memory
 from verifier.trainer import worker_megatron
 from verifier.trainer.controller import Trainer
 from verifier.trainer.out_of_memory import refused_for_memory
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.ranks import WorkerSpec
 
 ROOM_GIB = 0.05
 

@@ -35,7 +35,7 @@ from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.controller import Trainer
 from verifier.trainer.loop import TrainSummary
 from verifier.trainer.observer import SILENT
-from verifier.trainer.worker_spec import WorkerSpec
+from verifier.trainer.ranks import WorkerSpec
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
 STEPS = 6

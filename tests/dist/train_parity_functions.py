@@ -112,7 +112,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     from verifier.model.provider_megatron import build
     from verifier.train import optimizer_megatron, recompute_megatron, step_megatron
     from verifier.train.policy_loss_megatron import LossMeter, policy_loss
-    from verifier.trainer.live_settings_megatron import data_parallel_of
+    from verifier.trainer.state_megatron import data_parallel_of
 
     args = context.args
     mesh = Mesh(**args["mesh"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.left_padding import left_pad, remove_left_padding, response_of
 from tests.unit.train.test_token_ledger import audit as misplaced
 from tests.unpacking import unpack, unpack_labels, unshard_cp
+from verifier.data.recorded import check_steps
 from verifier.data.rollout import Rollout
-from verifier.data.trajectories import check_steps
 from verifier.errors import ContractError, UsageError
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
 from verifier.train.microbatch import split_by_count, split_by_tokens

@@ -13,7 +13,7 @@ from verifier.core.finding import ExitCode
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.report.header import mesh_of
+from verifier.report.render_text import mesh_of
 from verifier.runs.first_difference import NATS, FirstDifference, PointCompared, first_difference
 from verifier.stages.logprob.records import Activation
 

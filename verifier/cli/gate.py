@@ -44,7 +44,7 @@ def gate(config: GateConfig, progress: Progress, results: Results) -> int:
     """Run a gate, or what is left of it; print and write what it found, and return the decision's exit code."""
     from verifier.campaign.gate.decision import EXIT_CODES
     from verifier.campaign.gate.run import gate as run
-    from verifier.report.gate_text import render_gate
+    from verifier.report.gate_result import render_gate
     from verifier.report.pages import page_of_gate
     from verifier.report.render_html import html
     from verifier.report.render_json import gate_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verifier.errors import UsageError
@@ -80,3 +80,87 @@ class Example:
 def short(text: str) -> str:
     """A text as errors quote it."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+PARTS = ("id", "prompt", "messages", "response", "answer")
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+"""Authors of a message with the keys `from` and `value`, where chat templates have another name."""
+_KNOWN = (
+    ({"conversations"}, "data.messages_key=conversations"),
+    ({"instruction", "input", "output"}, "data.prompt_key=instruction+input data.response_key=output"),
+    ({"question", "answer"}, "data.prompt_key=question, and data.response_key=answer for sft"),
+)  # fmt: skip
+"""Columns of widespread data sets (ShareGPT, Alpaca, GSM8K), and the knobs that read them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMap:
+    """Column of each part of a row; None for a part that is not read.
+
+    A name is a column's, or a path of names with dots between them into a column of mappings. Names with `+` between
+    them are joined by a newline, empty texts left out.
+    """
+
+    id: str | None = "id"
+    prompt: str | None = "prompt"
+    messages: str | None = "messages"
+    response: str | None = "response"
+    answer: str | None = "answer"
+    apply_chat_template: bool = False
+    """A prompt is a user's message, and its response in fine-tuning the assistant's."""
+
+    def parts(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Parts of a row, and its further columns; a column that a given name has read is read by no default.
+
+        Raises:
+            UsageError: a name that is no column's; names the columns there are.
+        """
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name in PARTS}
+        own = {part: name for part, name in given.items() if name not in (part, None)}
+        found = {part: _value(row, f"data.{part}_key", name) for part, name in own.items()}
+        read = {column for name in own.values() for column in (name, *name.split("+"))}
+        for part, name in given.items():
+            if name == part and part not in read:
+                found[part] = row.get(part)
+        read |= {part for part in found if part not in own}
+        return found, {name: as_json(value) for name, value in row.items() if name not in read}
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON has it: what it has no form for, such as a date, is its text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def messages_of(value: Any) -> Any:
+    """Messages with `role` and `content`; those with `from` and `value`, as ShareGPT's are, by their roles' names."""
+    if not isinstance(value, list):
+        return value
+    return [_message(item) if isinstance(item, Mapping) else item for item in value]
+
+
+def unread(row: Mapping[str, Any]) -> str:
+    """Refusal of a row that has neither prompt nor messages: its columns, and the knobs that read such a data set."""
+    way = next((way for columns, way in _KNOWN if columns <= row.keys()), "data.prompt_key or data.messages_key")
+    return f"it has neither `prompt` nor `messages`; its columns are {', '.join(row) or 'none'}: give {way}"
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: value for name, value in item.items() if value is not None}  # columns of Arrow have all keys
+    if "from" in own and "value" in own:
+        role = own.pop("from")
+        own |= {"role": _SHARE_GPT.get(role, role), "content": own.pop("value")}
+    return own
+
+
+def _value(row: Mapping[str, Any], knob: str, name: str) -> Any:
+    if name not in row and "+" in name:
+        parts = [_value(row, knob, part) for part in name.split("+")]
+        if wrong := next((part for part in parts if not isinstance(part, str | None)), None):
+            raise UsageError(f"{knob} is `{name}`, which joins texts, and `{wrong}` is none")
+        return "\n".join(part for part in parts if part)
+    value: Any = row
+    for part in (name,) if name in row else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise UsageError(f"{knob} is `{name}`, which is no column: there are {', '.join(row)}")
+        value = value[part]
+    return value

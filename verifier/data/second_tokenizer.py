@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
+from verifier.data.tokenizer import AS_SHIPPED, ChatTemplate
 from verifier.errors import UsageError
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from verifier.data.arithmetic import SPLITS, arithmetic_examples, calculator_examples
-from verifier.data.examples import Example, Message, short
-from verifier.data.key_map import KeyMap, messages_of, unread
+from verifier.data.examples import Example, KeyMap, Message, messages_of, short, unread
 from verifier.data.problem_sources import SOURCES, problem_examples
 from verifier.data.recorded import numbered_lines
 from verifier.errors import UsageError

@@ -14,7 +14,7 @@ from verifier.runs.spec import RunSpec
 
 if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
-    from verifier.trainer.worker_spec import WorkerSpec
+    from verifier.trainer.ranks import WorkerSpec
 
 _HERE = "verifier.faults.injection"
 INJECTED = f"{_HERE}:injected"

@@ -245,9 +245,9 @@ class AnswerRecorder(StepRecorder):
 
     def _read_again(self, step: int, folder: Path, questions: Sequence[Any], arguments: dict[str, Any]) -> None:
         """Record the prompts' tokens beside those that the tokenizer's files alone make."""
-        from verifier.data.chat_template import ChatTemplate
         from verifier.data.examples import Example, Message
         from verifier.data.second_tokenizer import SecondTokenizer, why_unread
+        from verifier.data.tokenizer import ChatTemplate
 
         if why := why_unread(folder):
             raise UsageError(f"`{folder}` cannot be read again: {why}")

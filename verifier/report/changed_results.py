@@ -12,10 +12,10 @@ from verifier.core import store
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.report import report_of
+from verifier.report.charts import measures_of
 from verifier.report.gate_result import BADNESS, CellResult, GateResult
 from verifier.report.pages import gate_at
 from verifier.report.render_text import first_line
-from verifier.report.trace_charts import measures_of
 
 MOVED = 0.05
 """Share by which a measured number differs before it is told; repeated runs differ in the last bits."""

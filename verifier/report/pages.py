@@ -15,14 +15,12 @@ from verifier.core import store
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
-from verifier.report.charts import Chart, Series
+from verifier.report.charts import Chart, Series, charts_of
 from verifier.report.detail import Detail
 from verifier.report.gate_result import RESULT, CellResult, CheckVerdict, GateFinding, GateResult, Kind
-from verifier.report.header import header
 from verifier.report.render_html import Block, Card, Page
-from verifier.report.render_text import first_line, render_outcome, render_text
+from verifier.report.render_text import first_line, header, render_outcome, render_text
 from verifier.report.report import Report, explanation, report_of
-from verifier.report.trace_charts import charts_of
 
 MAX_STEPS = 12
 """Steps of a training run that are judged again for its page, the last ones; the page says how many it leaves out."""

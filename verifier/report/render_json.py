@@ -14,8 +14,7 @@ from verifier.core.finding import Outcome
 from verifier.core.manifest import Manifest
 from verifier.core.stage import Stage
 from verifier.report.gate_result import GateResult
-from verifier.report.header import located
-from verifier.report.render_text import first_line, grouped
+from verifier.report.render_text import first_line, grouped, located
 from verifier.report.report import Report, explanation, why_it_ended
 
 

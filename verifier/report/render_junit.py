@@ -9,8 +9,7 @@ from xml.etree import ElementTree
 from verifier.core.finding import Verdict
 from verifier.core.outputs import printable
 from verifier.report.gate_result import CellResult, GateResult
-from verifier.report.header import provenance
-from verifier.report.render_text import first_line, render_outcome
+from verifier.report.render_text import first_line, provenance, render_outcome
 from verifier.report.report import Report, stack_lines
 
 

@@ -18,8 +18,7 @@ from verifier.core.finding import ExitCode
 from verifier.core.manifest import Facts
 from verifier.core.store import complete, create
 from verifier.data.encode import encode_example, encode_prompt
-from verifier.data.examples import Example
-from verifier.data.key_map import PARTS
+from verifier.data.examples import PARTS, Example
 from verifier.data.recorded import read_recorded, recorded_files
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError, ViolationFound
@@ -214,7 +213,7 @@ def _load_again(
 
 def _lengths(config: TrainConfig) -> Sequence[int]:
     """Tokens of each rollout of the step."""
-    from verifier.data.rollout_file import load_rollouts
+    from verifier.data.rollout import load_rollouts
 
     files = {item.batch for item in update_log.read(config.run, 0)}
     return [len(rollout) for name in sorted(files) for rollout in load_rollouts(config.run / "batches" / name)[0]]

@@ -30,7 +30,7 @@ from verifier.stages.transport.records import Handover
 from verifier.train import lora_megatron, router_replay_megatron
 from verifier.train.lora_megatron import SCALING, LoraSpec
 from verifier.train.step_megatron import params_synced
-from verifier.trainer.adapters_megatron import Adapters, joined
+from verifier.trainer.weight_sync_megatron import Adapters, joined
 
 DATA_PARALLEL = provider_megatron.DataParallel(
     distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True

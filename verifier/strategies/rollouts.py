@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from verifier.data.recorded import Step
 from verifier.data.rollout import MISSING_ROUTE, Rollout, make_rollout
-from verifier.data.trajectories import Step
 from verifier.train.token_layout import FP8_RECIPES, Alignment
 
 

@@ -12,12 +12,11 @@ from msgspec import Struct, structs
 
 from verifier.config.grpo import GrpoOptions
 from verifier.core.seal import seal_of_reply
-from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import NO_VERSION
 from verifier.data.second_tokenizer import SecondTokenizer, why_unread
-from verifier.data.tokenizer import Tokenizer
+from verifier.data.tokenizer import AS_SHIPPED, ChatTemplate, Tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
 from verifier.rewards.scorer import EpisodeHandle, RewardPool, ScoredEpisode

@@ -22,11 +22,11 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
 from verifier.platform import Tier
 from verifier.rewards.scorer import RewardPool
+from verifier.trainer.batches import whole_routes
 from verifier.trainer.engines import Revival
 from verifier.trainer.episodes import Episodes, PlayedTurns, Sampler, Turn, row_of, rows_of, text_of
 from verifier.trainer.evaluation import Answered, Noted, NotedAnswers, Rewarded, noted_of, places, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
-from verifier.trainer.given_routes import whole_routes
 from verifier.trainer.observer import SILENT, Observer
 from verifier.trainer.run_data import RunData, load_held_out, load_train, open_chat_template
 from verifier.trainer.sampled_batch import Round, SampledBatch, read_round, require_numbers, versions_of

@@ -18,8 +18,7 @@ from verifier.algorithms.kl import kl_penalty
 from verifier.algorithms.off_policy import CorrectionOptions, correction
 from verifier.config import TrainConfig
 from verifier.data.recorded import RolloutRow, read_recorded, recorded_files, rollout_of
-from verifier.data.rollout import Rollout
-from verifier.data.rollout_file import save_rollouts
+from verifier.data.rollout import Rollout, save_rollouts
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
@@ -28,10 +27,10 @@ from verifier.trainer.batches import (
     Score,
     ScoredRollouts,
     Values,
+    require_routes,
     weights_of,
 )
 from verifier.trainer.fitting import require_budget
-from verifier.trainer.given_routes import require_routes
 from verifier.trainer.metrics import by_position, mismatch_facts
 from verifier.trainer.observer import SILENT, Observer, PolicyBatch
 from verifier.trainer.sampled_batch import fresh_tokens, require_numbers

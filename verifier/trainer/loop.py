@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from verifier.config.training import TrainConfig
 from verifier.core import ragged
-from verifier.data.rollout_file import load_rollouts
+from verifier.data.rollout import load_rollouts
 from verifier.engine.sender import Running
 from verifier.errors import ContractError
 from verifier.trainer.ahead import AheadRollouts

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from verifier.train.router_replay_megatron import RouterWatch
     from verifier.train.step_megatron import OnRows, StepResult
     from verifier.train.written_megatron import Stepped
-    from verifier.trainer.adapters_megatron import Adapters
     from verifier.trainer.ahead import AheadRollouts
     from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
     from verifier.trainer.continuation import Call
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from verifier.trainer.run_folder import RunFolder
     from verifier.trainer.sampled_batch import SampledBatch
     from verifier.trainer.state_megatron import Facts
+    from verifier.trainer.weight_sync_megatron import Adapters
     from verifier.transport.wire import Agreement
 
 Note = Mapping[str, Any]

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.training import TrainConfig
-from verifier.data.chat_template import ChatTemplate, chat_template_of
 from verifier.data.encode import split_turns
-from verifier.data.examples import Example
-from verifier.data.key_map import KeyMap
+from verifier.data.examples import Example, KeyMap
 from verifier.data.text_dataset import HELD_OUT, Split, Task, count_rows, load_examples, require_disjoint, splits_of
-from verifier.data.tokenizer import Tokenizer
+from verifier.data.tokenizer import ChatTemplate, Tokenizer, chat_template_of
 from verifier.errors import UsageError
 
 MOST_PROBLEMS = 512

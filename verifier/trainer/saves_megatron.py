@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verifier.trainer.state_elements_megatron import Elements, write_elements
-from verifier.trainer.state_megatron import Facts, write_facts
+from verifier.trainer.state_megatron import Elements, Facts, write_elements, write_facts
 
 
 def write(folder: Path, rank: int, held: Facts, elements: Elements) -> None:

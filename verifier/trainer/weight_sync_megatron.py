@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from verifier.config.lora import LoraOptions
 from verifier.engine import sender
 from verifier.engine.client import EngineGone
 from verifier.engine.link_megatron import EngineLink
 from verifier.errors import ContractError
 from verifier.export import gather_megatron
+from verifier.export.adapters import adapters_of, in_adapter, in_base
+from verifier.export.live_weights import LiveWeights
+from verifier.export.names import layout_of
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
 from verifier.platform.gather_json import gather_json
+from verifier.train import lora_megatron
+from verifier.train.lora_megatron import LoraSpec
+from verifier.train.step_megatron import params_synced
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, TransferObserver
 
 if TYPE_CHECKING:
     from verifier.config.sampling import SamplingOptions
-    from verifier.trainer.adapters_megatron import Adapters
+    from verifier.trainer.weight_sync_megatron import Adapters
 
 
 class WeightSync:
@@ -144,3 +156,89 @@ class WeightSync:
                     watch.on_merge(name, gap)
                 yield name, tensor
             self.facts = {**self.facts, "merge_rounding": rounding.share()}
+
+
+def spec_of(options: LoraOptions) -> LoraSpec | None:
+    """Adapters that a config asks for; None for none."""
+    if options.rank is None:
+        return None
+    return LoraSpec(options.rank, options.effective_alpha, options.targets)
+
+
+def joined(
+    live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]], folder: Path, rank: int,
+    *, gradients: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
+
+    Args:
+        live: whose layout names them.
+        tensors: (chunk, local name, contents).
+        folder: for shards, the same for all ranks, absent before and after.
+        rank: this one.
+        gradients: see `LiveWeights.join`.
+    """
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    live.dump(folder, tensors)
+    dist.barrier()
+    whole = live.join(folder, gradients=gradients) if rank == 0 else {}
+    if rank == 0:
+        shutil.rmtree(folder)
+    return whole
+
+
+class Adapters:
+    """The two parts of a model with adapters. Methods are collectives.
+
+    Args:
+        trainer: built with `lora_megatron.attach`.
+        source: checkpoint of the base.
+        lora: what was attached.
+        rank: this one.
+        folder: of the run's adapters, the same for all ranks.
+
+    Attributes:
+        lora: what was attached.
+        base: tensors that no step changes, under the names that they have without adapters.
+        trained: matrices of the adapters.
+    """
+
+    def __init__(self, trainer: TrainerModel, source: Checkpoint, lora: LoraSpec, rank: int, folder: Path) -> None:
+        base, mesh = layout_of(source.config), trainer.mesh
+        self.lora, self._trainer, self._rank, self._folder = lora, trainer, rank, folder
+        self._layout = None if base is None else adapters_of(base, lora.targets, lora.rank)
+        self.base = LiveWeights(trainer.chunks, base, mesh, rank, in_base)
+        self.trained = LiveWeights(trainer.chunks, self._layout, mesh, rank, in_adapter)
+
+    def published(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Joined matrices under each of their published names; none of a family without a layout."""
+        return {} if self._layout is None else dict(self._layout.spread(matrices))
+
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """On rank 0, the live matrices under each of their published names, joined by the layout."""
+        with params_synced(self._trainer):
+            found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
+        return self.published(found)
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """Matrices by published name, as megatron-bridge exports them."""
+        return lora_megatron.export_adapter(self._trainer)
+
+    def save(self, path: Path) -> dict[str, torch.Tensor]:
+        """Export the adapter by megatron-bridge and write it, on rank 0, in the format of the peft library.
+
+        Args:
+            path: of the folder, replaced if it exists.
+
+        Returns:
+            Matrices by published name, as they were exported.
+        """
+        adapter = self.export()
+        if self._rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lora_megatron.save_adapter(path, adapter, self.lora)
+        return adapter

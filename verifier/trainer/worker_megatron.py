@@ -15,7 +15,7 @@ import torch.distributed as dist
 from verifier.algorithms.registry import load_plugins
 from verifier.core.outputs import full_disk_refused
 from verifier.core.stage import Stage, in_stage
-from verifier.data.rollout_file import load_rollouts
+from verifier.data.rollout import load_rollouts
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.sender import Running
 from verifier.errors import ContractError
@@ -30,17 +30,23 @@ from verifier.train.offload_megatron import HostState, state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import saves_megatron, update_facts_megatron, update_log
-from verifier.trainer.adapters_megatron import Adapters, spec_of
-from verifier.trainer.given_routes import SCORED
-from verifier.trainer.live_settings_megatron import data_parallel_of, effective_settings, settings_of
+from verifier.trainer.batches import SCORED
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, Update
 from verifier.trainer.out_of_memory import refused_for_memory
+from verifier.trainer.ranks import CALLS, WorkerSpec, loss_of
 from verifier.trainer.routing_megatron import TrainingRoutes
-from verifier.trainer.state_elements_megatron import elements_of
-from verifier.trainer.state_megatron import Facts, reference_facts, replaced, state_facts
+from verifier.trainer.state_megatron import (
+    Facts,
+    data_parallel_of,
+    effective_settings,
+    elements_of,
+    reference_facts,
+    replaced,
+    settings_of,
+    state_facts,
+)
 from verifier.trainer.upstream_fields import found, provider_overrides
-from verifier.trainer.weight_sync_megatron import WeightSync
-from verifier.trainer.worker_spec import CALLS, WorkerSpec, loss_of
+from verifier.trainer.weight_sync_megatron import Adapters, WeightSync, spec_of
 
 if TYPE_CHECKING:
     from verifier.config import EngineOptions

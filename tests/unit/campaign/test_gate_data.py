@@ -12,8 +12,7 @@ from tests.unit.campaign.gate_cases import CELL, FAULT, finding, violated, waive
 from verifier.campaign.gate.decision import decided, waived
 from verifier.campaign.gate.run import _fits, _not_run
 from verifier.config import GateConfig
-from verifier.report.gate_result import CellResult, GateResult, LeftOut
-from verifier.report.gate_text import render_gate
+from verifier.report.gate_result import CellResult, GateResult, LeftOut, render_gate
 from verifier.report.render_json import gate_json
 from verifier.report.render_junit import gate_junit, github_annotations
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from verifier.campaign.gate.cell_order import estimate_s, ordered, ranks_of
-from verifier.campaign.gate.matrix import SMOKE, matrix_of
+from verifier.campaign.gate.matrix import SMOKE, estimate_s, matrix_of, ordered, ranks_of
 from verifier.campaign.gate.run import planned
 from verifier.config import GateConfig
 from verifier.errors import UsageError

@@ -14,7 +14,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.trace import Trace
 from verifier.stages.train.records import OptimizerSettings, TrainerStep
-from verifier.trainer.worker_spec import optimizer_settings
+from verifier.trainer.ranks import optimizer_settings
 
 KNOBS = ("model=tiny:add", "run=nowhere", "steps=3", "optimizer.schedule=linear", "optimizer.warmup_steps=1")
 UPDATES = ("algorithm=grpo", "grpo.mini_batches=2", "grpo.epochs=2")

@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.second_reading import Columns, digests, read_again
-from verifier.data.examples import Message
-from verifier.data.key_map import KeyMap
+from verifier.data.examples import KeyMap, Message
 from verifier.data.text_dataset import count_rows, load_examples, splits_of
 from verifier.errors import UsageError
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.recorded import row_of, write_recorded
-from verifier.data.recorded import RolloutRow, read_recorded, rollout_of, steps_of
+from verifier.data.recorded import RolloutRow, check_steps, read_recorded, rollout_of, steps_of
 from verifier.data.rollout import make_rollout
-from verifier.data.trajectories import check_steps
 from verifier.errors import UsageError
 
 ROW = RolloutRow(

@@ -5,13 +5,11 @@ import pytest
 
 from tests.byte_tokenizer import QWEN3_TEMPLATE, write_byte_tokenizer
 from tests.second_reading import Columns, changes, digests, read_again
-from verifier.data.chat_template import ChatTemplate, chat_template_of
 from verifier.data.encode import encode_example, encode_prompt, split_turns
-from verifier.data.examples import Example, Message
-from verifier.data.key_map import KeyMap
+from verifier.data.examples import Example, KeyMap, Message
 from verifier.data.second_tokenizer import SecondTokenizer
 from verifier.data.text_dataset import load_examples
-from verifier.data.tokenizer import open_tokenizer
+from verifier.data.tokenizer import ChatTemplate, chat_template_of, open_tokenizer
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from verifier.data.recorded import Step, check_steps
 from verifier.data.rollout import Role, make_rollout
-from verifier.data.trajectories import Step, check_steps
 from verifier.errors import UsageError
 
 

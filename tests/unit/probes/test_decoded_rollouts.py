@@ -14,10 +14,9 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
-from verifier.data.chat_template import chat_template_of
 from verifier.data.encode import encode_example
 from verifier.data.examples import Example, Message
-from verifier.data.tokenizer import open_tokenizer
+from verifier.data.tokenizer import chat_template_of, open_tokenizer
 from verifier.model.tiny import write_tiny
 from verifier.stages.data.probe_rollouts import record_tokens
 

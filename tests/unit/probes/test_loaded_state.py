@@ -11,7 +11,7 @@ from verifier.core.record import Record
 from verifier.errors import UsageError
 from verifier.stages.checkpoint.probe_loaded_state_megatron import record_loaded
 from verifier.trainer.saves_megatron import write
-from verifier.trainer.state_elements_megatron import Elements
+from verifier.trainer.state_megatron import Elements
 
 ELEMENTS: Elements = {"master": {"a": ([1], [2])}}
 HELD = [{"name": "weight/a", "coordinate": "tp=1", "dtype": "float32", "shape": [2], "digest": "vd1:0"}]

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from tests.snapshots.reports import MANIFEST
 from verifier.core.manifest import Manifest
-from verifier.report.header import header, located, options_of, provenance
+from verifier.report.render_text import header, located, options_of, provenance
 
 
 def test_options_that_are_on():

@@ -12,10 +12,9 @@ from tests.unit.report.pages import metrics, parsed
 from tests.unit.report.test_live_and_replayed import stored
 from verifier.cli.app import run
 from verifier.core.trace import Trace
-from verifier.report.charts import MAX_DOTS, thinned
+from verifier.report.charts import MAX_DOTS, charts_of, measures_of, thinned
 from verifier.report.pages import page_of
 from verifier.report.render_html import html
-from verifier.report.trace_charts import charts_of, measures_of
 from verifier.stages.logprob.records import OracleLogprobs, TrainerLogprobs
 from verifier.stages.rollout.records import EngineLogprobs
 

@@ -16,12 +16,10 @@ from verifier.config.grpo import GrpoOptions
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.arithmetic import calculator_examples
-from verifier.data.chat_template import chat_template_of
 from verifier.data.encode import encode_example, encode_prompt
-from verifier.data.recorded import RolloutRow, rollout_of, steps_of
+from verifier.data.recorded import RolloutRow, check_steps, rollout_of, steps_of
 from verifier.data.rollout import Role
-from verifier.data.tokenizer import open_tokenizer
-from verifier.data.trajectories import check_steps
+from verifier.data.tokenizer import chat_template_of, open_tokenizer
 from verifier.engine.api import Sample, Sampling
 from verifier.errors import UsageError
 from verifier.model.tiny import write_tiny

@@ -11,7 +11,7 @@ from tests.second_reading import rows_of_step
 from tests.unit.trainer.test_step_terms import Records
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.data.rollout_file import load_rollouts
+from verifier.data.rollout import load_rollouts
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.stages.data.probe_rollouts import record_policy

@@ -26,9 +26,8 @@ from verifier.probes.training.step_trace import step_manifest
 from verifier.runs.model_under_test import DERIVED, WRITTEN, ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
 from verifier.trainer import run_layout
-from verifier.trainer.ranks import start_ranks
+from verifier.trainer.ranks import WorkerSpec, start_ranks
 from verifier.trainer.run_layout import with_kept_layout, with_run_layout
-from verifier.trainer.worker_spec import WorkerSpec
 
 LAYOUT = DerivedLayout(mesh=Mesh(), rows=[[[]]], tied=False, gaps=())
 GAPS = replace(LAYOUT, gaps=("`a` is in no parameter",))

@@ -14,8 +14,8 @@ from verifier.export.sharding import Box, ParamPlacement
 from verifier.mesh import Mesh
 from verifier.model.tiny import tiny_config
 from verifier.stages.checkpoint.probe_loaded_state_megatron import ABSENT, read_elements, record_elements
-from verifier.trainer.state_elements_megatron import _cut, chosen_in
-from verifier.trainer.state_elements_megatron import write_elements as write
+from verifier.trainer.state_megatron import _cut, chosen_in
+from verifier.trainer.state_megatron import write_elements as write
 
 
 def held(mesh: Mesh, name: str) -> dict[str, dict[int, float]]:

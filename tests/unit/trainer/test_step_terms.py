@@ -21,7 +21,7 @@ from verifier.algorithms.aggregation import token_weights
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.record import Record
-from verifier.data.rollout_file import load_rollouts
+from verifier.data.rollout import load_rollouts
 from verifier.engine.api import Sample
 from verifier.knob import flat
 from verifier.model.checkpoint import open_checkpoint
@@ -35,7 +35,7 @@ from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import GrpoPlan
-from verifier.trainer.worker_spec import loss_of
+from verifier.trainer.ranks import loss_of
 
 SIZES = ("data.batch_size=4", "grpo.group_size=4", "grpo.mini_batches=2", "grpo.epochs=2", "data.num_examples=20",
          "evaluation.num_problems=0")  # fmt: skip

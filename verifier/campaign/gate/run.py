@@ -17,10 +17,9 @@ import msgspec
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
-from verifier.campaign.gate.cell_order import FIRST_S, estimate_s, ordered
 from verifier.campaign.gate.decision import decided, require_known_waivers, waived
 from verifier.campaign.gate.gate_ledger import CONFIG, GateLedger, identity_of, opened_ledger
-from verifier.campaign.gate.matrix import Matrix, matrix_of
+from verifier.campaign.gate.matrix import FIRST_S, Matrix, estimate_s, matrix_of, ordered
 from verifier.campaign.gate.workers import CellWorker, WorkerPool, next_log, places_of
 from verifier.config import GateConfig
 from verifier.config.cluster import RayOptions

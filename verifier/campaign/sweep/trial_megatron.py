@@ -17,7 +17,7 @@ from verifier.config.training import TrainConfig
 from verifier.model import provider_megatron
 from verifier.model.families import size_if_any
 from verifier.train import memory, optimizer_megatron, step_megatron
-from verifier.trainer.live_settings_megatron import data_parallel_of
+from verifier.trainer.state_megatron import data_parallel_of
 from verifier.trainer.upstream_fields import provider_overrides
 
 if TYPE_CHECKING:

@@ -45,8 +45,7 @@ from verifier.train.router_replay_megatron import RouterWatch, Routing
 from verifier.train.step_megatron import OnRows, StepResult, params_synced
 from verifier.train.written_megatron import Stepped
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, TransferObserver, Update, UpdateObserver
-from verifier.trainer.state_elements_megatron import elements_of
-from verifier.trainer.state_megatron import Facts, digests_of
+from verifier.trainer.state_megatron import Facts, digests_of, elements_of
 
 if TYPE_CHECKING:
     from verifier.probes.training.rank_evidence_megatron import RankEvidence

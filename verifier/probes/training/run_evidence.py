@@ -57,10 +57,10 @@ from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.engines import gone
 from verifier.trainer.evaluation import Answered
 from verifier.trainer.observer import Note, Observer, PolicyBatch, RunParts, TextBatch
+from verifier.trainer.ranks import optimizer_settings
 from verifier.trainer.run_folder import RunFolder
 from verifier.trainer.sampled_batch import LogprobLost, SampledBatch, has_fresh
 from verifier.trainer.upstream_fields import asked
-from verifier.trainer.worker_spec import optimizer_settings
 
 JUDGED_BEHIND = 2
 """Steps of fine-tuning that may not be judged yet when the next is trained; of GRPO, none."""

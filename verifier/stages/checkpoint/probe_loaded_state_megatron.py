@@ -12,8 +12,7 @@ from verifier.core.record import Probe
 from verifier.errors import UsageError
 from verifier.stages.checkpoint.records import LoadedElements, LoadedState, SavedState, StateRecord
 from verifier.trainer.saves_megatron import file_of
-from verifier.trainer.state_elements_megatron import Elements
-from verifier.trainer.state_megatron import Facts
+from verifier.trainer.state_megatron import Elements, Facts
 
 ABSENT = -1
 """Bits of an element that no rank saved."""

@@ -15,12 +15,11 @@ from msgspec import structs
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
-from verifier.data.chat_template import AS_SHIPPED, ChatTemplate
 from verifier.data.examples import Example, Message
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
-from verifier.data.tokenizer import Tokenizer
+from verifier.data.tokenizer import AS_SHIPPED, ChatTemplate, Tokenizer
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
@@ -39,10 +38,9 @@ from verifier.stages.data.records import (
 )
 from verifier.stages.replay.records import GivenRoutes
 from verifier.stages.reward.records import GivenRewards
-from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts, Values
+from verifier.trainer.batches import SCORED, OptimizerUpdate, ScoredRollouts, Values
 from verifier.trainer.episodes import PlayedTurns
 from verifier.trainer.evaluation import ends_of
-from verifier.trainer.given_routes import SCORED
 from verifier.trainer.observer import PolicyBatch
 from verifier.trainer.run_data import RunData
 from verifier.trainer.sampled_batch import SampledBatch

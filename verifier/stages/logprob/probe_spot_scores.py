@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from verifier.config.training import TrainConfig
 from verifier.core.record import Probe
-from verifier.data.rollout import PROMPT_VALUES, Rollout
-from verifier.data.rollout_file import save_rollouts
+from verifier.data.rollout import PROMPT_VALUES, Rollout, save_rollouts
 from verifier.model.families import num_experts_of
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.stages.logprob.records import SpotScore

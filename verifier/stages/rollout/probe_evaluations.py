@@ -10,8 +10,7 @@ import numpy as np
 from verifier.core.record import Probe
 from verifier.data.examples import Example
 from verifier.data.recorded import rollout_of
-from verifier.data.rollout import Rollout
-from verifier.data.rollout_file import load_rollouts, save_rollouts
+from verifier.data.rollout import Rollout, load_rollouts, save_rollouts
 from verifier.stages.data.probe_rollouts import record_tokens, turns_of
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import EvaluatedAnswers

@@ -32,7 +32,7 @@ from verifier.stages.train.records import (
 from verifier.train import lora_megatron
 from verifier.train.optimizer_megatron import named_gradients, named_states
 from verifier.train.step_megatron import params_synced
-from verifier.trainer.adapters_megatron import Adapters, joined
+from verifier.trainer.weight_sync_megatron import Adapters, joined
 
 
 class HandOn:
