@@ -41,7 +41,7 @@ def judge(trace: Trace | str | os.PathLike[str]) -> Report:
     if not isinstance(trace, Trace):
         trace = read(trace)
         if trace.manifest.command == LOOP and not trace.manifest.complete:
-            from verifier.probe.sealed import seal
+            from verifier.probe.tokens import seal
 
             seal(Path(trace.path))
             trace = read(trace.path)

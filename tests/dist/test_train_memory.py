@@ -21,7 +21,7 @@ from verifier.launch.rank import RankContext
 from verifier.train.memory import limit_memory
 from verifier.trainer import worker_megatron
 from verifier.trainer.controller import Trainer
-from verifier.trainer.out_of_memory import refused_for_memory
+from verifier.trainer.fitting import refused_for_memory
 from verifier.trainer.ranks import WorkerSpec
 
 ROOM_GIB = 0.05

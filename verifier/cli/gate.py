@@ -33,7 +33,7 @@ def config_in(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    from verifier.campaign.gate.gate_ledger import CONFIG
+    from verifier.campaign.gate.decision import CONFIG
 
     if not (folder / CONFIG).is_file():
         raise UsageError(f"there is no gate in `{folder}` to resume: give the folder that a gate made")

@@ -11,7 +11,7 @@ from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core.finding import Verdict
 from verifier.core.store import read
 from verifier.errors import UsageError, VerifierError
-from verifier.probe.sealed import COMMAND, seal
+from verifier.probe.tokens import COMMAND, seal
 
 ORACLE_S = 600.0
 """Seconds that the oracle has for a request."""

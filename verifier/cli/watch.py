@@ -15,7 +15,7 @@ from verifier.campaign.watch.warm_servers import ENGINES, ORACLES, RANKS, Librar
 from verifier.cli.results import Results, complain, show
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.core.work_folder import sweep, work_folder
+from verifier.core.outputs import sweep, work_folder
 from verifier.errors import UsageError, VerifierError
 
 _LEAST_DEADLINE_S = 300.0

@@ -82,7 +82,7 @@ def _where(problem: Exception) -> str:
 def _resources(lent: dict[str, Lent]) -> Resources:
     from verifier.launch.fork_launcher import ForkLauncher
     from verifier.launch.fork_server import ForkServer
-    from verifier.launch.vigil import Vigil
+    from verifier.launch.watchdog import Vigil
     from verifier.runs.resources import Resources
 
     vigil = Vigil()

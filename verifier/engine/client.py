@@ -15,7 +15,7 @@ from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, Sample, Sam
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import last_lines
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 

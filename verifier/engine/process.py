@@ -10,13 +10,13 @@ from collections.abc import Collection
 
 import msgspec
 
-from verifier.core.work_folder import WorkFolder
+from verifier.core.outputs import WorkFolder
 from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.child import end_of, last_lines, spawn
 from verifier.launch.fork_server import ForkServer
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 
 VLLM_ENVIRONMENT = {
     # No separate engine core: the driver is this process, and its workers are forked from it.

@@ -13,7 +13,7 @@ from typing import Any
 from verifier.engine.api import Sample, Sampling
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 from verifier.transport.wire import Address
 
 _LOOK_S = 0.5

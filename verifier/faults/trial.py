@@ -14,9 +14,9 @@ from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.core.comparison import Comparison
 from verifier.core.finding import Verdict
+from verifier.core.outputs import work_folder
 from verifier.core.record import TensorRecord
 from verifier.core.trace import Trace
-from verifier.core.work_folder import work_folder
 from verifier.errors import VerifierError
 from verifier.faults.fault import NO_ENGINE, TRAINING, Fault, Side
 from verifier.faults.injection import INJECTED, end

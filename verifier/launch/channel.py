@@ -10,7 +10,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verifier.launch.vigil import Vigil
+    from verifier.launch.watchdog import Vigil
 
 JSON = Any
 

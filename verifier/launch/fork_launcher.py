@@ -29,7 +29,7 @@ from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
 from verifier.launch.stack_failure import PEER_LOST
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 
 JSON = Any
 MOST_RANKS_OF_NODE = 128

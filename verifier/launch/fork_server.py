@@ -28,7 +28,7 @@ from verifier.errors import ContractError, InternalError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child, die_with_parent, last_lines, resolve, spawn
 from verifier.launch.failures import error_from, to_record
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 
 _REPLY_S = 60.0
 """Seconds that a fork, or the collection of a child's exit status, may take."""

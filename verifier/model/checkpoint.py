@@ -403,3 +403,12 @@ def _read_json(path: Path) -> dict[str, JSON]:
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds a JSON {type(content).__name__}, not an object")
     return content
+
+
+def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
+    """Return the ids of `eos_token_id` in config.json and generation_config.json: an engine stops there by itself."""
+    file = checkpoint.path / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = [source.get("eos_token_id") for source in (checkpoint.config, given) if isinstance(source, dict)]
+    ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
+    return frozenset(item for item in ids if isinstance(item, int))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from verifier.config_json import is_latent, ropes
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.families import num_experts_of, size_if_any
@@ -65,3 +66,19 @@ def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
 def architecture_of(config: Mapping[str, Any]) -> str:
     """Return the first of a config.json's architectures."""
     return str((config.get("architectures") or ["the model"])[0])
+
+
+_PLAIN = ("default", "linear", "llama3")
+"""Types of rotary embedding that change angles alone, which the kernel is given; YaRN also scales sines and cosines."""
+
+
+def misfit(model: Mapping[str, Any]) -> str:
+    """Reason why the kernel does not fit a model, from its config.json; empty if it fits."""
+    if is_latent(model):
+        return "latent attention"
+    for rope in ropes(model):
+        if rope["rope_type"] not in _PLAIN:
+            return f"rotary embeddings of type {rope['rope_type']}"
+        if "mrope_section" in rope:
+            return "rotary embeddings of several axes"
+    return ""

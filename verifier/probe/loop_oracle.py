@@ -20,15 +20,15 @@ from msgspec.structs import replace
 
 from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
+from verifier.core.outputs import work_folder
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Record, real
 from verifier.core.trace import Trace
-from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.oracle.oracle import Oracle, Scored, Sides
 from verifier.oracle.recording import EARLIER, gradient_record, noise_of_logprobs, oracle_record, scales_of
-from verifier.probe.sealed import mark_of, seal
+from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
 from verifier.stages.logprob.records import (

@@ -21,7 +21,7 @@ from verifier.errors import UsageError
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.recorder import LoopRecorder
-from verifier.probe.sealed import now
+from verifier.probe.tokens import now
 
 JOIN_S = 60.0
 """Seconds that a process waits for the one that makes the trace."""

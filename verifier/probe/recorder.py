@@ -21,8 +21,8 @@ from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
 from verifier.errors import UsageError
 from verifier.probe.held_sender import Sender, meta_of
-from verifier.probe.sealed import mark_of, seal
 from verifier.probe.state import EngineRecorder, Named, pairs_of
+from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.records import ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
 from verifier.stages.train.records import JoinedTensor, KeptWeights, Update

@@ -10,7 +10,7 @@ import msgspec
 
 from verifier.core.outputs import printable
 from verifier.core.stage import Stage
-from verifier.report.tables import framed
+from verifier.report.progress import framed
 
 FORMAT: Literal[1] = 1
 RESULT = "result.json"

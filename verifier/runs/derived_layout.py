@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from verifier.config import GoldenConfig, RoundtripConfig
+from verifier.core.outputs import work_folder
 from verifier.core.stage import Stage, in_stage
-from verifier.core.work_folder import work_folder
 from verifier.errors import VerifierError
 from verifier.export.derived import DerivedLayout
 from verifier.launch.fork_launcher import ForkJob

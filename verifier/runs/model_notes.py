@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from verifier.core.outputs import work_folder
 from verifier.core.stage import Stage, in_stage
-from verifier.core.work_folder import work_folder
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.families import copies_of, missed_row

@@ -31,7 +31,7 @@ from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
-from verifier.trainer.continuation import Continuation
+from verifier.trainer.checkpoint_folder import Continuation
 from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, start_ranks

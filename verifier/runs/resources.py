@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verifier.core.work_folder import sweep
+from verifier.core.outputs import sweep
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.fork_server import ForkServer
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 from verifier.oracle.oracle import Oracle
 
 if TYPE_CHECKING:

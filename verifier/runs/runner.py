@@ -14,10 +14,9 @@ import msgspec
 
 from verifier.config import BisectConfig, EngineOptions, GoldenConfig, NoiseConfig, RoundtripConfig
 from verifier.core.manifest import Manifest
-from verifier.core.outputs import require_writable
+from verifier.core.outputs import require_writable, work_folder
 from verifier.core.stage import Stage, in_stage
 from verifier.core.store import recording, require_room
-from verifier.core.work_folder import work_folder
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of

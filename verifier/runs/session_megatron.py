@@ -15,7 +15,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered
 from verifier.model import provider_megatron
-from verifier.model.end_tokens import end_tokens
+from verifier.model.checkpoint import end_tokens
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
 from verifier.runs.engine_requests import EngineRequests

@@ -12,8 +12,7 @@ import numpy as np
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
 from verifier.data.encode import encode_example, require_kept
-from verifier.data.examples import Example
-from verifier.data.order import batch_indices
+from verifier.data.examples import Example, batch_indices
 from verifier.data.recorded import RolloutRow, Routes
 from verifier.data.rollout import MISSING_ROUTE, Rollout, save_rollouts
 from verifier.data.tokenizer import Tokenizer, open_tokenizer

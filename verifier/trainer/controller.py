@@ -23,7 +23,7 @@ from verifier.runs.spec import Placement, place
 from verifier.trainer import model_files
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, SftPlan, UpdatePlan
-from verifier.trainer.continuation import Continuation
+from verifier.trainer.checkpoint_folder import Continuation
 from verifier.trainer.engines import RESTARTS, ClusterEngines, Engines, HostEngines, Revival, gone
 from verifier.trainer.fitting import load_algorithms, require_fit
 from verifier.trainer.generation import EngineRollouts

@@ -14,8 +14,7 @@ from verifier.core.seal import NO_SEAL, seal_of_array
 from verifier.data.recorded import RolloutRow
 from verifier.data.tokenizer import Tokenizer
 from verifier.engine.api import Sample, Sampling
-from verifier.model.checkpoint import Checkpoint
-from verifier.model.end_tokens import end_tokens
+from verifier.model.checkpoint import Checkpoint, end_tokens
 from verifier.trainer.episodes import PlayedTurns, Sampler, Turn
 
 PROBLEMS = 8

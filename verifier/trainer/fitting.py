@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from verifier.errors import UsageError
 from verifier.knob import refuse
 from verifier.launch.fork_launcher import require_ranks
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
-from verifier.model.mesh_fit import architecture_of, validate
+from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.model.named import config_alone, config_of
-from verifier.model.rotary import misfit
 from verifier.platform import Tier
 from verifier.platform.provenance import gpu_bytes, may_have_gpu
+from verifier.train.memory import is_out_of_memory, peaks
 from verifier.train.microbatch import split_by_count
 from verifier.train.token_layout import Alignment
 from verifier.trainer.metrics import require_wandb
@@ -325,3 +326,33 @@ def _batch_line(config: TrainConfig) -> str:
         f"batch: {shown}; {size:,} = {mesh.dp} data-parallel ranks * {len(parts[0])} micro-batches of {span} "
         f"(at most {config.batch.count})"
     )
+
+
+@contextlib.contextmanager
+def refused_for_memory(config: TrainConfig, tier: Tier, rank: int, call: str) -> Iterator[None]:
+    """Turn an error for want of memory into one sentence.
+
+    Raises:
+        UsageError: memory has run out in the body.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as problem:  # torch's OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(f"{type(problem).__name__}: {problem}"):
+            raise
+        raise UsageError(
+            f"rank {rank} ran out of memory in `{call}`, its peak is {peaks(tier).text()}: {_knobs(config)}; "
+            f"`verifier sweep --model {config.model} --ranks {config.mesh.world_size}` finds the largest budget"
+        ) from problem
+
+
+def _knobs(config: TrainConfig) -> str:
+    """Advice: the knobs of a step's memory that are not at their least yet."""
+    batch, options = config.batch, config.megatron
+    if batch.max_tokens is not None:
+        advice = [f"lower batch.max_tokens, {batch.max_tokens:,}"]
+    else:
+        advice = [f"lower batch.micro_batch_size, {batch.count}"] if batch.count > 1 else []
+    if options.recompute != "full":
+        advice.append(f"set megatron.recompute=full in place of {options.recompute}")
+    return ", ".join([*advice, "or raise mesh.tp, mesh.pp or mesh.cp"])

@@ -12,8 +12,7 @@ from verifier.algorithms.registry import path_of_reward
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.data.encode import encode_prompt
-from verifier.data.examples import Example
-from verifier.data.order import batch_indices, seed_of_round
+from verifier.data.examples import Example, batch_indices, seed_of_round
 from verifier.data.recorded import RolloutRow
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling

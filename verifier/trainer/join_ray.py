@@ -18,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import RayError
 
 from verifier.config.cluster import LOCAL, RayOptions
-from verifier.core.work_folder import work_folder
+from verifier.core.outputs import work_folder
 from verifier.errors import InternalError, UsageError
 from verifier.launch.keeper import kept
 from verifier.platform.pins import require_installed

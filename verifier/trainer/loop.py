@@ -18,7 +18,7 @@ from verifier.engine.sender import Running
 from verifier.errors import ContractError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.batches import HeldOut, OptimizerUpdate, UpdatePlan
-from verifier.trainer.continuation import Call, Continuation
+from verifier.trainer.checkpoint_folder import Call, Continuation
 from verifier.trainer.engines import Revival, gone
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.metrics import Metrics, line_of, mean_of

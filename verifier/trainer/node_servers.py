@@ -27,7 +27,7 @@ from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 from verifier.platform.pins import PINS, installed
 
 FORWARDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "TMPDIR", "XDG_CACHE_HOME")

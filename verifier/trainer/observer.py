@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from verifier.train.written_megatron import Stepped
     from verifier.trainer.ahead import AheadRollouts
     from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
-    from verifier.trainer.continuation import Call
+    from verifier.trainer.checkpoint_folder import Call
     from verifier.trainer.engines import Revival
     from verifier.trainer.evaluation import Answered
     from verifier.trainer.merge_rounding import MergeGap

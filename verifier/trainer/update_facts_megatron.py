@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from verifier.plan.digest import digest_tensors
 from verifier.platform import Tier
 from verifier.train import step_megatron
 from verifier.train.optimizer_megatron import owned_gradients
-from verifier.train.step_megatron import StepResult
+from verifier.train.pack import PackedBatch
+from verifier.train.router_replay_megatron import RouterPass, Routing
+from verifier.train.step_megatron import OnShards, StepResult
 from verifier.train.vocab_logprob import is_greedy
+from verifier.trainer.observer import RankObserver
 from verifier.trainer.run_folder import RunFolder
 
 
@@ -95,3 +98,43 @@ def greedy_answers(trainer: TrainerModel, rollouts: Sequence[Rollout], **batchin
     return [
         bool(right[torch.from_numpy(rollout.mask[1:])].all()) for right, rollout in zip(found, rollouts, strict=True)
     ]
+
+
+class TrainingRoutes:
+    """Routers of one rank. The constructor is a collective.
+
+    Args:
+        trainer: built for replay where the run replays.
+        replays: passes choose the experts of the rollouts' routes.
+        observer: told of what they used.
+    """
+
+    def __init__(self, trainer: TrainerModel, observer: RankObserver, *, replays: bool) -> None:
+        self._routing, self._observer = Routing(trainer) if replays else None, observer
+
+    @contextlib.contextmanager
+    def during(
+        self, rollouts: Sequence[Rollout], batch: str, name: str, on_shards: OnShards | None = None
+    ) -> Iterator[OnShards | None]:
+        """Within, a pass over these rollouts chooses the experts of their routes, in a run that replays.
+
+        Args:
+            rollouts: with routes, in a run that replays.
+            batch: name of the mini-batch.
+            name: of the pass.
+            on_shards: another viewer of the pass's micro-batches.
+
+        Yields:
+            What has to be called with its micro-batches.
+        """
+        if self._routing is None:
+            yield on_shards
+            return
+        with RouterPass(self._routing, rollouts) as watch:
+
+            def both(shards: list[PackedBatch]) -> Callable[[], None] | None:
+                watch.on_shards(shards)
+                return on_shards(shards) if on_shards is not None else None
+
+            yield both
+        self._observer.on_routes(batch, name, watch)

@@ -31,10 +31,9 @@ from verifier.train.policy_loss_megatron import LossMeter, policy_loss
 from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import saves_megatron, update_facts_megatron, update_log
 from verifier.trainer.batches import SCORED
+from verifier.trainer.fitting import refused_for_memory
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, Update
-from verifier.trainer.out_of_memory import refused_for_memory
 from verifier.trainer.ranks import CALLS, WorkerSpec, loss_of
-from verifier.trainer.routing_megatron import TrainingRoutes
 from verifier.trainer.state_megatron import (
     Facts,
     data_parallel_of,
@@ -45,6 +44,7 @@ from verifier.trainer.state_megatron import (
     settings_of,
     state_facts,
 )
+from verifier.trainer.update_facts_megatron import TrainingRoutes
 from verifier.trainer.upstream_fields import found, provider_overrides
 from verifier.trainer.weight_sync_megatron import Adapters, WeightSync, spec_of
 

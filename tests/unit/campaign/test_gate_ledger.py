@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.campaign.gate_cases import CELL, FAULT, violated
-from verifier.campaign.gate.gate_ledger import LEDGER, identity_of, opened_ledger
+from verifier.campaign.gate.decision import LEDGER, identity_of, opened_ledger
 from verifier.errors import UsageError
 from verifier.report.gate_result import CellResult
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import ROOT
-from verifier.core.work_folder import WorkFolder, sweep, work_folder
+from verifier.core.outputs import WorkFolder, sweep, work_folder
 
 OWNER = (
-    "import time; from verifier.core.work_folder import WorkFolder\n"
+    "import time; from verifier.core.outputs import WorkFolder\n"
     "folder = WorkFolder('run'); (folder.path / 'file').touch(); print(folder.path, flush=True); time.sleep(60)\n"
 )
 

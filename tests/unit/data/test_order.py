@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier.data.order import batch_indices, epoch_order
+from verifier.data.examples import batch_indices, epoch_order
 from verifier.errors import UsageError
 
 SIZES = {"num": st.integers(1, 40), "batch": st.integers(1, 50), "seed": st.integers(0, 2**63)}

@@ -15,7 +15,7 @@ import pytest
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, DeadlinePassed
 from verifier.launch.child import Child
-from verifier.launch.vigil import Vigil
+from verifier.launch.watchdog import Vigil
 
 
 @pytest.fixture

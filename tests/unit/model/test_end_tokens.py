@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verifier.model.end_tokens import end_tokens
+from verifier.model.checkpoint import end_tokens
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from verifier.model.mesh_fit import misfit
 from verifier.model.named import config_of
-from verifier.model.rotary import misfit
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -8,7 +8,7 @@ from typing import Any
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.stages.checkpoint.probe_written import CheckpointEvidence
-from verifier.trainer.continuation import Continuation
+from verifier.trainer.checkpoint_folder import Continuation
 
 
 def test_what_ranks_read_back_is_recorded_once_with_the_next_evidence(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.trainer.continuation import Continuation
+from verifier.trainer.checkpoint_folder import Continuation
 
 
 def test_a_checkpoint_that_is_being_written_is_not_begun_again(tmp_path):

@@ -415,7 +415,7 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         lambda call: call.faulty(step=0), ORDER,
     ),
     "order-of-the-first-epoch": (
-        "verifier.data.order:epoch_order(num_examples, seed, epoch)", lambda call: call.faulty(epoch=0), ORDER,
+        "verifier.data.examples:epoch_order(num_examples, seed, epoch)", lambda call: call.faulty(epoch=0), ORDER,
     ),
     "held-out-trained-on": (
         "verifier.data.arithmetic:is_held_out(prompt)", lambda call: call.wrong(False), ORDER,
@@ -424,11 +424,11 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
     "batch-ahead-dropped-at-a-resume": (TAKE, thrown_away, AHEAD),
     "batch-ahead-not-saved": (f"{CHECKPOINTS}.last_whole(self, before)", without_batch, RESUME),
     "saved-before-the-step-is-counted": (
-        "verifier.trainer.continuation:Continuation.rewind(self)", one_behind, RESUME,
+        "verifier.trainer.checkpoint_folder:Continuation.rewind(self)", one_behind, RESUME,
     ),
     "state-stays-that-of-the-resume": (
-        "verifier.trainer.continuation:Continuation.begin(self, call, step, updates, rollouts)", batch_of_the_resume,
-        RESUME,
+        "verifier.trainer.checkpoint_folder:Continuation.begin(self, call, step, updates, rollouts)",
+        batch_of_the_resume, RESUME,
     ),
     "recorded-mask-not-read": (
         ROW, lambda call: call.faulty(row=structs.replace(call.row, mask=call.row.sampled)), FILE,

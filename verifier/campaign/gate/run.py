@@ -17,16 +17,23 @@ import msgspec
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
-from verifier.campaign.gate.decision import decided, require_known_waivers, waived
-from verifier.campaign.gate.gate_ledger import CONFIG, GateLedger, identity_of, opened_ledger
+from verifier.campaign.gate.decision import (
+    CONFIG,
+    GateLedger,
+    decided,
+    identity_of,
+    opened_ledger,
+    require_known_waivers,
+    waived,
+)
 from verifier.campaign.gate.matrix import FIRST_S, Matrix, estimate_s, matrix_of, ordered
 from verifier.campaign.gate.workers import CellWorker, WorkerPool, next_log, places_of
 from verifier.config import GateConfig
 from verifier.config.cluster import RayOptions
 from verifier.config.load import resolved
+from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
 from verifier.core.plugins import installed_plugins
-from verifier.core.work_folder import sweep as sweep_work_folders
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import LaunchError
 from verifier.platform import Tier, select

@@ -18,8 +18,8 @@ from verifier.campaign.sweep.layouts import SweptLayout, first_budget, layouts_o
 from verifier.campaign.sweep.rows import Status, SweepRow, SweepRows, memory_file, opened_rows
 from verifier.campaign.sweep.summary import next_budget
 from verifier.config.sweep import SweepConfig
+from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
-from verifier.core.work_folder import sweep as sweep_work_folders
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
 from verifier.launch.fork_launcher import ForkLauncher

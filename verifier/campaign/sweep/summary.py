@@ -11,7 +11,7 @@ from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.campaign.sweep.rows import SweepRow
 from verifier.config.sweep import SweepConfig
 from verifier.report.gate_result import LeftOut
-from verifier.report.tables import framed
+from verifier.report.progress import framed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from verifier.errors import UsageError
 from verifier.launch.stack_failure import Place
 from verifier.platform.provenance import host, this_code
 from verifier.report.changed_results import VerdictChange, changed_verdicts
-from verifier.report.progress import Progress
-from verifier.report.tables import columns
+from verifier.report.progress import Progress, columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,7 @@ def routes_of_the_next_token(rollouts: list[Rollout]) -> list[Rollout]:
 
 @fault(
     "NVIDIA-NeMo/RL#2849",
-    "verifier.trainer.routing_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards)", **ROW,
+    "verifier.trainer.update_facts_megatron:TrainingRoutes.during(self, rollouts, batch, name, on_shards)", **ROW,
 )  # fmt: skip
 def routes_not_trained_on(call: Call) -> Any:
     """Log-probabilities are scored by the routes, and the batch to train on is built without them."""
