@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from verifier.algorithms.aggregation import AGGREGATIONS
 from verifier.algorithms.kl import KL_KINDS
-from verifier.algorithms.loss_options import LossOptions
 from verifier.algorithms.off_policy import LEVELS, CorrectionOptions
-from verifier.algorithms.registry import BUILT_IN
+from verifier.algorithms.registry import BUILT_IN, LossOptions
 
 LOSSES, ESTIMATORS = sorted(BUILT_IN["loss"]), sorted(BUILT_IN["advantage"])
 

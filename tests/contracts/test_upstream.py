@@ -16,7 +16,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.contracts import table
 from verifier.contracts.examine import look_at
 from verifier.core.check import REGISTRY
-from verifier.platform.pins import DEFAULT_SET, SETS, differing, installed, pinned, running_set
+from verifier.platform.provenance import DEFAULT_SET, SETS, differing, installed, pinned, running_set
 
 MODULES = table.by_module(table.contracts_of("cpu"))
 look_once = cache(look_at)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from verifier.platform.pins import PINS
+from verifier.platform.provenance import PINS
 
 PAGE = Path(__file__).parents[2] / "docs" / "upstream.md"
 _SECTION = re.compile(r"^### (.+?)\n\n(.*?)```python\n(.*?)```$", re.DOTALL | re.MULTILINE)

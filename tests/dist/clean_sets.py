@@ -19,7 +19,7 @@ from tests.dist.clean_case import HYBRID, Case, cases
 from tests.dist.clean_case import run as run_case
 from tests.meta.sources import ROOT
 from verifier.mesh import Mesh
-from verifier.platform.pins import DEFAULT_SET, SETS, installed, installed_versions, running_set
+from verifier.platform.provenance import DEFAULT_SET, SETS, installed, installed_versions, running_set
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Runner
 

@@ -23,7 +23,7 @@ from verifier.core import store
 from verifier.errors import UsageError, VerifierError
 from verifier.mesh import Mesh
 from verifier.model.architectures_hf import architectures
-from verifier.platform.pins import TRAINER, installed
+from verifier.platform.provenance import TRAINER, installed
 from verifier.report import report_of
 from verifier.runs.resources import Resources
 from verifier.runs.runner import Runner

@@ -19,7 +19,7 @@ from verifier.core import store
 from verifier.core.finding import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import ViolationFound
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.verdicts import Judged
 from verifier.report import Report, report_of

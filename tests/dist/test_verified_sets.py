@@ -14,7 +14,7 @@ import pytest
 from tests.dist.clean_sets import LEDGERS
 from tests.meta.sources import ROOT
 from verifier.contracts import table
-from verifier.platform.pins import pinned
+from verifier.platform.provenance import pinned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.parametrize("verified_set", LEDGERS)]
 

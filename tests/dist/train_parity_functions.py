@@ -106,7 +106,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     """
     from safetensors.torch import save_file
 
-    from verifier.algorithms.loss_options import LossOptions
+    from verifier.algorithms.registry import LossOptions
     from verifier.config.megatron import MegatronOptions
     from verifier.export.gather_megatron import export
     from verifier.model.provider_megatron import build

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.test_watch import ROOT, ROW, SWAPPED, rounds
-from verifier.platform.pins import installed_versions
-from verifier.platform.provenance import host, this_code
+from verifier.platform.provenance import host, installed_versions, this_code
 
 MODEL = "tiny:qwen3"
 RECORD = ROOT / "golden" / "watch-times.json"

@@ -21,8 +21,7 @@ from verifier.faults.fault import NO_ENGINE, Fault
 from verifier.faults.matrix import line_of
 from verifier.faults.trial import TrialResult, Trials
 from verifier.mesh import Mesh
-from verifier.platform.pins import installed_versions
-from verifier.platform.provenance import this_code
+from verifier.platform.provenance import installed_versions, this_code
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "faults-without-row.json"

@@ -72,7 +72,7 @@ def machine() -> dict[str, Any]:
     """What the numbers belong to."""
     import torch
 
-    from verifier.platform.pins import PINS, installed
+    from verifier.platform.provenance import PINS, installed
 
     return {
         "machine": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],

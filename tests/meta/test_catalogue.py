@@ -11,8 +11,7 @@ from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.faults.catalog import CATALOG
 from verifier.faults.fault import fault
-from verifier.faults.matrix import latest, read
-from verifier.faults.matrix_pages import pages
+from verifier.faults.matrix import latest, pages, read
 
 LEDGER = ROOT / "golden" / "kill-matrix.jsonl"
 PAGES = ROOT / "docs" / "kill-matrix"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.cli.doctor import TIERS
-from verifier.platform.pins import DEFAULT_SET, PINS, SETS, pinned
+from verifier.platform.provenance import DEFAULT_SET, PINS, SETS, pinned
 
 LOCKS = ROOT / "ci" / "locks"
 TIER_LOCKS = {"cpu": "cpu", "cuda": "gpu"}

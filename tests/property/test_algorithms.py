@@ -21,9 +21,9 @@ from verifier.algorithms.aggregation import AGGREGATIONS, token_weights
 from verifier.algorithms.filters import DropReason, zero_variance
 from verifier.algorithms.kl import KL_KINDS, kl_penalty
 from verifier.algorithms.log_ratio import FLOOR, LIMIT
-from verifier.algorithms.loss_options import LossOptions
 from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
 from verifier.algorithms.off_policy import LEVELS, CorrectionOptions, correction
+from verifier.algorithms.registry import LossOptions
 
 TEXTBOOK, LAYOUT = 1e-10, 1e-12
 

@@ -14,8 +14,7 @@ import torch
 
 from verifier.algorithms.kl import kl_estimate
 from verifier.algorithms.log_ratio import FLOOR, LIMIT, bounded, log_ratio
-from verifier.algorithms.loss_options import LossOptions, check_loss
-from verifier.algorithms.registry import find, loss
+from verifier.algorithms.registry import LossOptions, check_loss, find, loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

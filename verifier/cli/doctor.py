@@ -13,7 +13,7 @@ from typing import cast
 from verifier.contracts.examine import Looked, keep, look, record_of, text_of
 from verifier.errors import UsageError
 from verifier.platform import Tier
-from verifier.platform.pins import DEFAULT_SET, SETS, nearest_set, pinned
+from verifier.platform.provenance import DEFAULT_SET, SETS, nearest_set, pinned
 from verifier.report.progress import columns
 from verifier.runs.model_under_test import cache_folder
 

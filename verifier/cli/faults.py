@@ -68,8 +68,7 @@ def matrix(
     ] = None,
 ) -> int:
     """Run trials, and draw which checks catch which faults."""
-    from verifier.faults.matrix import append, fill, of_stages, read, rows_of_gpu_run
-    from verifier.faults.matrix_pages import pages
+    from verifier.faults.matrix import append, fill, of_stages, pages, read, rows_of_gpu_run
 
     faults = of_stages(only or ())
     if output is not None:

@@ -6,12 +6,12 @@ from verifier.config.commands import (
     EngineOptions,
     GoldenConfig,
     NoiseConfig,
+    PlanConfig,
     RoundtripConfig,
     claim_trace,
     next_trace,
 )
 from verifier.config.gate import GateConfig, Waiver
-from verifier.config.plan import PlanConfig
 from verifier.config.sweep import SweepConfig
 from verifier.config.training import TrainConfig
 

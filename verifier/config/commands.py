@@ -5,9 +5,12 @@ Every knob is declared here or in `Mesh`, once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +18,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from verifier.config.stored_dtype import stored_dtype
+from verifier.config_json import quantization, stated_dtype
 from verifier.errors import UsageError
 from verifier.knob import check, group, knob, refuse
 from verifier.mesh import Mesh
-from verifier.platform.upstream_fixes import require_known
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, require_known, selected
 
 C = TypeVar("C", bound="CommandConfig")
 
@@ -287,3 +290,88 @@ def _reason(record: bool, why: str | None) -> dict[str, object]:
 
 def _beside_an_adapter(flag: str) -> str:
     return f"--engine-lora-rank and {flag} do not go together: leave one of the two out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig(CommandConfig):
+    """Config of `verifier plan`."""
+
+    model: str = knob(
+        "A config.json, the directory that has it, tiny:NAME or wide:NAME; no weights are read.", flag="--model",
+        metavar="MODEL",
+    )  # fmt: skip
+    mesh: Mesh = group(Mesh, make=Mesh.fitting)
+    dtype: str = dtype_knob()
+    fixes: tuple[str, ...] = fixes_knob()
+    gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
+    tokens: int = knob(
+        "Tokens of a micro-batch of one data-parallel rank.", 4096, flag="--tokens", least=1, unit="tokens"
+    )  # fmt: skip
+    recompute: str = knob(
+        "Recompute activations in the backward pass.", "none", flag="--recompute", choices=("none", "full")
+    )  # fmt: skip
+    distributed_optimizer: bool = knob(
+        "Shard masters and moments over data-parallel ranks.", True,
+        flag="--distributed-optimizer/--no-distributed-optimizer",
+    )  # fmt: skip
+    grad_reduce_in_fp32: bool = knob("Gradients are kept in fp32, or in the weights' type.", True)
+    transport: str = knob("From rank 0 to the engine.", "nccl", flag="--transport", choices=("nccl", "ipc"))
+    max_chunk_mib: int = knob(
+        "Largest chunk: 1024 in a round trip on GPUs, 64 in training and on a CPU.", 1024, flag="--max-chunk", least=1,
+        metavar="MIB", unit="MiB",
+    )  # fmt: skip
+    transfer_gb_s: float | None = knob(
+        "Bandwidth from rank 0 to the engine; by default the one measured for --transport.", None,
+        flag="--transfer-gb-s", metavar="GB_S", unit="GB/s", above=0,
+    )  # fmt: skip
+    gather_gb_s: float | None = knob(
+        "Bandwidth from the other ranks to one; by default the one measured for NCCL within a host.", None,
+        flag="--gather-gb-s", metavar="GB_S", unit="GB/s", above=0,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not self.dtype:
+            object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
+        CommandConfig.__post_init__(self)
+        require_known(self.fixes)
+
+    @property
+    def rounds_decay(self) -> bool:
+        """True if decay rates of state-space layers have the weights' dtype in the trainer, as shipped."""
+        return MEGATRON_DECAY not in selected(self.fixes)
+
+
+DEFAULT = "float32"
+"""Dtype of a generated model, and of a config.json without weights that names none."""
+_OF_WEIGHTS = {"F32": "float32", "BF16": "bfloat16"}
+"""The safetensors format's name of a dtype -> torch's."""
+
+
+def stored_dtype(model: str, known: Collection[str]) -> str:
+    """Return the dtype that a local Hugging Face directory names, or of its weights; `DEFAULT` for a generated model.
+
+    A quantized model is in bfloat16 once it is converted. A directory whose files cannot be read or name another dtype
+    is refused later, by whoever opens its weights.
+
+    Args:
+        model: directory, its config.json, or name of a generated model.
+        known: dtypes that a run can have.
+    """
+    found = None
+    with contextlib.suppress(OSError, RecursionError, ValueError, AttributeError, KeyError, TypeError):
+        path = Path(model)
+        config = json.loads((path if path.is_file() else path / "config.json").read_text())
+        found = stated_dtype(config) or ("bfloat16" if quantization(config) else None)
+        if found is None and path.is_dir():
+            found = _dtype_of_weights(path)
+    return found if found is not None and found in known else DEFAULT
+
+
+def _dtype_of_weights(folder: Path) -> str | None:
+    """Dtype of most tensors of a directory's shards; None without any."""
+    counts = Counter[str]()
+    for shard in folder.glob("model*.safetensors"):
+        with shard.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        counts.update(entry["dtype"] for name, entry in header.items() if name != "__metadata__")
+    return _OF_WEIGHTS.get(counts.most_common(1)[0][0]) if counts else None

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name
+from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name, stored_dtype
 from verifier.config.megatron import MegatronOptions
-from verifier.config.stored_dtype import stored_dtype
 from verifier.knob import group, knob, refuse
 
 RUNS = Path("runs")

@@ -19,8 +19,7 @@ from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
 from verifier.launch.stack_failure import Place
 from verifier.platform import Tier
-from verifier.platform.pins import differing, installed_versions, running_set
-from verifier.platform.provenance import code_digest
+from verifier.platform.provenance import code_digest, differing, installed_versions, running_set
 
 DEADLINE_S = 600.0
 """Deadline of one module's process; each takes 5 to 40 s on two cores."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from verifier.core.stage import stage_of
 from verifier.errors import VerifierError
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 from verifier.stages.load.records import StackFailure
 
 STACK = {

@@ -14,7 +14,7 @@ from verifier.core.outputs import require_writable, write_whole
 from verifier.core.record import Probe
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 from verifier.stages.logprob.records import StoredFloor
 
 FLOORS = Path("golden") / "noise"

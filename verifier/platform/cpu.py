@@ -27,7 +27,7 @@ from verifier.errors import UsageError
 from verifier.platform.cpu_attention import TEDotProductAttention
 from verifier.platform.cpu_cuda_shims import HostTorch
 from verifier.platform.patch import Patch, apply, current, parameters, require_parameters, source_parameters
-from verifier.platform.pins import PINS, TRAINER, require_installed
+from verifier.platform.provenance import PINS, TRAINER, require_installed
 
 _DONE = "verifier.platform.cpu.installed"
 

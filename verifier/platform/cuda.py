@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from verifier.errors import InternalError, UsageError
-from verifier.platform.pins import TRAINER, require_installed
+from verifier.platform.provenance import TRAINER, require_installed
 
 _CUDA_NOT_STARTED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 
 ALL = "all"
 """Value of `--fix` that stands for every id."""

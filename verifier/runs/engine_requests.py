@@ -12,7 +12,7 @@ import numpy as np
 from verifier.core.record import Probe
 from verifier.engine.api import NO_SEED, Sample, Sampling, Shape
 from verifier.engine.client import EngineClient
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 from verifier.runs.workload import Answer
 from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 

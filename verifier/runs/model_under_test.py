@@ -22,7 +22,7 @@ from verifier.model.families import family_of, layer_scopes, moe_layers_of, num_
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
-from verifier.platform.pins import TRAINER, require_installed
+from verifier.platform.provenance import TRAINER, require_installed
 from verifier.platform.stand_ins import require_stand_ins
 
 MAX_MODEL_LEN = 512

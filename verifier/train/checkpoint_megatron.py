@@ -21,7 +21,7 @@ import torch.distributed as dist
 from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
 from verifier.model.provider_megatron import TrainerModel
-from verifier.platform.pins import installed
+from verifier.platform.provenance import installed
 from verifier.train import fsdp_megatron
 from verifier.train.optimizer_megatron import fill_states, parameters_of
 from verifier.train.step_megatron import params_synced

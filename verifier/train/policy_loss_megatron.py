@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.algorithms.loss_options import LossOptions
 from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
+from verifier.algorithms.registry import LossOptions
 from verifier.train.pack import PackedBatch
 from verifier.train.step_megatron import TokenLoss
 

@@ -28,7 +28,7 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
 from verifier.launch.watchdog import Vigil
-from verifier.platform.pins import PINS, installed
+from verifier.platform.provenance import PINS, installed
 
 FORWARDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "TMPDIR", "XDG_CACHE_HOME")
 FORWARDED_PREFIXES = (

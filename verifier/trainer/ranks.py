@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verifier.algorithms.loss_options import LossOptions
+from verifier.algorithms.registry import LossOptions
 from verifier.config.training import TrainConfig
 from verifier.core.stage import Stage
 from verifier.launch.fork_launcher import ForkJob

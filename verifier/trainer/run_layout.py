@@ -13,7 +13,7 @@ import verifier
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import write_whole
 from verifier.export.derived import DerivedLayout
-from verifier.platform.pins import installed_versions
+from verifier.platform.provenance import installed_versions
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.derived_layout import JobLauncher, derived
 from verifier.runs.model_under_test import ModelUnderTest

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from verifier.algorithms.loss_options import LossOptions, check_loss
 from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
-from verifier.algorithms.registry import names
+from verifier.algorithms.registry import LossOptions, check_loss, names
 from verifier.errors import UsageError
 
 NOTHING = math.nan

@@ -8,7 +8,7 @@ import torch
 
 from tests.meta.sources import ROOT
 from verifier.algorithms import advantages, losses, registry
-from verifier.algorithms.loss_options import LossOptions
+from verifier.algorithms.registry import LossOptions
 from verifier.errors import UsageError
 
 PLUGIN = """
@@ -116,7 +116,7 @@ def test_an_unknown_reward_says_how_to_register_one():
 def test_a_config_is_checked_without_torch():
     program = """
 import sys
-from verifier.algorithms.loss_options import LossOptions, check_loss
+from verifier.algorithms.registry import LossOptions, check_loss
 from verifier.algorithms.off_policy import CorrectionOptions
 from verifier.algorithms import advantages, aggregation, filters, kl
 check_loss("gspo", LossOptions(kl_weight=0.1), has_reference=True)

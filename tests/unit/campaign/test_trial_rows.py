@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from verifier.campaign.sweep.rows import SweepRow, opened_rows
-from verifier.campaign.sweep.summary import answer, as_json, table
+from verifier.campaign.sweep.summary import SweepRow, answer, as_json, opened_rows, table
 from verifier.config import SweepConfig
 from verifier.errors import UsageError
 from verifier.report.gate_result import LeftOut

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.algorithms.loss_options import LossOptions
+from verifier.algorithms.registry import LossOptions
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest

@@ -10,7 +10,7 @@ from verifier.contracts.examine import Looked
 from verifier.contracts.table import Contract
 from verifier.errors import UsageError
 from verifier.launch.stack_failure import Place
-from verifier.platform.pins import PINS
+from verifier.platform.provenance import PINS
 
 
 @pytest.fixture

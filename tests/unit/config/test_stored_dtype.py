@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from verifier.config import GoldenConfig
-from verifier.config.stored_dtype import stored_dtype
+from verifier.config.commands import stored_dtype
 
 KNOWN = ("float32", "bfloat16")
 

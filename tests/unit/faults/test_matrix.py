@@ -8,8 +8,7 @@ import pytest
 from tests.meta.sources import ROOT
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
-from verifier.faults.matrix import Code, TrialRow, append, lacking, latest, read, rows_of_gpu_run, this_code
-from verifier.faults.matrix_pages import pages
+from verifier.faults.matrix import Code, TrialRow, append, lacking, latest, pages, read, rows_of_gpu_run, this_code
 
 GROUPS, MASK = "groups-of-one", "mask-of-input-not-label"
 

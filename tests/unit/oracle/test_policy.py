@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import verifier.faults
-from verifier.algorithms.loss_options import LossOptions
 from verifier.algorithms.losses import LossInputs, token_loss
+from verifier.algorithms.registry import LossOptions
 from verifier.data.recorded import read_recorded
 from verifier.export.save import save_checkpoint
 from verifier.model.checkpoint import open_checkpoint

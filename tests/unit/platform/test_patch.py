@@ -8,7 +8,7 @@ import pytest
 from verifier.errors import UsageError
 from verifier.platform import install_for
 from verifier.platform.patch import Patch, apply, parameters, source_parameters
-from verifier.platform.pins import DEFAULT_SET, PINS, SETS, differing, nearest_set, pinned, require_installed
+from verifier.platform.provenance import DEFAULT_SET, PINS, SETS, differing, nearest_set, pinned, require_installed
 
 
 @pytest.fixture

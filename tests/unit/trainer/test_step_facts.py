@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from verifier.algorithms.loss_options import LossOptions
 from verifier.algorithms.losses import LossInputs
+from verifier.algorithms.registry import LossOptions
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.data.recorded import RolloutRow, rollout_of

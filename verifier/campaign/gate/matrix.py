@@ -20,9 +20,8 @@ from typing import Any
 
 import verifier.faults
 from verifier.config import GateConfig, GoldenConfig, RoundtripConfig, TrainConfig
-from verifier.config.commands import DTYPES
+from verifier.config.commands import DTYPES, stored_dtype
 from verifier.config.load import load
-from verifier.config.stored_dtype import stored_dtype
 from verifier.engine.api import refuse_unsupported
 from verifier.errors import UsageError
 from verifier.faults.matrix import chosen

@@ -37,8 +37,15 @@ from verifier.core.plugins import installed_plugins
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import LaunchError
 from verifier.platform import Tier, select
-from verifier.platform.pins import TRAINER, installed_versions, require_installed
-from verifier.platform.provenance import code_digest, gpu_names, host, this_code
+from verifier.platform.provenance import (
+    TRAINER,
+    code_digest,
+    gpu_names,
+    host,
+    installed_versions,
+    require_installed,
+    this_code,
+)
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
 from verifier.report.progress import Progress
 from verifier.report.render_json import gate_json

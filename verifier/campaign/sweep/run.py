@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from verifier.campaign.sweep.layouts import SweptLayout, first_budget, layouts_of, longest_of, train_config
-from verifier.campaign.sweep.rows import Status, SweepRow, SweepRows, memory_file, opened_rows
-from verifier.campaign.sweep.summary import next_budget
+from verifier.campaign.sweep.summary import Status, SweepRow, SweepRows, memory_file, next_budget, opened_rows
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
@@ -26,7 +25,7 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
-from verifier.platform.pins import TRAINER, require_installed
+from verifier.platform.provenance import TRAINER, require_installed
 from verifier.report.gate_result import LeftOut
 from verifier.report.progress import Progress
 from verifier.runs.resources import Deadline

@@ -12,7 +12,7 @@ import torch
 
 from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.campaign.sweep.made_up_rollouts import made_up
-from verifier.campaign.sweep.rows import memory_file
+from verifier.campaign.sweep.summary import memory_file
 from verifier.config.training import TrainConfig
 from verifier.model import provider_megatron
 from verifier.model.families import size_if_any
