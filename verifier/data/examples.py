@@ -1,4 +1,9 @@
-"""One example of a data set: a prompt or a conversation, with a response to learn or an answer to be right."""
+"""One example of a data set: a prompt or a conversation, with a response to learn or an answer to be right.
+
+Order: the examples of an epoch are sorted by ``blake2b(f"{seed}/{epoch}/{index}", digest_size=16)``, which no library's
+random numbers change. Epochs follow one another without a gap, and each step takes the next `batch_size` of them.
+Further rounds of dynamic sampling have streams of their own, in which ``f"{seed}.{round}"`` stands for the seed.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """One rollout: tokens and, per token, author, loss mask, log-probability, weight version and expert routes.
 
 Shape suffixes: L tokens of one rollout, M mixture-of-experts layers in global order, K experts per token.
+
+File of a batch: arrays are flat over the tokens of all rollouts, in order; ids, groups, lengths and rewards are JSON in
+the header.
 """
 
 from __future__ import annotations

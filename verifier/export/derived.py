@@ -4,6 +4,8 @@
 That the owners tile each checkpoint tensor, that copies lie along axes of the mesh, and that all ranks of a stage hold
 parts of one parameter, is proven without Megatron-Bridge. That the right tensor is in the right parameter is not: an
 import that errs alike on all ranks is this layout, and only a forward pass against another library shows it.
+
+A box is a range of one checkpoint tensor along one dim, whole along the others (`verifier.export.sharding`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Division of a model by a mesh, from the sizes in config.json alone."""
+"""Division of a model by a mesh, from the sizes in config.json alone.
+
+Without Transformer Engine's kernel for rotary embeddings Megatron embeds a packed micro-batch one sequence at a time,
+twice a layer.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class _Recording:
         yield noise_of_logprobs(name, version, sides), None
 
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
-        from verifier.stages.logprob.probe_oracle_scores import sampled_noise
+        from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 
         exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
         places = np.concatenate([np.arange(size) for size in sampled.lengths])

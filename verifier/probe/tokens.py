@@ -2,6 +2,9 @@
 
 A trainer keeps values of a response's tokens, of all tokens, or of all tokens but the first, as a shifted log-softmax
 gives them. Each is told by its length.
+
+A recorder that is open has a mark beside its evidence. A trace whose recorders have all closed is whole; one that has a
+mark, or lacks a rank, is judged as it stands and never holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,22 @@
-"""Metrics of a training run: a line of JSON a step, and the same for TensorBoard, wandb and whoever looks."""
+"""Metrics of a training run: a line of JSON a step, and the same for TensorBoard, wandb and whoever looks.
+
+Signs: bounds are rules of thumb: a sign says what was seen, with its numbers, and stops nothing.
+
+Of the share of what GPUs can do (MFU), operations of a step, forward and backward, recomputation not counted:
+
+    6 N T + sum over sequences of 6 L W n (n + 1) / 2
+
+    N  elements of the matrices that a token is multiplied by: of the experts those that it visits, and the output head
+    T  tokens;  n  tokens of a sequence;  L  layers with attention
+    W  width of all heads' queries plus that of their values: scores and their use cost 2 W forward for each pair
+
+With adapters the frozen weights have no gradient: 4 N T. Adapters themselves are not counted, nor is the scan of
+state-space layers.
+
+Source:
+    Chowdhery et al., PaLM, arXiv:2204.02311, appendix B (6 N, and 12 L H Q T of attention that is not causal).
+    NVIDIA H100 and H200 datasheets: bf16 dense, SXM.
+"""
 
 from __future__ import annotations
 

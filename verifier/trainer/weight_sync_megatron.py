@@ -35,7 +35,6 @@ from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, Tran
 
 if TYPE_CHECKING:
     from verifier.config.sampling import SamplingOptions
-    from verifier.trainer.weight_sync_megatron import Adapters
 
 
 class WeightSync:

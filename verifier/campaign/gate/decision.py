@@ -3,6 +3,14 @@
 FAIL: a violation that is not waived, a cell whose run died or hung, or a fault that was not caught, since the checks do
 not see what they have to see then. INCONCLUSIVE: nothing of that, and a cell that was not run or not judged whole.
 PASS: neither. What the matrix leaves out decides nothing; the report says it.
+
+The ledger of a gate: a line of JSON for each cell that has ended, on the disk before the next one begins.
+
+ledger.jsonl           identity of each finished cell, and its result
+gate.yaml              every knob, as `--config` takes it again
+traces/                trace of each cell
+logs/                  what the workers printed
+result.json            the gate's result, once it has ended
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ of the others: a cell has at most one axis that differs from the defaults withou
 
 There is no cell of its own for packing, gradient parity, optimizer step, checkpoint and route replay: each round trip
 judges them, and the cell's `carries` says so.
+
+Order: a cell says things of its axes: its kind, its model, each axis of its mesh, its dtype, engine, transport,
+algorithm, the stage of its fault, and each of these together with its kind. The next cell is the one with the most
+things that no earlier cell says, divided by the seconds that it is expected to take; of equal ones the first of the
+matrix. So the cheap golden runs come first, and one cell of each kind and axis before the second of any. A model and a
+kind that nothing was said of count three times. An engine other than the last one costs its start.
 """
 
 from __future__ import annotations

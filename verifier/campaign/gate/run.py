@@ -1,4 +1,7 @@
-"""A gate from its config to its result: the matrix, the cells that the ledger lacks, the decision."""
+"""A gate from its config to its result: the matrix, the cells that the ledger lacks, the decision.
+
+Ray is loaded by `node_pool` alone, so that a node's server does without it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,6 @@ from verifier.report.render_json import gate_json
 from verifier.trainer.node_servers import NodeServer
 
 if TYPE_CHECKING:
-    from verifier.campaign.gate.run import NodePool
     from verifier.trainer.cluster_ray import Actor
 
 

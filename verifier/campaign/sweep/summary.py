@@ -1,4 +1,14 @@
-"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, as a table and as a list."""
+"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, as a table and as a list.
+
+Rows of a sweep: one per trial, appended and flushed to the disk as it ends, and read again to continue.
+
+sweep.lock      who has the folder open
+trials.jsonl    first what the sweep is of, then a line a trial
+trials/         logs of the ranks of the last trial
+config.json     of the model
+sweep.json      summary
+sweep.html      plot
+"""
 
 from __future__ import annotations
 

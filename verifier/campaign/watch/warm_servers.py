@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from verifier.engine.process import ONE_THREAD, VLLM_ENVIRONMENT
 from verifier.errors import InternalError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child
-from verifier.launch.fork_server import ForkServer, be_server, call
+from verifier.launch.fork_server import ForkServer
 
 _ASK_S = 60.0
 _END_S = 10.0
@@ -80,7 +78,7 @@ class WarmServer:
     def lend(self, log: Path) -> tuple[Child, Channel]:
         """Fork a fork server for one round, which imports our modules as they are now."""
         arguments = {"preloads": list(self.libraries.then)}
-        return self.server.fork("verifier.campaign.watch.warm_servers:serve", arguments, log_path=log)
+        return self.server.fork("verifier.campaign.watch.forks:serve", arguments, log_path=log)
 
     def note(self, changed: Collection[Path], log: Path) -> bool:
         """End the process if it has loaded one of these files; True if so: the next round imports all again."""
@@ -93,7 +91,7 @@ class WarmServer:
 
     def _ask(self, log: Path) -> frozenset[str]:
         """Files that it has loaded."""
-        child, channel = self.server.fork("verifier.campaign.watch.warm_servers:tell", {}, log_path=log)
+        child, channel = self.server.fork("verifier.campaign.watch.forks:tell", {}, log_path=log)
         try:
             return frozenset(channel.receive(_ASK_S))
         except (ChannelClosed, DeadlinePassed) as problem:
@@ -181,14 +179,3 @@ class WarmServers:
             except ChannelClosed:
                 cause = player.cause_of_death() if player.ended(_END_S) else "without an exit status"
                 raise InternalError(f"the round's process ended by itself ({cause})") from None
-
-
-def tell(channel: Channel) -> None:
-    """Send the files of all modules that are loaded here, links resolved."""
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    channel.send(sorted({os.path.realpath(file) for file in files if file}))
-
-
-def serve(channel: Channel, preloads: list[str]) -> None:
-    """Be a fork server that was forked from another."""
-    be_server(channel, [partial(call, name) for name in preloads])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +46,6 @@ from verifier.train.step_megatron import OnRows, StepResult, params_synced
 from verifier.train.written_megatron import Stepped
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, TransferObserver, Update, UpdateObserver
 from verifier.trainer.state_megatron import Facts, digests_of, elements_of
-
-if TYPE_CHECKING:
-    from verifier.probes.training.rank_evidence_megatron import RankEvidence
 
 
 class RankEvidence(RankObserver):

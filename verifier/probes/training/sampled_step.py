@@ -37,7 +37,8 @@ from verifier.oracle.recording import (
 )
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
-from verifier.stages.logprob.probe_oracle_scores import load_scores, sampled_noise
+from verifier.stages.logprob.probe_oracle_scores import load_scores
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.records import (
     OracleEnds,
     OracleEntropy,

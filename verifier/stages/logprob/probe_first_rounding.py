@@ -12,7 +12,7 @@ from verifier.oracle.recording import scales_of
 from verifier.probes.training.sampled_step import unsampled_because
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
-from verifier.stages.logprob.probe_oracle_scores import sampled_noise
+from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.records import SampledNoise
 from verifier.train.memory import host_bytes
 
