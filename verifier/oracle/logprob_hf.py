@@ -11,19 +11,24 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from transformers import DynamicCache
 
 from verifier.engine.api import Sampling
 from verifier.engine.shaping import shaped
 from verifier.oracle.batches_hf import Batch, alike, batches, hidden_of, remembers, repeated, slices_of
+from verifier.oracle.oracle import DRAWS, NEAR, UNROUNDED, Reported
 from verifier.oracle.routes_hf import Route
 from verifier.oracle.streaming_hf import StreamedModel
+from verifier.stages.logprob.records import SHARES
 
+EARLIER = 4
+"""Places back to which a sampled token may be repeated."""
 _Wanted = Mapping[float, Sequence[tuple[int, int]]]
 """Per temperature, places among all sequences, and numbers of tokens."""
 
@@ -58,9 +63,9 @@ def score(
     full_float32()
     model = StreamedModel(path, getattr(torch, dtype), device)
     found: list[list[float]] = [[]] * len(sequences)
-    for part in _parts([model], sequences, temperature, routes):
-        (every,) = part.nats
-        part.hand(found, part.told(every).float())
+    for group in _groups(model, sequences, temperature, routes):
+        for part in group.parts([model], [group.hidden(model)]):
+            part.hand(found, part.told(part.nats[0]).float())
     return found
 
 
@@ -68,8 +73,8 @@ def score(
 def sides(
     _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
     temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (),
-    ends: Sequence[int] | None = None, draws: int = 1,
-) -> list[list[list[list[float]]]]:  # fmt: skip
+    ends: Sequence[int] | None = None, reported: Reported | None = None, sampled: Sequence[int] = (),
+) -> list[list[list[Any]]]:  # fmt: skip
     """Describe the distributions after all tokens but the last by float32 weights, and by those of another dtype.
 
     Args:
@@ -77,50 +82,84 @@ def sides(
         sequences: see `score`.
         dtype: of the other weights; "float64" also measures what float32 changes at each place.
         device: see `score`.
-        temperature: see `score`; above 0 with ends.
+        temperature: see `score`; above 0 with ends, and of sequences with sampled tokens.
         routes: see `score`.
         ends: end tokens, maybe none. With None log-probabilities are all that is asked for.
-        draws: passes in float32 that the scale is the greatest of; see `verifier.oracle.oracle.DRAWS`.
+        reported: see `verifier.oracle.oracle.Reported`. A scale is the greatest of as many passes in float32, up to
+            `DRAWS`, as show all of a sequence to be near; of `DRAWS` with None.
+        sampled: of each sequence, how many of its last tokens to describe the distributions of.
 
     Returns:
-        Of log-probabilities; and with ends, of the probability that a draw is an end token, and of entropies, nats:
+        Of log-probabilities; with ends, of the probability that a draw is an end token, and of entropies, nats:
         each by float32 weights; by the others; and, with the others in float64, the scale of what right sides in
         float32 differ by, else rows without values. All as `score` has them. Ends have no scale, entropies always.
+        With `sampled`, by float32 weights, per sequence the columns of `OracleOfPlaces` of each such token.
 
         Rounding moves the last hidden state, and so the logits of all tokens: thousands of them tell how far it moved
         at that very place. The scale of a log-probability is the root mean square, over the vocabulary, of the
         differences of the two log-probabilities, each less their mean by the distribution; squares of what a float32
         log-softmax, which trainers and engines have, is off by are added. Where rounding moves along one direction, a
-        pass may be near zero by chance: the greatest of `draws`. That of an entropy, see `entropy_scale`.
+        pass may be near zero by chance: the greatest of several. That of an entropy, see `entropy_scale`.
     """
     full_float32()
     rounds = dtype == "float64"
     models = [StreamedModel(path, kind, device) for kind in (getattr(torch, dtype), torch.float32)]
-    found = [[[[]] * len(sequences) for _ in range(3)] for _ in range(1 if ends is None else 3)]
-    for part in _parts(models, sequences, temperature, routes, again=draws - 1 if rounds else 0, shares=True):
-        other, exact = part.nats
-        part.hand(found[0][0], part.told(exact).float())
-        part.hand(found[0][1], part.told(other) if rounds else part.told(other).float())
-        if rounds:
-            part.hand(found[0][2], _scale(exact, other, part.again))
-        if ends is not None:
-            for rows, nats in zip(found[1], (exact, other), strict=False):
-                part.hand(rows, nats[..., list(ends)].exp().sum(dim=-1))
-            for rows, nats in zip(found[2], (exact, other), strict=False):
-                part.hand(rows, -(nats.exp() * nats).sum(dim=-1))
-            part.hand(found[2][2], entropy_scale(exact, other))
-    return found
+    generator = torch.Generator(models[-1].device).manual_seed(0)
+    found = [[_rows_of(sequences) for _ in range(3)] for _ in range(1 if ends is None else 3)]
+    exact_rows, other_rows, scales = found[0]
+    described = _rows_of(sequences)
+    for group in _groups(models[-1], sequences, temperature, routes, shares=True):
+        hidden = [group.hidden(model) for model in models]
+        for part in group.parts(models, hidden):
+            other, exact = part.nats
+            part.hand(exact_rows, part.told(exact).float())
+            part.hand(other_rows, part.told(other) if rounds else part.told(other).float())
+            if rounds:
+                part.hand(scales, _scale(exact, other))
+            if ends is not None:
+                for rows, nats in zip(found[1], (exact, other), strict=False):
+                    part.hand(rows, nats[..., list(ends)].exp().sum(dim=-1))
+                for rows, nats in zip(found[2], (exact, other), strict=False):
+                    part.hand(rows, -(nats.exp() * nats).sum(dim=-1))
+                part.hand(found[2][2], entropy_scale(exact, other))
+            if any(sampled):
+                part.describe(described, exact, sequences, sampled)
+        for _draw in range(1, DRAWS if rounds else 1):
+            if reported is not None and all(
+                is_near(exact_rows[at], scales[at], reported[at]) for at in group.members if at < len(reported)
+            ):
+                break
+            with moved(models[-1].model, generator):
+                again, more = group.hidden(models[-1]), _rows_of(sequences)
+            for part in group.parts(models, [hidden[0], again]):
+                part.hand(more, _scale(part.nats[1], part.nats[0]))
+            for at in group.members:
+                scales[at] = [*map(max, scales[at], more[at])]
+    return [*found, described] if sampled else found
 
 
-def _scale(low: torch.Tensor, high: torch.Tensor, again: Iterator[torch.Tensor]) -> torch.Tensor:
+def _rows_of(sequences: Sequence[Any]) -> list[list[Any]]:
+    """An empty row for each sequence."""
+    return [[] for _ in sequences]
+
+
+def is_near(exact: Sequence[float], scales: Sequence[float], reported: Sequence[Sequence[float]]) -> bool:
+    """Say if passes show all that others gave the last tokens of a sequence to be far inside of its bound."""
+    near = NEAR * max(scales, default=0.0)
+    for row in reported:
+        count = min(len(row), len(exact))
+        gaps = np.abs(np.array(row[len(row) - count :]) - np.array(exact[len(exact) - count :]))
+        if ((gaps > near) & (gaps < UNROUNDED)).any():
+            return False
+    return True
+
+
+def _scale(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """[N] scale of rounding of float32 log-probabilities, nats, see `sides`; of [N, V] in float32 and float64."""
-    share, moved = high.exp(), torch.zeros_like(high[..., 0])
-    for drawn in chain([low], again):
-        off = drawn - high
-        off -= (off * share).sum(dim=-1, keepdim=True)
-        moved = torch.maximum(moved, off.square().mean(dim=-1))
+    off = low - high
+    off -= (off * high.exp()).sum(dim=-1, keepdim=True)
     softmax = torch.log_softmax(low.float(), dim=-1).double() - low
-    return (moved + softmax.square().mean(dim=-1)).sqrt()
+    return (off.square().mean(dim=-1) + softmax.square().mean(dim=-1)).sqrt()
 
 
 def entropy_scale(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -162,11 +201,11 @@ class _Part:
     """Number of the first of these tokens among those of all rows, row by row."""
     labels: torch.Tensor
     """[N, 1] next tokens."""
+    offset: int
+    """Tokens of the sequences before these rows."""
     temperature: float
     nats: Sequence[torch.Tensor]
     """[N, V] float64 log-probabilities, by each model."""
-    again: Iterator[torch.Tensor]
-    """The last model's, rounded anew each time; one by one."""
 
     def told(self, every: torch.Tensor) -> torch.Tensor:
         """[N] log-probabilities of the next tokens, or at a temperature of 0 of the likeliest."""
@@ -180,24 +219,82 @@ class _Part:
             last = min(end, (row + 1) * self.width)
             yield self.members[row], first - row * self.width, slice(first - self.begin, last - self.begin)
 
-    def hand(self, found: list[list[float]], values_N: torch.Tensor) -> None:
+    def hand(self, found: list[list[Any]], values_N: torch.Tensor) -> None:
         """Give every sequence its values, after those that it has."""
         values = values_N.tolist()
         for members, at_first, some in self.rows():
             for at, length in members:
                 found[at] = [*found[at], *values[some][: max(length - 1 - at_first, 0)]]
 
+    def describe(
+        self, found: list[list[Any]], every: torch.Tensor, sequences: Sequence[Sequence[int]], sampled: Sequence[int]
+    ) -> None:
+        """Give every sequence rows of its sampled tokens, see `sides`, by [N, V] log-probabilities."""
+        for members, at_first, some in self.rows():
+            described: dict[tuple[int, int], list[list[Any]]] = {}  # of the same tokens, once
+            for at, length in members:
+                first = len(sequences[at]) - sampled[at] - 1 - self.offset
+                skipped = first - at_first  # tokens of this part before the first sampled one
+                if (span := (skipped, length - 1 - at_first)) not in described:
+                    share = every[some][max(skipped, 0) : max(span[1], 0)].exp().cpu()
+                    tokens = sequences[at][len(sequences[at]) - sampled[at] :]
+                    described[span] = [*_described(share, tokens, max(-skipped, 0))]
+                found[at] = [*found[at], *described[span]]
 
-def _parts(
-    models: Sequence[StreamedModel], sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
-    routes: Sequence[Sequence[Route]] = (), again: int = 0, *, shares: bool = False,
-) -> Iterator[_Part]:  # fmt: skip
-    """Distributions after each token but the last of sequences, by some models, each computed once.
 
-    The last model's are computed `again` some times, from embeddings that are moved by a unit of rounding at most.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences that are computed in one batch; or in several, after what all of them begin with."""
+
+    jobs: Sequence[tuple[Batch, torch.Tensor, Sequence[_Wanted]]]
+    """Tokens, [B, T] next tokens, and per row what is asked for."""
+    shared: int = 0
+    """Tokens of the first job, whose keys and values the sequences of the others go on from; 0 without."""
+
+    @property
+    def members(self) -> set[int]:
+        """Places of its sequences among all."""
+        return {at for *_, wanted in self.jobs for item in wanted for rows in item.values() for at, _ in rows}
+
+    def hidden(self, model: StreamedModel) -> list[torch.Tensor]:
+        """Per job [B, T, H] that the head is given."""
+        past = DynamicCache(config=model.config) if self.shared else None
+        found = []
+        for at, (batch, labels_BT, _) in enumerate(self.jobs):
+            own = repeated(past, len(labels_BT)) if past is not None and at else past
+            found.append(hidden_of(model, batch, past=own)[:, : labels_BT.shape[1]])
+        return found
+
+    def parts(self, models: Sequence[StreamedModel], hidden: Sequence[Sequence[torch.Tensor]]) -> Iterator[_Part]:
+        """Distributions, some tokens at a time, from what each model's head is given."""
+        for at, ((_, labels_BT, wanted), *each) in enumerate(zip(self.jobs, *hidden, strict=True)):
+            for divisor in sorted({key for item in wanted for key in item}):
+                rows = [row for row, item in enumerate(wanted) if divisor in item]
+                kept, labels = [own[rows].flatten(0, 1) for own in each], labels_BT[rows].flatten()[:, None]
+                if not len(labels):
+                    continue
+                with contextlib.ExitStack() as heads:
+                    for model in models:
+                        heads.enter_context(model.weights_of(model.head_unit))
+                    for some in slices_of(models[-1], len(labels)):
+                        logits = (model.logits(own[some]).double() for model, own in zip(models, kept, strict=True))
+                        yield _Part(
+                            members=[wanted[row][divisor] for row in rows], width=labels_BT.shape[1], begin=some.start,
+                            labels=labels[some].to(models[-1].device), offset=self.shared if at else 0,
+                            temperature=divisor,
+                            nats=[torch.log_softmax(every / (divisor or 1.0), dim=-1) for every in logits],
+                        )  # fmt: skip
+
+
+def _groups(
+    model: StreamedModel, sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
+    routes: Sequence[Sequence[Route]] = (), *, shares: bool = False,
+) -> Iterator[_Group]:  # fmt: skip
+    """All sequences, of which the tokens but the first are asked for, each computed once.
+
     A sequence with which another begins is not computed by itself, as later tokens change nothing before them. With
-    `shares`, what several sequences begin with is a part of its own before theirs, and they attend to its keys and
-    values; not in models that remember more than these.
+    `shares`, what several sequences begin with is computed before them, and they attend to its keys and values; not in
+    models that remember more than these.
     """
     divisors = [temperature] * len(sequences) if isinstance(temperature, (int, float)) else temperature
     first = range(len(sequences)) if any(routes) else longest_of(sequences)
@@ -205,55 +302,24 @@ def _parts(
     for at, place in enumerate(first):
         asked.setdefault(place, {}).setdefault(divisors[at], []).append((at, len(sequences[at])))
     places = [*asked]
-    generator = torch.Generator(models[-1].device).manual_seed(0)
-    runs = [*((model, False) for model in models), *((models[-1], True) for _ in range(again))]
-
-    def parts(
-        batch: Batch, labels_BT: torch.Tensor, wanted: Sequence[_Wanted], pasts: Sequence[DynamicCache | None]
-    ) -> Iterator[_Part]:  # fmt: skip
-        hidden = []
-        for (model, moves), past in zip(runs, pasts, strict=True):
-            with moved(model.model, generator) if moves else contextlib.nullcontext():
-                hidden.append(hidden_of(model, batch, past=past)[:, : labels_BT.shape[1]])
-        for divisor in sorted({key for item in wanted for key in item}):
-            rows = [row for row, item in enumerate(wanted) if divisor in item]
-            kept, labels = [each[rows].flatten(0, 1) for each in hidden], labels_BT[rows].flatten()[:, None]
-            if not len(labels):
-                continue
-            with contextlib.ExitStack() as heads:
-                for model in models:
-                    heads.enter_context(model.weights_of(model.head_unit))
-
-                def nats(run: int, some: slice, kept: Any = kept, by: float = divisor or 1.0) -> torch.Tensor:
-                    return torch.log_softmax(runs[run][0].logits(kept[run][some]).double() / by, dim=-1)
-
-                for some in slices_of(models[-1], len(labels)):
-                    yield _Part(
-                        members=[wanted[row][divisor] for row in rows], width=labels_BT.shape[1], begin=some.start,
-                        labels=labels[some].to(models[-1].device), temperature=divisor,
-                        nats=[nats(run, some) for run in range(len(models))],
-                        again=(nats(run, some) for run in range(len(models), len(runs))),
-                    )  # fmt: skip
-
-    if not shares or any(routes) or not remembers(models[-1]):
+    if not shares or any(routes) or not remembers(model):
         given = [routes[at] for at in places] if any(routes) else ()
         for batch in batches([sequences[at] for at in places], given):
-            yield from parts(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places], [None] * len(runs))
+            yield _Group([(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places])])
         return
     for shared, group in alike([sequences[at] for at in places]):
-        members, pasts = [places[at] for at in group], []
+        members, jobs = [places[at] for at in group], []
         if shared:
             ids, every = torch.tensor([list(sequences[members[0]][: shared + 1])]), {}
             for place in members:
                 for divisor, rows in asked[place].items():
                     every.setdefault(divisor, []).extend((at, min(length, shared + 1)) for at, length in rows)
-            pasts = [DynamicCache(config=model.config) for model, _ in runs]
-            yield from parts(Batch(places=(0,), tokens=ids[:, :-1], experts={}), ids[:, 1:], [every], pasts)
+            jobs.append((Batch(places=(0,), tokens=ids[:, :-1], experts={}), ids[:, 1:], [every]))
         for batch in batches([sequences[place][shared:] for place in members]):
             after = [asked[members[at]].items() for at in batch.places]
             wanted = [{key: [(at, length - shared) for at, length in rows] for key, rows in item} for item in after]
-            own = [repeated(past, len(wanted)) for past in pasts] or [None] * len(runs)
-            yield from parts(batch, batch.tokens[:, 1:], wanted, own)
+            jobs.append((batch, batch.tokens[:, 1:], wanted))
+        yield from [_Group(jobs, shared)] if shared else map(_Group, ([job] for job in jobs))
 
 
 @contextlib.contextmanager
@@ -283,53 +349,32 @@ def longest_of(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 @torch.inference_mode()
 def next_token(
-    _: object, path: str, tokens: Sequence[int], device: str = "cpu", temperature: float = 1.0,
-    bias: Sequence[tuple[int, float]] = (),
-) -> list[float]:  # fmt: skip
+    _: object, path: str, tokens: Sequence[int], asked: Sequence[tuple[float, Sequence[tuple[int, float]]]],
+    device: str = "cpu",
+) -> list[list[float]]:  # fmt: skip
     """Log-probability of every token of the vocabulary after these, at least 1, by float32 weights, nats.
 
-    `bias` has tokens and the nats that the request adds to their logits, before the temperature divides them.
+    Each request asked is a temperature, and tokens with the nats that it adds to their logits, before the temperature
+    divides them.
     """
     model = StreamedModel(path, torch.float32, device)
     logits = model.logits(model.hidden(torch.tensor([list(tokens)]))[0, -1:])[0].double()
-    for token, nats in bias:
-        logits[token] += nats
-    return torch.log_softmax(logits / temperature, dim=-1).tolist()
+    found = []
+    for temperature, bias in asked:
+        own = logits.clone()
+        for token, nats in bias:
+            own[token] += nats
+        found.append(torch.log_softmax(own / temperature, dim=-1).tolist())
+    return found
 
 
-@torch.inference_mode()
-def places(
-    _: object, path: str, rows: Sequence[Sequence[Any]], shares: Sequence[float], num_earlier: int, device: str = "cpu"
-) -> list[list[Any]]:
-    """Describe the distribution at each sampled token by float32 weights: a row of `OracleOfPlaces` a token.
-
-    `rows` are [prompt, sampled tokens, temperature above 0]; `num_earlier` is the number of earlier tokens.
-    """
-    model = StreamedModel(path, torch.float32, device)
-    found: list[list[list[Any]]] = [[]] * len(rows)
-    sequences = [[*prompt, *tokens] for prompt, tokens, _ in rows]
-    for part in _parts([model], sequences, [temperature for *_, temperature in rows]):
-        for members, at_first, some in part.rows():
-            described: dict[tuple[int, int], list[list[Any]]] = {}  # of the same tokens, once
-            for at, length in members:
-                tokens = rows[at][1]
-                skipped = length - 1 - len(tokens) - at_first  # tokens of this part before the first sampled one
-                if (span := (skipped, length - 1 - at_first)) not in described:
-                    share = part.nats[0][some][max(skipped, 0) : max(span[1], 0)].exp().cpu()
-                    described[span] = [*_described(share, tokens, max(-skipped, 0), shares, num_earlier)]
-                found[at] = [*found[at], *described[span]]
-    return [row for part in found for row in part]
-
-
-def _described(
-    share_TV: torch.Tensor, tokens: Sequence[int], begin: int, shares: Sequence[float], num_earlier: int
-) -> Iterator[list[Any]]:
-    """Rows of `places`, of the tokens from `begin` on."""
+def _described(share_TV: torch.Tensor, tokens: Sequence[int], begin: int) -> Iterator[list[Any]]:
+    """Rank, kept, rest, earlier and repeats, see `OracleOfPlaces`, of the tokens from `begin` on."""
     for at, share in enumerate(share_TV, begin):
         likeliest, order = share.sort(descending=True, stable=True)
         reached = likeliest.cumsum(0)
-        kept = (torch.searchsorted(reached, torch.tensor(shares, dtype=torch.float64)) + 1).tolist()
-        before = [tokens[at - back] if back <= at else None for back in range(1, num_earlier + 1)]
+        kept = (torch.searchsorted(reached, torch.tensor(SHARES, dtype=torch.float64)) + 1).tolist()
+        before = [tokens[at - back] if back <= at else None for back in range(1, EARLIER + 1)]
         earlier = [math.nan if token is None else float(share[token]) for token in before]
         rest = [float(likeliest[end:].sum()) for end in kept]
         rank = int((order == tokens[at]).nonzero())

@@ -23,13 +23,14 @@ DRAWS = 6
 number; were they normal and independent, two right sides would differ by more than `ROUNDINGS` times the greatest with
 a chance of 3e-5, of 9e-2 with one (ADR 0080). They share a part."""
 NEAR = ROUNDINGS / 3
-"""Scales of one pass within which a log-probability lies far inside of its bound, so that no further pass is needed."""
+"""Times the greatest scale so far within which a log-probability lies far inside of its bound: no further pass is
+needed."""
 UNROUNDED = 1.0
 """Nats that no rounding of float32 explains: a sequence gets no further passes for what is off by more."""
 Scored = list[list[float]]
 """Per sequence its log-probabilities, nats."""
-Reported = Sequence[Sequence[np.ndarray]]
-"""Per sequence what each of others gave its last tokens, nats; NaN where nothing."""
+Reported = Sequence[Sequence[Any]]
+"""Per sequence what each of others gave its last tokens, [N] nats; NaN where nothing."""
 
 
 class Sides(NamedTuple):
@@ -79,52 +80,38 @@ class Oracle:
 
     def score_twice(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
-        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (), reported: Reported = (),
+        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (), reported: Reported | None = None,
     ) -> Sides:  # fmt: skip
-        """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself.
+        """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself."""
+        return Sides(*self._sides(checkpoint, sequences, dtype, device, temperature, routes, None, reported)[0])
 
-        With `reported`, a scale of rounding is that of one pass; of `DRAWS` in each sequence with a reported
-        log-probability that is not `NEAR`. Without, of `DRAWS` everywhere.
-        """
-        told = (device, temperature, routes)
-        if dtype == "float32":
-            found = Sides(*self._sides(checkpoint, sequences, "float64", *told, draws=1 if reported else DRAWS)[0])
-            return self._drawn_again(found, checkpoint, sequences, told, reported)
-        exact, other = (self.score(checkpoint, sequences, each, *told) for each in ("float32", dtype))
-        return Sides(exact, other, [[]] * len(exact))
+    def sampled(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
+        temperature: float | Sequence[float], reported: Reported | None, sampled: Sequence[int],
+    ) -> tuple[Sides, list[list[list[Any]]]]:  # fmt: skip
+        """The same, and per sequence the columns of `OracleOfPlaces` of so many of its last tokens."""
+        told = (dtype, device, temperature, (), None, reported, sampled)
+        nats, places = self._sides(checkpoint, sequences, *told)
+        return Sides(*nats), places
 
     def describe(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str, temperature: float,
         routes: Sequence[Any], ends: Sequence[int], reported: Reported = (),
     ) -> tuple[Sides, Sides, Sides]:  # fmt: skip
-        """Log-probabilities as `score_twice` has them with `reported`, probabilities of end tokens, and entropies."""
-        other, told = "float64" if dtype == "float32" else dtype, (device, temperature, routes)
-        nats, shares, entropies = self._sides(checkpoint, sequences, other, *told, ends=ends)
-        found = self._drawn_again(Sides(*nats), checkpoint, sequences, told, reported)
-        return found, Sides(*shares), Sides(*entropies)
+        """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies."""
+        found = self._sides(checkpoint, sequences, dtype, device, temperature, routes, ends, reported)
+        return Sides(*found[0]), Sides(*found[1]), Sides(*found[2])
 
     def _sides(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
-        temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None = None, draws: int = 1,
+        temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None,
+        reported: Reported | None, sampled: Sequence[int] = (),
     ) -> Any:  # fmt: skip
         """See `verifier.oracle.logprob_hf.sides`."""
-        tokens = [list(sequence) for sequence in sequences]
-        return self.ask("logprob_hf:sides", [checkpoint], tokens, dtype, device, temperature, routes, ends, draws)
-
-    def _drawn_again(
-        self, found: Sides, checkpoint: Path, sequences: Sequence[Sequence[int]], told: tuple[str, Any, Sequence[Any]],
-        reported: Reported,
-    ) -> Sides:  # fmt: skip
-        """The same, with scales of `DRAWS` passes in sequences whose reported log-probabilities are not all near."""
-        if not any(found.scales) or not (places := _not_near(found, reported)):
-            return found
-        device, temperature, routes = told
-        own = temperature if isinstance(temperature, (int, float)) else [temperature[at] for at in places]
-        chosen = [routes[at] for at in places] if any(routes) else []
-        asked = (checkpoint, [sequences[at] for at in places], "float64", device, own, chosen)
-        again = Sides(*self._sides(*asked, draws=DRAWS)[0])
-        scales = dict(zip(places, again.scales, strict=True))
-        return found._replace(scales=[scales.get(at, row) for at, row in enumerate(found.scales)])
+        tokens, other = [list(sequence) for sequence in sequences], "float64" if dtype == "float32" else dtype
+        rows = None if reported is None else [[np.asarray(row).tolist() for row in rows] for rows in reported]
+        told = (tokens, other, device, temperature, routes, ends, rows, [*sampled])
+        return self.ask("logprob_hf:sides", [checkpoint], *told)
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.
@@ -157,18 +144,3 @@ def _content(folder: Path) -> str | None:
         found.update(f"{folder.name} {path.name} {path.stat().st_size}\n".encode())
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _not_near(found: Sides, reported: Reported) -> list[int]:
-    """Sequences with a reported log-probability that one pass does not show to be far inside of its bound."""
-    places = []
-    for at, rows in enumerate(reported):
-        exact, near = np.array(found.exact[at]), NEAR * max(found.scales[at], default=0.0)
-        counts = (min(len(row), len(exact)) for row in rows)
-        gaps = [
-            np.abs(row[len(row) - count :] - exact[len(exact) - count :])
-            for row, count in zip(rows, counts, strict=True)
-        ]
-        if any(((gap > near) & (gap < UNROUNDED)).any() for gap in gaps):
-            places.append(at)
-    return places

@@ -36,7 +36,6 @@ from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
 from verifier.stages.logprob.records import (
     ROUNDINGS,
-    SHARES,
     DtypeNoise,
     EngineNoise,
     NoiseRecord,
@@ -62,8 +61,6 @@ from verifier.stages.train.records import OptimizerRule
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-EARLIER = 4
-"""Places back to which a sampled token may be repeated."""
 DUMPED = ("live", "gradients", "matrices")
 """Kinds of weights and gradients that a run dumps; see above."""
 GAPS = {
@@ -140,7 +137,7 @@ class _Recording:
             [(tokens, item.temperature) for tokens in self._tokens(item.name, version)] for item in passes
         ]
         reported = [rows for item in (*passes, *samples) for rows in self._reported(item)]
-        sides = self._score(checkpoint, [*scored, *map(self._continued, samples)], reported)
+        sides, places = self._score(checkpoint, scored, samples, reported)
         exact = [side.exact for side in sides]
         for item, side in zip(passes, sides, strict=False):
             self._emit(OracleLogprobs, item.name, version, side.exact, side.scales)
@@ -148,13 +145,16 @@ class _Recording:
             noise = noise_of_logprobs(record.name, version, side)
             self.recorder.emit(noise)
             self.slack = max(self.slack, 2 * ROUNDINGS * float(noise.coarsest))
-        for drawn in seen.of(DrawnTokens, version=version):
-            asked = (drawn.prompt, self.device, drawn.temperature, drawn.bias)
-            nats = self.oracle.ask("logprob_hf:next_token", [checkpoint], *asked)
-            self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
+        every = [*seen.of(DrawnTokens, version=version)]
+        for prompt in dict.fromkeys(drawn.prompt for drawn in every):
+            alike = [drawn for drawn in every if drawn.prompt == prompt]
+            asked = (prompt, [(drawn.temperature, drawn.bias) for drawn in alike], self.device)
+            for drawn, nats in zip(alike, self.oracle.ask("logprob_hf:next_token", [checkpoint], *asked), strict=True):
+                self.recorder.emit(OracleOfNext(name=drawn.name, version=version), np.array(nats, np.float64))
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
-        self._record_places(checkpoint, samples)
+        for sampled, rows in zip(samples, places, strict=True):
+            self.recorder.emit(*places_record(sampled, self.vocabulary, rows))
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, side in zip(samples, sides[len(passes) :], strict=True):
@@ -196,27 +196,22 @@ class _Recording:
         every = [ragged.split(self.seen.array(record), record.lengths) for record in (item, *engines)]
         return [[*rows] for rows in zip(*every, strict=False)]  # an engine may have answered fewer
 
-    def _score(self, checkpoint: Path, groups: Sequence[Group], reported: Reported) -> list[Sides]:
-        """Log-probabilities of groups of sequences, each at its temperature."""
+    def _score(
+        self, checkpoint: Path, scored: Sequence[Group], samples: Sequence[SampledTokens], reported: Reported
+    ) -> tuple[list[Sides], list[list[Any]]]:
+        """Log-probabilities of groups of sequences, each at its temperature; and per sample what it was drawn from."""
+        groups = [*scored, *map(self._continued, samples)]
         sequences, temperatures = zip(*chain.from_iterable(groups), strict=True)
-        told = (self.seen.manifest.dtype, self.device, list(temperatures))
-        found = self.oracle.score_twice(checkpoint, sequences, *told, reported=reported)
-        rows = [iter(side) for side in found]
-        return [Sides(*([*islice(side, len(group))] for side in rows)) for group in groups]
-
-    def _record_places(self, checkpoint: Path, samples: Sequence[SampledTokens]) -> None:
-        """Describe the distribution that each token of each record was drawn from."""
-        told = [zip(item.prompts, map(self._known, item.tokens), item.temperatures, strict=True) for item in samples]
-        rows: list[list[list[Any]]] = [[list(row) for row in part if row[2]] for part in told]
-        asked = ([*chain.from_iterable(rows)], SHARES, EARLIER, self.device)
-        found = iter(self.oracle.ask("logprob_hf:places", [checkpoint], *asked) if asked[0] else ())
-        for item, part in zip(samples, rows, strict=True):
-            places = [*islice(found, sum(len(row[1]) for row in part))]
-            columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*places, strict=True), strict=True))
-            self.recorder.emit(
-                OracleOfPlaces(name=item.name, version=item.version, vocabulary=self.vocabulary),
-                {name: np.array(column) for name, column in columns.items()},
-            )
+        drawn = [len(tokens) for item in samples for tokens in item.tokens]
+        counts = [0] * (len(sequences) - len(drawn)) + drawn  # what is greedy is drawn from nothing
+        told = (self.seen.manifest.dtype, self.device, list(temperatures), reported)
+        sampled = [count if temperature else 0 for count, temperature in zip(counts, temperatures, strict=True)]
+        found, places = self.oracle.sampled(checkpoint, sequences, *told, sampled)
+        rows, described = [iter(side) for side in found], iter(places[len(counts) - len(drawn) :])
+        return (
+            [Sides(*([*islice(side, len(group))] for side in rows)) for group in groups],
+            [[*chain.from_iterable(islice(described, len(item.tokens)))] for item in samples],
+        )
 
     def _record_shaped(self, checkpoint: Path, item: ShapedTokens) -> None:
         """Score what the engine should report; the nearest value where rounding decides what truncation keeps."""
@@ -339,6 +334,15 @@ def oracle_record(
     record = kind(name=name, version=version, lengths=tuple(map(len, rows)), whole=tuple(whole))
     parts = {ONLY: rows, **({"scale": scales} if any(scales) else {})}
     return record, {key: np.array([*chain.from_iterable(part)], np.float64) for key, part in parts.items()}
+
+
+def places_record(
+    sampled: SampledTokens, vocabulary: int, rows: Sequence[Sequence[Any]]
+) -> tuple[OracleOfPlaces, dict[str, np.ndarray]]:
+    """Record of the distributions that the tokens of a record were drawn from, and its arrays."""
+    columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*rows, strict=True), strict=True))
+    record = OracleOfPlaces(name=sampled.name, version=sampled.version, vocabulary=vocabulary)
+    return record, {name: np.array(column) for name, column in columns.items()}
 
 
 def noise_of_logprobs(name: str, version: int, sides: Sides, *, routed: bool = False) -> DtypeNoise:

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,14 @@ from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.oracle.oracle import Oracle, Scored, Sides
-from verifier.oracle.recording import EARLIER, gradient_record, noise_of_logprobs, oracle_record, scales_of
+from verifier.oracle.recording import gradient_record, noise_of_logprobs, oracle_record, places_record, scales_of
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
 from verifier.stages.logprob.records import (
-    SHARES,
     OracleEnds,
     OracleEntropy,
     OracleLogprobs,
-    OracleOfPlaces,
     OracleOfSampled,
     SampledNoise,
     TrainerLogprobs,
@@ -149,25 +148,22 @@ class _Recording:
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
-                sides = self._sides(weights, rows, sampled.temperatures[0])
+                drawn = [
+                    n if temperature else 0
+                    for n, temperature in zip(sampled.lengths, sampled.temperatures, strict=True)
+                ]
+                told = (self.seen.manifest.dtype, "cpu", [*sampled.temperatures], None, drawn)
+                sides, places = self.oracle.sampled(weights, rows, *told)
                 tails = Sides(*(_tails(side, sampled.lengths) for side in sides))
                 whole = tuple(map(len, rows))
                 yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
-                yield self._places(weights, sampled)
+                size = int(json.loads((weights / "config.json").read_text()).get("vocab_size", 0))
+                yield places_record(sampled, size or 1 << 30, [*chain.from_iterable(places)])
                 if sampled.version == step - 1:
                     yield from self._ends(weights, sampled, rows, step)
                     last = self._noise(step, sampled, tails)
             if last is not None:
                 yield replace(last, version=step), None
-
-    def _places(self, weights: Path, sampled: SampledTokens) -> tuple[Record, Any]:
-        """The distribution that each token was drawn from."""
-        rows = [list(row) for row in zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)]
-        found = self.oracle.ask("logprob_hf:places", [weights], rows, SHARES, EARLIER, "cpu")
-        columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*found, strict=True), strict=True))
-        size = int(json.loads((weights / "config.json").read_text()).get("vocab_size", 0))
-        record = OracleOfPlaces(name=sampled.name, version=sampled.version, vocabulary=size or 1 << 30)
-        return record, {name: np.array(column) for name, column in columns.items()}
 
     def _ends(
         self, weights: Path, sampled: SampledTokens, rows: Sequence[Sequence[int]], step: int

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from verifier.oracle import oracle as module
-from verifier.oracle.oracle import DRAWS, Oracle
+from verifier.oracle.logprob_hf import is_near
+from verifier.oracle.oracle import Oracle
 
 
 class Client:
@@ -57,7 +58,7 @@ def test_other_weights_tokens_or_dtypes_are_computed(oracle: Oracle, client: Cli
     found = [
         oracle.score(clean, [[1, 2]]), oracle.score(clean, [[1, 3]]), oracle.score(clean, [[1, 2]], "bfloat16"),
         oracle.score(folder(tmp_path, "faulted", "other"), [[1, 2]]),
-        oracle.ask("logprob_hf:next_token", [clean], [1, 2], "cpu", 1.0),
+        oracle.ask("logprob_hf:next_token", [clean], [1, 2], [[1.0, []]]),
     ]  # fmt: skip
     assert found == [[[number]] for number in (1.0, 2.0, 3.0, 4.0, 5.0)]
 
@@ -82,49 +83,21 @@ def test_large_weights_are_not_recognised(oracle: Oracle, client: Client, tmp_pa
     assert len(client.asked) == 2
 
 
-class TwoSides:
-    """Answers log-probabilities of -1 nats with a scale of 1e-4, of 1e-3 once it is drawn more often."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[list[int]], Any, int]] = []
-
-    def call(self, _: str, path: str, tokens: Any, dtype: str, device: str, temperature: Any, *rest: Any) -> list[Any]:
-        *_, draws = rest
-        self.asked.append((tokens, temperature, draws))
-        rows = [[-1.0] * (len(row) - 1) for row in tokens]
-        scale = 1e-4 if draws == 1 else 1e-3
-        return [[[rows, rows, [[scale] * len(row) for row in rows]]]]
+EXACT, SCALES = [-1.0, -1.0], [1e-4, 5e-5]
 
 
-def scales_of(rows: list[list[np.ndarray]], tmp_path: Path, **told: Any) -> tuple[list[list[float]], TwoSides]:
-    client, oracle = TwoSides(), Oracle.__new__(Oracle)
-    oracle._client, oracle.answers = client, {}
-    sequences = [[1, 2, 3], [4, 5, 6], [7, 8]][: len(rows) or 3]
-    found = oracle.score_twice(folder(tmp_path, "any", "weights"), sequences, "float32", reported=rows, **told)
-    return found.scales, client
-
-
-def near(*nats: float) -> list[np.ndarray]:
-    return [np.array(nats, np.float32)]
-
-
-def test_a_sequence_with_a_token_far_from_one_pass_gets_the_scale_of_all(tmp_path: Path) -> None:
-    rows = [near(-1.0, -1.0001), near(-1.0, -1.0005), near(-1.00001)]
-    scales, client = scales_of(rows, tmp_path, temperature=[1.0, 0.5, 1.0])
-    assert scales == [[1e-4] * 2, [1e-3] * 2, [1e-4]]
-    assert client.asked[1:] == [([[4, 5, 6]], [0.5], DRAWS)]
-
-
-def test_whoever_gave_it_and_however_few_of_its_last_tokens(tmp_path: Path) -> None:
-    first = [np.array([np.nan, -1.0, -1.0]), np.array([-1.0005])]  # as many values as tokens; the last one alone
-    assert scales_of([first, near(-1.0, -1.0), near(-1.0)], tmp_path)[0][0] == [1e-3] * 2
-
-
-def test_what_no_rounding_explains_is_not_drawn_again(tmp_path: Path) -> None:
-    rows = [near(np.nan, -1.0), near(-9.0, -1.0), near(-np.inf)]
-    assert len(scales_of(rows, tmp_path)[1].asked) == 1
-
-
-def test_all_are_drawn_where_nobody_reported_any(tmp_path: Path) -> None:
-    scales, client = scales_of([], tmp_path)
-    assert (scales[2], len(client.asked)) == ([1e-3], 1)
+@pytest.mark.parametrize(
+    ("reported", "near"),
+    [
+        ([-1.0, -1.0003], True),
+        ([-1.0, -1.0005], False),
+        ([-1.0005], False),  # however few of the last tokens
+        ([np.nan, -1.0, -1.0], True),  # as many values as tokens
+        ([np.nan, -1.0], True),
+        ([-9.0, -1.0], True),  # what no rounding explains
+        ([-np.inf], True),
+    ],
+)
+def test_a_sequence_with_a_token_far_from_its_scale_is_not_near(reported: list[float], near: bool) -> None:
+    assert is_near(EXACT, SCALES, [reported]) is near
+    assert is_near(EXACT, SCALES, [[-1.0], reported]) is near  # whoever gave it

@@ -59,21 +59,22 @@ class Asked:
         self.steps: tuple[Any, ...] = ()
         self.choices: list[tuple[Any, ...]] = []
 
-    def score_twice(
-        self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float], reported: Any
-    ) -> Sides:
+    def sampled(
+        self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float], reported: Any,
+        sampled: list[int],
+    ) -> tuple[Sides, Any]:  # fmt: skip
         assert [len(rows) for rows in reported] == [1] * len(sequences)  # the trainer's, or the sample's own
         places = [range(1, len(tokens)) for tokens in sequences]
         exact = [[-divisor * at for at in row] for row, divisor in zip(places, temperature, strict=True)]
         scales = [[1e-3 * at for at in row] for row in places]
-        return Sides(exact, exact, scales)
+        drawn = [tokens[len(tokens) - count :] for tokens, count in zip(sequences, sampled, strict=True)]
+        rows = [[[token, [1] * 7, [0.5] * 7, [0.1], [False]] for token in tokens] for tokens in drawn]
+        return Sides(exact, exact, scales), rows
 
     def ask(self, function: str, paths: Any, *arguments: Any, read: Any = ()) -> Any:
         if function == "logprob_hf:next_token":
-            tokens, _, temperature, _ = arguments
-            return [-float(len(tokens)), -temperature]
-        if function == "logprob_hf:places":
-            return [[token, [1] * 7, [0.5] * 7, [0.1], [False]] for _, tokens, _ in arguments[0] for token in tokens]
+            tokens, asked, _ = arguments
+            return [[-float(len(tokens)), -temperature] for temperature, _ in asked]
         if function == "choices_hf:choice_gaps":
             self.choices.append((*paths, *arguments))
             facts = {"num_tokens": 3, "shortfall": 0.25, "noise": 0.5, "closed": 0, "closed_in_dtype": 1}

@@ -11,10 +11,11 @@ import torch
 
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model
+from verifier.oracle import logprob_hf as module
 from verifier.oracle.batches_hf import alike
 from verifier.oracle.logprob_hf import longest_of, score, sides
-from verifier.oracle.oracle import DRAWS
-from verifier.stages.logprob.records import ROUNDINGS
+from verifier.oracle.oracle import DRAWS, NEAR
+from verifier.stages.logprob.records import ROUNDINGS, SHARES
 
 SEQUENCES = [np.random.default_rng(seed).integers(0, 300, 60).tolist() for seed in range(6)]
 
@@ -29,7 +30,7 @@ def flat(rows: list[list[float]]) -> np.ndarray:
 
 
 def score_twice(path: Path, sequences: list[list[int]], temperature: Any = 1.0) -> list[list[list[float]]]:
-    return sides(None, str(path), sequences, "float64", temperature=temperature, draws=DRAWS)[0]
+    return sides(None, str(path), sequences, "float64", temperature=temperature)[0]
 
 
 def test_it_is_the_spread_of_what_tokens_are_off_by(path: Path) -> None:
@@ -63,9 +64,9 @@ def test_every_token_of_the_vocabulary_stays_within_the_bound_under_other_kernel
 def test_a_wrong_epsilon_is_beyond_the_bound(path: Path) -> None:
     exact, _, scales = score_twice(path, SEQUENCES)
     model = load_model(path, torch.float32)
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = 1e-5  # it is 1e-6
+    for part in model.modules():
+        if hasattr(part, "variance_epsilon"):
+            part.variance_epsilon = 1e-5  # it is 1e-6
     with torch.inference_mode():
         every = torch.log_softmax(model(input_ids=torch.tensor(SEQUENCES)).logits[:, :-1].double(), -1)
     wrong = every.gather(2, torch.tensor(SEQUENCES)[:, 1:, None]).flatten().numpy()
@@ -93,8 +94,8 @@ def test_what_sequences_begin_with_alike_is_computed_once_and_scored_the_same(pa
     assert groups == {0: [6], 29: [0, 1, 2, 5], 39: [3, 4]}
     temperatures = [1.0, 0.5, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0]
     ends = (3, 17)
-    together = sides(None, str(path), asked, "float64", temperature=temperatures)
-    described = sides(None, str(path), asked, "float64", temperature=0.7, ends=ends)
+    together = sides(None, str(path), asked, "float64", temperature=temperatures, reported=())
+    described = sides(None, str(path), asked, "float64", temperature=0.7, ends=ends, reported=())
     for at, (tokens, temperature) in enumerate(zip(asked, temperatures, strict=True)):
         alone = score_twice(path, [tokens], temperature=temperature)
         assert together[0][1][at] == pytest.approx(alone[1][0], abs=1e-5)  # transformers has norms in float32 here too
@@ -114,7 +115,54 @@ def test_what_sequences_begin_with_alike_is_computed_once_and_scored_the_same(pa
 
 def test_entropies_need_no_end_token(path: Path) -> None:
     asked = ([SEQUENCES[0][:9]], "float64")
-    described = [sides(None, str(path), *asked, temperature=0.7, ends=ends) for ends in ((), (3,))]
+    described = [sides(None, str(path), *asked, temperature=0.7, ends=ends, reported=()) for ends in ((), (3,))]
     assert described[0][2] == described[1][2]
     assert described[0][1][0] == [[0.0] * 8]
     assert len(sides(None, str(path), *asked, temperature=0.7)) == 1
+
+
+def test_passes_are_made_until_what_others_gave_is_near(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    compute = module._Group.hidden
+
+    def counted(group: module._Group, model: Any) -> list[torch.Tensor]:
+        passes[-1] += model.model.dtype == torch.float32
+        return compute(group, model)
+
+    monkeypatch.setattr(module._Group, "hidden", counted)
+
+    def of(reported: Any) -> list[list[float]]:
+        passes.append(0)
+        return sides(None, str(path), SEQUENCES[:1], "float64", reported=reported)[0]
+
+    (exact,), _, (one,) = of([[[]]])
+    _, _, (six,) = of(None)
+    assert passes == [1, DRAWS]
+    assert all(a <= b for a, b in zip(one, six, strict=True))
+    middle = exact[-1] + NEAR * (max(one) + max(six)) / 2  # it is near some passes, if not the first
+    far = exact[-1] + 2 * NEAR * max(six)
+    assert max(of([[[middle]]])[2][0]) > max(one)
+    assert of([[[far]]])[2] == [six]
+    assert of([[[far + 1]]])[2] == [one]  # no rounding explains it
+    assert (1 < passes[2] <= DRAWS, passes[3:]) == (True, [DRAWS, 1])
+
+
+def test_the_distribution_of_each_sampled_token_is_described(path: Path) -> None:
+    asked = [SEQUENCES[0][:12], [*SEQUENCES[0][:9], 5, 5], SEQUENCES[1][:9]]
+    *_, described = sides(None, str(path), asked, "float64", temperature=[0.7, 0.7, 0.0], sampled=[3, 2, 0])
+    assert [len(rows) for rows in described] == [3, 2, 0]
+    model = load_model(path, torch.float32)
+    for tokens, rows in zip(asked, described, strict=True):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].double() / 0.7
+        shares = torch.softmax(logits, dim=-1)[len(tokens) - 1 - len(rows) :]
+        own = tokens[len(tokens) - len(rows) :]
+        for at, (share, token, (rank, kept, rest, earlier, repeats)) in enumerate(zip(shares, own, rows, strict=True)):
+            assert rank == int((share > share[token]).sum())
+            likeliest = share.sort(descending=True).values
+            for count, left, wanted in zip(kept, rest, SHARES, strict=True):
+                assert likeliest[: count - 1].sum() < wanted <= likeliest[:count].sum() + 1e-6
+                assert left == pytest.approx(float(likeliest[count:].sum()), abs=1e-5)
+            assert repeats == [back <= at and own[at - back] == token for back in range(1, module.EARLIER + 1)]
+            for back, value in enumerate(earlier, 1):
+                assert np.isnan(value) if back > at else value == pytest.approx(float(share[own[at - back]]), abs=1e-5)
