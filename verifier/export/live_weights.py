@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
+from verifier.export.save import SHARD_BYTES
 from verifier.export.sharding import ParamPlacement, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import write_shard
@@ -83,35 +85,53 @@ class LiveWeights:
 
         Args:
             path: of that folder.
-            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place; one file's at a time.
         """
-        owned = {}
+        owned: dict[str, torch.Tensor] = {}
+        files = (path / f"rank-{self.rank:04d}-{number:05d}.safetensors" for number in count())
         for chunk, name, tensor in tensors:
             place = self.places.get((chunk, name))
             if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
-        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
+                if sum(each.nbytes for each in owned.values()) >= SHARD_BYTES:
+                    write_shard(next(files), owned)
+                    owned = {}
+        write_shard(next(files), owned)
 
-    def join(self, path: Path, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    def join(self, path: Path, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.
+
+        Tensors that shards have in common are joined together, and the others one after another.
 
         Raises:
             ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
         """
         from safetensors import safe_open
 
-        owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
+        owners: dict[str, tuple[ParamPlacement, Callable[[], torch.Tensor]]] = {}
         for rank in range(self._mesh.world_size):
-            with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
-                held = set(file.keys())
-                for (chunk, name), place in self._places_of(rank).items():
-                    key = f"{chunk}/{name}"
-                    if place.group not in owners and key in held:
-                        owners[place.group] = (place, file.get_tensor(key))
-        whole = unshard((owners.pop(group) for group in [*owners]), gradients=gradients)
-        if not whole:
+            held: dict[str, Callable[[], torch.Tensor]] = {}
+            for shard in sorted(path.glob(f"rank-{rank:04d}-*.safetensors")):
+                file: Any = safe_open(shard, framework="pt")
+                held |= {key: partial(file.get_tensor, key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            for (chunk, name), place in self._places_of(rank).items():
+                if place.group not in owners and (read := held.get(f"{chunk}/{name}")) is not None:
+                    owners[place.group] = (place, read)
+        if not owners:
             raise ContractError("no rank dumped a shard: there is nothing to join")
-        return whole
+        for groups in _connected({group: place.sources for group, (place, _) in owners.items()}):
+            shards = ((place, read()) for place, read in map(owners.__getitem__, groups))
+            yield from unshard(shards, gradients=gradients).items()
+
+
+def _connected(sources: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Groups of replicas, those that have checkpoint tensors in common together."""
+    together: dict[str, list[str]] = {}
+    for group, names in sources.items():
+        others = {id(found): found for name in names if (found := together.get(name)) is not None}
+        joined = [*chain.from_iterable(others.values()), group]
+        together |= dict.fromkeys((name for each in joined for name in sources[each]), joined)
+    return [*{id(groups): groups for groups in together.values()}.values()]
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

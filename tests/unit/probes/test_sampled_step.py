@@ -9,20 +9,35 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.errors import UsageError
 from verifier.probes.training import sampled_step
-from verifier.probes.training.sampled_step import COPIES, chosen_routes, is_sampled, unsampled_because
+from verifier.probes.training.sampled_step import (
+    OF_RUN,
+    OF_UNIT,
+    PROCESS,
+    chosen_routes,
+    is_sampled,
+    require_judgeable,
+    unsampled_because,
+)
 
 
 def config_of(*knobs):
     return load(TrainConfig, overrides=["model=tiny:add", "verify.steps=true", *knobs])[0]
 
 
-LARGEST = 2**34 // (4 * COPIES)
-"""Weights of the largest model that a host of 16 GiB judges by default."""
+LARGEST = (2**34 - PROCESS) // (OF_UNIT + OF_RUN)
+"""Weights of the largest model of one layer that a host of 16 GiB judges on the CPU."""
+FULL = "a sampled step of tiny:add needs 58.0 GiB of memory, and this host has 16.0 GiB"
 
 
-def model_of(*, num_weights=1, judges_gradients=True):
-    return SimpleNamespace(checkpoint=SimpleNamespace(num_weights=num_weights), judges_gradients=judges_gradients)
+def model_of(*, num_weights=1, judges_gradients=True, tier="cpu", layers=1):
+    metas = {
+        f"model.layers.{layer}.{name}.weight": SimpleNamespace(shape=(num_weights // layers // 2,))
+        for layer in range(layers) for name in ("up", "down")
+    }  # fmt: skip
+    checkpoint = SimpleNamespace(num_weights=num_weights, num_bytes=4 * num_weights, metas=metas)
+    return SimpleNamespace(checkpoint=checkpoint, judges_gradients=judges_gradients, tier=tier)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +55,15 @@ def test_steps_that_are_sampled(knobs, steps):
     [
         ((), {}, ""),
         ((), {"num_weights": LARGEST}, ""),
-        (("verify.every=2",), {"num_weights": 2**30}, ""),
+        (("verify.every=2",), {"num_weights": LARGEST}, ""),
+        ((), {"num_weights": 2**33, "tier": "cuda", "layers": 64}, ""),
         (("verify.every=0",), {}, "verify.every is 0"),
-        ((), {"num_weights": 2**30}, "tiny:add needs 144 GiB for that, this host has 16 GiB, and verify.every is not "
-         "given"),
+        ((), {"num_weights": 2**30}, f"{FULL}, and verify.every is not given"),
+        ((), {"num_weights": 2**34, "tier": "cuda", "layers": 64}, "a sampled step of tiny:add needs 448.0 GiB of disk "
+         "for the run, and this host has 400.0 GiB, and verify.every is not given"),
         (("verify.every=2",), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has "
-         "no layout, or it is too large for the host"),
-        ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout, or it "
-         "is too large for the host"),
+         "no layout"),
+        ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout"),
         (("megatron.moe_z_loss=0.5",), {}, "megatron.moe_z_loss is 0.5, which the oracle does not compute"),
         (("lora.rank=4", "dtype=bf16"), {}, "the gradients of tiny:add cannot be judged: the "
          "oracle does not compute gradients of adapters in less than float32"),
@@ -55,7 +71,14 @@ def test_steps_that_are_sampled(knobs, steps):
 )  # fmt: skip
 def test_reason_for_which_a_run_samples_no_step(monkeypatch, knobs, model, reason):
     monkeypatch.setattr(sampled_step, "host_bytes", lambda: 2**34)
+    monkeypatch.setattr(sampled_step, "_free_bytes", lambda _: 400 * 2**30)
     assert unsampled_because(config_of(*knobs), model_of(**model)) == reason
+
+
+def test_sampled_steps_that_were_asked_for_and_have_no_room_are_refused(monkeypatch):
+    monkeypatch.setattr(sampled_step, "host_bytes", lambda: 2**34)
+    with pytest.raises(UsageError, match=f"verify.every is 2 and {FULL}: set verify.every=0$"):
+        require_judgeable(config_of("verify.every=2"), model_of(num_weights=2**30))
 
 
 def test_routes_of_ranks_are_put_together_by_rollout_position_and_layer(tmp_path):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,13 +64,18 @@ COLUMNS = ("advantage", "divisor", "reference")
 WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
 """Options of Megatron that change loss or weights in a way that the oracle does not compute."""
 
+_LAYER = re.compile(r"\.(layers|h)\.\d+\.")
+"""Place of a layer's number in the name of a tensor."""
 NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
-COPIES = 36
-"""Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of oracle,
-trainer and engine together, while a step of GRPO is judged."""
+OF_RUN = 32
+"""Bytes of each weight that trainer, reference and engine of a run on the CPU hold: eight copies in float32."""
+OF_UNIT = 24
+"""Bytes of each weight of the largest layer that the oracle holds: in float64 it, its gradient and the sum of that."""
+PROCESS = 2**31
+"""Bytes of the oracle's process without weights: torch and transformers, and tensors of a few tokens."""
 
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
@@ -81,12 +90,8 @@ def unsampled_because(config: TrainConfig, model: ModelUnderTest) -> str:
     """Reason for which a judged run samples no step; empty where it does."""
     if config.verify.every == 0:
         return "verify.every is 0"
-    needed, held = COPIES * 4 * model.checkpoint.num_weights, host_bytes()
-    if config.verify.every is None and needed > held:
-        return (
-            f"{config.model} needs {needed / 2**30:,.0f} GiB for that, this host has {held / 2**30:,.0f} GiB, and "
-            "verify.every is not given"
-        )
+    if config.verify.every is None and (lack := _lack_of_room(config, model)):
+        return f"{lack}, and verify.every is not given"
     return _unjudgeable(config, model)[0]  # where it was given, because no layout could be derived
 
 
@@ -94,13 +99,37 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
     """Refuse sampled steps that were asked for and that the oracle has no means to judge, whatever layout is derived.
 
     Raises:
-        UsageError: a family without a layout, and without one that could be derived, a model that is too large for the
-            host, a loss of a plugin, or an option of Megatron that the oracle has not.
+        UsageError: a family without a layout, and without one that could be derived, a host without room for the
+            model, a loss of a plugin, or an option of Megatron that the oracle has not.
     """
     if config.verify.steps and config.verify.every:
         reason, remedy = _unjudgeable(config, model, derives=True)
-        if reason:
+        if reason := reason or _lack_of_room(config, model):
             raise UsageError(f"verify.every is {config.verify.every} and {reason}: set verify.every=0{remedy}")
+
+
+def _lack_of_room(config: TrainConfig, model: ModelUnderTest) -> str:
+    """Clause on memory or disk that a sampled step needs and this host has not; empty where it has."""
+    checkpoint, layers = model.checkpoint, Counter[str]()
+    for name, meta in checkpoint.metas.items():
+        layers[name[: found.end()] if (found := _LAYER.search(name)) else name] += math.prod(meta.shape)
+    memory = PROCESS + OF_UNIT * max(layers.values()) + OF_RUN * checkpoint.num_weights * (model.tier == "cpu")
+    updates, exact = config.grpo.updates if config.algorithm == "grpo" else 1, config.dtype == "float32"
+    of_weight = updates * (12 if exact else 16) + (8 if exact else 4)  # gradients, moments, masters; the oracle's own
+    disk = (updates + 1) * checkpoint.num_bytes + of_weight * checkpoint.num_weights * (not config.lora.rank)
+    for needed, held, what in ((memory, host_bytes(), "memory"), (disk, _free_bytes(config.run), "disk for the run")):
+        if needed > held:
+            return (
+                f"a sampled step of {config.model} needs {needed / 2**30:,.1f} GiB of {what}, and this host has "
+                f"{held / 2**30:,.1f} GiB"
+            )
+    return ""
+
+
+@cache
+def _free_bytes(folder: Path) -> int:
+    """Bytes that were free where a folder is, or will be, when a run asked first."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = False) -> tuple[str, str]:
@@ -114,7 +143,7 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
     adapts = config.lora.rank and config.dtype != "float32"
     judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
     if adapts or not judges:
-        reason = "its family has no layout, or it is too large for the host"
+        reason = "its family has no layout"
         if adapts:
             reason = "the oracle does not compute gradients of adapters in less than float32"
         return f"the gradients of {config.model} cannot be judged: {reason}", ""
@@ -227,6 +256,8 @@ class SampledStep:
                 before = self.folder / f"weights-{updates[0].number - 1}"
                 noise, known_entropies = self._record_logprobs(recorder, scored, before, earlier, known)
             self._record_entropies(recorder, updates, objective["temperature"], read, known_entropies)
+        if model.oracle_device == "cuda":  # of weights too large for their answers to be known again
+            self._oracle.ask("streaming_hf:release", [self.folder / f"weights-{updates[0].number - 1}"])
         shutil.rmtree(self.folder)
         return noise
 
@@ -238,7 +269,7 @@ class SampledStep:
             routes = chosen_routes(self.folder / f"routes-{update.number}", len(update.rollouts))
             if routes:
                 sequences = [rollout.tokens.tolist() for rollout in update.rollouts]
-                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype)
+                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype, self._model.oracle_device)
                 before = self.folder / f"weights-{update.number - 1}"
                 for row in self._oracle.ask("choices_hf:choice_gaps", [before], *asked):
                     recorder.emit(choices_record(row, update.name, self._step))
