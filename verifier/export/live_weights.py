@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import chain, count
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,37 +101,23 @@ class LiveWeights:
     def join(self, path: Path, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.
 
-        Tensors that shards have in common are joined together, and the others one after another.
-
         Raises:
             ContractError: a shard is absent, or the shards do not tile a checkpoint tensor.
         """
         from safetensors import safe_open
 
-        owners: dict[str, tuple[ParamPlacement, Callable[[], torch.Tensor]]] = {}
+        owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
         for rank in range(self._mesh.world_size):
-            held: dict[str, Callable[[], torch.Tensor]] = {}
+            held: dict[str, torch.Tensor] = {}  # mapped
             for shard in sorted(path.glob(f"rank-{rank:04d}-*.safetensors")):
                 file: Any = safe_open(shard, framework="pt")
-                held |= {key: partial(file.get_tensor, key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+                held |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
             for (chunk, name), place in self._places_of(rank).items():
-                if place.group not in owners and (read := held.get(f"{chunk}/{name}")) is not None:
-                    owners[place.group] = (place, read)
+                if place.group not in owners and (tensor := held.get(f"{chunk}/{name}")) is not None:
+                    owners[place.group] = (place, tensor)
         if not owners:
             raise ContractError("no rank dumped a shard: there is nothing to join")
-        for groups in _connected({group: place.sources for group, (place, _) in owners.items()}):
-            shards = ((place, read()) for place, read in map(owners.__getitem__, groups))
-            yield from unshard(shards, gradients=gradients).items()
-
-
-def _connected(sources: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Groups of replicas, those that have checkpoint tensors in common together."""
-    together: dict[str, list[str]] = {}
-    for group, names in sources.items():
-        others = {id(found): found for name in names if (found := together.get(name)) is not None}
-        joined = [*chain.from_iterable(others.values()), group]
-        together |= dict.fromkeys((name for each in joined for name in sources[each]), joined)
-    return [*{id(groups): groups for groups in together.values()}.values()]
+        return unshard(owners.values(), gradients=gradients)
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

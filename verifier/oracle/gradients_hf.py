@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,42 +30,22 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 Greatest = tuple[float, list[int]]
 """A value and the index of its element."""
-Distances = Mapping[str, tuple[float, float]]
+Distances = dict[str, tuple[float, float]]
 """Checkpoint name -> greatest distance of a gradient's elements from the exact one's, and the sum of their squares."""
 
 
-class Spool(Mapping[str, torch.Tensor]):
-    """Tensors in files of their own, each mapped when it is asked for; the files go with the object.
+def spooled(folder: Path, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy of a tensor in a file of a folder, mapped; the file is gone with it.
 
-    Args:
-        folder: in which a folder for them is made.
+    Raises:
+        UsageError: the disk is full.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="spool-", dir=folder))
-        self._held: dict[str, tuple[Path, torch.dtype, torch.Size]] = {}
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-
-    def take(self, name: str, parts: Sequence[torch.Tensor]) -> None:
-        """Write the first kind of a tensor's gradients.
-
-        Raises:
-            UsageError: the disk is full.
-        """
-        tensor, file = parts[0], self._folder / str(len(self._held))
-        with full_disk_refused(file):
-            file.write_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        self._held[name] = file, tensor.dtype, tensor.shape
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file, dtype, shape = self._held[name]
-        return torch.from_file(str(file), shared=False, size=shape.numel(), dtype=dtype).view(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
+    file = folder / "spooled"
+    with full_disk_refused(file):
+        file.write_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    mapped = torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    file.unlink()
+    return mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +67,16 @@ def beside(exact: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
     found = {}
     for name, right in exact.items():
         scale = float(torch.stack([part.abs().max() for (part,) in parts_of(right)]).max())
-        square = sum(float(part.double().square().sum()) for (part,) in parts_of(right))
         along, gap = 0.0, None
-        if name in actual:
-            own = actual[name]
+        if (own := actual.get(name)) is not None:
             along = sum(float((one.double() * other.double()).sum()) for one, other in parts_of(own, right))
             gap = apart(own, right)[0]
-        found[name] = Beside(scale, square, along, gap)
+        found[name] = Beside(scale, _square(right), along, gap)
     return found
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return sum(float(part.double().square().sum()) for (part,) in parts_of(tensor))
 
 
 def parts_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -128,14 +107,16 @@ def greatest_of(parts: Sequence[Greatest], shape: torch.Size) -> Greatest:
     return parts[part][0], [int(place) for place in torch.unravel_index(at, shape)]
 
 
-def against(exact: Mapping[str, torch.Tensor], found: dict[str, tuple[float, float]]) -> Take:
-    """Take that measures the distance of each gradient from the exact one when it comes, see `Distances`."""
+def distances(exact: Mapping[str, torch.Tensor], run: Callable[[Take], Any]) -> tuple[Distances, Any]:
+    """Measure how far a pass's gradients are from the exact ones, each when it comes; and what the pass gives."""
+    found = Distances()
 
     def take(name: str, parts: Sequence[torch.Tensor]) -> None:
         (gap, _), square = apart(parts[0], exact[name])
         found[name] = gap, square
 
-    return take
+    given = run(take)
+    return found, given
 
 
 def of_adapter(
@@ -172,8 +153,7 @@ def of_adapter(
 
 def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float, float]:
     """Norm of all gradients, and the factor by which they are clipped; a `clip_grad` of 0 clips none."""
-    squares = (sum(float(part.double().square().sum()) for (part,) in parts_of(each)) for each in actual.values())
-    norm = math.sqrt(sum(squares))
+    norm = math.sqrt(sum(map(_square, actual.values())))
     return norm, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
@@ -181,9 +161,7 @@ def measured(
     old: Mapping[str, torch.Tensor], found: Mapping[str, Beside], groups: Mapping[str, Mapping[str, Any]],
     actual: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:  # fmt: skip
-    """Per tensor the fields of `GradientRecord` that are its own, and the trainer's gradient.
-
-    `groups` are those of `groups_of`.
+    """Per tensor the fields of `GradientRecord` that are its own, by `groups_of` too, and the trainer's gradient.
 
     The gradient is zero where neither side has one, and None where transformers has one and the trainer has not.
     """
@@ -201,13 +179,7 @@ def measured(
 def all_near(
     found: Mapping[str, Beside], doubts: Mapping[str, float], roundings: Mapping[str, float] | None = None
 ) -> bool:
-    """Say if all gradients that the trainer has lie far inside of what they may be off by.
-
-    Args:
-        found: the trainer's beside exact ones.
-        doubts: what each may be off by beside that.
-        roundings: how far float32 rounds each.
-    """
+    """Say if all of the trainer's gradients lie far inside of what they may be off by, by doubts and roundings too."""
     for name, own in found.items():
         allowed = NEAR * own.scale + doubts.get(name, 0.0) / 3
         gap = 0.0 if own.gap is None else own.gap[0]
@@ -221,10 +193,7 @@ def rounded_anew(
 ) -> dict[str, float]:
     """Measure how far float32 rounds gradients, where the trainer's are not `NEAR` those in float64.
 
-    Args:
-        found: the trainer's beside those by transformers in float64.
-        doubts: what each may be off by beside that.
-        compute: distances of a pass in float32, rounded anew by a draw from 1 on, see `step_hf.rounding_anew`.
+    `compute` makes a pass in float32, rounded anew by a draw from 1 on, see `step_hf.rounding_anew`.
 
     Returns:
         The greatest distance of each in up to `DRAWS` passes from the exact one. A pass is made until each of the
@@ -277,10 +246,7 @@ class Spread:
     def of(cls, found: Mapping[str, Beside], first: Distances, compute: Callable[[int], Distances]) -> Spread:
         """Measure it by one pass, and by up to `DRAWS` where the trainer's gradients are not near the exact ones.
 
-        Args:
-            found: the trainer's beside those by transformers in float32.
-            first: of a pass in the run's dtype; nothing where that is float32.
-            compute: the same, rounded anew by a draw from 1 on.
+        `first` is of a pass in the run's dtype, and empty in float32; `compute` makes others, rounded anew by a draw.
         """
         spread = cls(noise_of(first, found), groups_of(found, first))
         if not first:

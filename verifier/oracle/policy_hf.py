@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from verifier.oracle.batches_hf import MAX_LOGITS, MAX_TOKENS, Batch, batches, choosing_in, hidden_of, slices_of
 from verifier.oracle.gradients_hf import (
     Distances,
-    Spool,
     Spread,
-    against,
     all_near,
     beside,
     clip_of,
+    distances,
     measured,
     of_adapter,
     rounded_anew,
+    spooled,
     tensors_of,
 )
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
@@ -86,7 +86,8 @@ def judge_updates(
             ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
             ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
             float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the loss, and say
-            which tokens are clipped. Without moments Adam's step is not judged, and needs no ``weights-n``.
+            which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts, ``sampled-n`` has the
+            trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -117,27 +118,26 @@ def judge_updates(
             return _loss(path / f"weights-{number - 1}", rows, objective, kind, take, within, device, draw)  # noqa: B023
 
         def again(draw: int) -> Distances:
-            distances = dict[str, tuple[float, float]]()
             within = margin if dtype == torch.float32 else math.inf  # noqa: B023
-            run(against(exact, distances), dtype, within, draw)  # noqa: B023
-            return distances
+            return distances(exact, lambda take: run(take, dtype, within, draw))[0]  # noqa: B023
 
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-            exact.take(name, parts)  # noqa: B023
-            doubts[name] = float(parts[1].abs().max())  # noqa: B023
+            exact[name] = spooled(path, parts[0])  # noqa: B023
+            doubts.setdefault(name, float(parts[-1].abs().max()))  # noqa: B023
 
-        exact, doubts, roundings = Spool(path), dict[str, float](), dict[str, float]()
+        exact, doubts, roundings = dict[str, torch.Tensor](), dict[str, float](), dict[str, float]()
         right = rounded = run(take, torch.float32)
-        actual, passed = tensors_of(path / f"gradients-{number}"), dict[str, tuple[float, float]]()
+        stepped, passed = tensors_of(path / f"gradients-{number}"), Distances()
+        actual = tensors_of(sampled) if (sampled := path / f"sampled-{number}").is_dir() else stepped
         found = beside(exact, actual)
         if dtype != torch.float32:
-            rounded = run(against(exact, passed), dtype, math.inf)
+            passed, rounded = distances(exact, lambda take: run(take, dtype, math.inf))  # noqa: B023
         elif not all_near(found, doubts):
-            exact = Spool(path)
-            run(exact.take, torch.float64)
+            exact.clear()
+            run(take, torch.float64)
             found = beside(exact, actual)
             roundings = rounded_anew(found, doubts, again)
-        norm, scale = clip_of(actual, rule["clip_grad"])
+        norm, scale = clip_of(stepped, rule["clip_grad"])
         spread = Spread.of(found, passed, again)
         noise = torch.where(rounded.told & ~right.told, 0.0, rounded.nats - right.nats).abs()
         off = [noise.sum(), *((part - right.nats).abs().sum() for part in right.shifted)]
@@ -151,13 +151,13 @@ def judge_updates(
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
-        for row, reduced in measured(old, found, spread.groups, actual):
+        for row, _ in measured(old, found, spread.groups, actual):
             name = row["name"]
-            if has_moments and name in actual and reduced is not None:
+            if has_moments and name in stepped:
                 adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 rates = (update["learning_rate"], rule["weight_decay"])
-                row["step"] = adam.gap(name, old[name], new[name], reduced, number, *rates, clip=scale)
+                row["step"] = adam.gap(name, old[name], new[name], stepped[name], number, *rates, clip=scale)
             row |= {"gradient_rounding": roundings.get(name, 0.0), "gradient_doubt": doubts.get(name, 0.0)}
             records.append({**row, **whole})
     return records

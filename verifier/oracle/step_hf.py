@@ -14,17 +14,17 @@ from verifier.oracle.batches_hf import batches, choosing_in, slices_of
 from verifier.oracle.gradients_hf import (
     Distances,
     Greatest,
-    Spool,
     Spread,
-    against,
     beside,
     clip_of,
+    distances,
     greatest,
     greatest_of,
     measured,
     of_adapter,
     parts_of,
     rounded_anew,
+    spooled,
     tensors_of,
 )
 from verifier.oracle.logprob_hf import entropy_of, moved
@@ -96,15 +96,17 @@ def judge_steps(
                 take = of_adapter(take, old, rule["scaling"], adapter)  # noqa: B023
             return gradients(before, batch, told, given, take, kind, draw)  # noqa: B023
 
-        in_float32, exact, passed = dtype == torch.float32, Spool(folder), dict[str, tuple[float, float]]()
+        def take(name: str, parts: Sequence[torch.Tensor]) -> None:
+            exact[name] = spooled(folder, parts[0])  # noqa: B023
 
         def again(draw: int) -> Distances:
-            found = dict[str, tuple[float, float]]()
-            run(against(exact, found), dtype, draw)  # noqa: B023
-            return found
+            return distances(exact, lambda take: run(take, dtype, draw))[0]  # noqa: B023
 
-        nats, rounding = run(exact.take, torch.float64 if in_float32 else torch.float32)
-        rounded_nats = nats if in_float32 else run(against(exact, passed), dtype)[0]
+        in_float32, exact, passed = dtype == torch.float32, dict[str, torch.Tensor](), Distances()
+        nats, rounding = run(take, torch.float64 if in_float32 else torch.float32)
+        rounded_nats = nats
+        if not in_float32:
+            passed, (rounded_nats, _) = distances(exact, lambda take: run(take, dtype))  # noqa: B023
         noise = (rounded_nats - nats).abs()
         actual = tensors_of(folder / f"gradients-{version}")
         found = beside(exact, actual)

@@ -287,8 +287,7 @@ class Tape:
         self._calls: list[list[_Call]] = []
         self._within: Within = lambda _: contextlib.nullcontext()
         self._anchor = torch.zeros((), requires_grad=True)
-        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Masks and positions of the sequence, which all layers share, and their copies."""
+        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # masks and positions, which all layers share
 
     @contextlib.contextmanager
     def sequence(self, within: Within | None = None) -> Iterator[None]:
@@ -325,9 +324,8 @@ class Tape:
     def _hosted(self, leaf: torch.Tensor) -> torch.Tensor:
         if leaf.requires_grad:
             return leaf.detach().cpu()
-        if id(leaf) not in self._on_host:
-            self._on_host[id(leaf)] = leaf, leaf.cpu()
-        return self._on_host[id(leaf)][1]
+        kept = self._on_host[id(leaf)] = self._on_host.get(id(leaf)) or (leaf, leaf.cpu())
+        return kept[1]
 
     def backward(self, kinds: int, take: Take) -> None:
         """Compute the gradients of all weights, and hand each out when it is complete.

@@ -24,7 +24,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
 from verifier.oracle import policy_hf
-from verifier.oracle.gradients_hf import Spool, against, beside, noise_of
+from verifier.oracle.gradients_hf import beside, distances, noise_of
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale
 from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
 from verifier.oracle.streaming_hf import StreamedModel
@@ -354,8 +354,7 @@ def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_up_to_six_passe
     save_file({**row, "lengths": torch.tensor([9])}, tmp_path / "inputs-1.safetensors")
     objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
     _, exact, _ = computed(checkpoint.path, [row], objective)
-    passed = {}
-    _loss(checkpoint.path, [row], objective, torch.bfloat16, against(exact, passed))
+    passed, _ = distances(exact, lambda take: _loss(checkpoint.path, [row], objective, torch.bfloat16, take))
     noise = noise_of(passed, beside(exact, {}))
     gradients = {name: exact[name].clone() for name in checkpoint.names()}
     off = gradients["model.norm.weight"]
@@ -455,11 +454,9 @@ def test_no_more_than_a_tenth_of_a_models_gradients_is_in_memory(tmp_path, monke
         passes[0] += empty is self.units[0].tensors[0][2]
         _hand(self, empty, gradients, lambda name, parts: take(name, [*map(seen, parts)]))
 
-    read = Spool.__getitem__
     monkeypatch.setattr(StreamedModel, "hand", hand)
-    monkeypatch.setattr(Spool, "__getitem__", lambda self, name: seen(read(self, name)))
     objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
     rows = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}])
     assert (len(rows), passes) == (len(checkpoint.names()), [8 if dtype == "float32" else 7])
     assert 0 < peak[0] <= 4 * checkpoint.num_weights / 10
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("spool")]
+    assert {path.name for path in tmp_path.iterdir()} == {"weights-0", "gradients-1", "inputs-1.safetensors"}

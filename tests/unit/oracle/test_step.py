@@ -10,14 +10,14 @@ import torch
 
 from verifier.oracle.gradients_hf import (
     ELEMENTS,
-    Spool,
     Spread,
-    against,
     apart,
     beside,
+    distances,
     groups_of,
     of_adapter,
     rounded_anew,
+    spooled,
 )
 from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import Adam, _rates, half_step
@@ -26,12 +26,9 @@ from verifier.runs.scenario import RULE
 LEARNING_RATE = 1e-3
 
 
-def distances(exact, passed):
+def passed(exact, gradients):
     """Distances of a pass's gradients from the exact ones."""
-    found = {}
-    for name, gradient in passed.items():
-        against(exact, found)(name, [gradient])
-    return found
+    return distances(exact, lambda take: [take(name, [gradient]) for name, gradient in gradients.items()])[0]
 
 
 def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
@@ -97,7 +94,7 @@ def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> 
     exact["unused.weight"].zero_()
     noisy = {name: value + 0.1 * torch.randn(16, generator=generator) for name, value in exact.items()}
     doubled = {name: 2 * value if "layers.1" in name else value for name, value in noisy.items()}
-    found = groups_of(beside(exact, doubled), distances(exact, noisy))
+    found = groups_of(beside(exact, doubled), passed(exact, noisy))
     assert sorted(found) == ["layers.0.experts.*.up.weight", "layers.1.experts.*.up.weight", "norm.weight"]
     assert found["layers.1.experts.*.up.weight"]["group_length"] == pytest.approx(2, abs=0.1)
     assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
@@ -174,7 +171,7 @@ def test_passes_in_float32_are_made_until_a_gradient_is_near_what_they_are_off_b
 
     def compute(draw: int) -> dict[str, tuple[float, float]]:
         asked.append(draw)
-        return distances(exact, {"w": exact["w"] + 2e-5 * draw, "unused": torch.zeros(3)})
+        return passed(exact, {"w": exact["w"] + 2e-5 * draw, "unused": torch.zeros(3)})
 
     roundings = rounded_anew(beside(exact, actual), {}, compute)
     assert asked == [*range(1, passes + 1)]
@@ -193,7 +190,7 @@ def test_passes_in_less_than_float32_are_made_until_a_gradient_is_as_long_as_the
     actual = {"layers.0.w": torch.tensor([length, 0.0])}
 
     def compute(draw: int) -> dict[str, tuple[float, float]]:
-        return distances(exact, {"layers.0.w": torch.tensor([1.0, 0.1 * (draw + 1)])})
+        return passed(exact, {"layers.0.w": torch.tensor([1.0, 0.1 * (draw + 1)])})
 
     found = Spread.of(beside(exact, actual), compute(0), compute)
     assert found.passes == passes
@@ -218,14 +215,10 @@ def test_of_a_tensor_in_slices_the_greatest_gap_has_its_index_and_one_that_is_no
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_spooled_tensors_are_those_that_were_taken_and_go_with_the_spool(tmp_path, dtype) -> None:
+def test_a_spooled_tensor_is_the_one_that_was_given_and_leaves_no_file(tmp_path, dtype) -> None:
     whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(5)).to(dtype)
-    spool = Spool(tmp_path)
-    for name, tensor in (("w", whole.T), ("v", whole[1])):
-        spool.take(name, [tensor])
-    assert list(spool) == ["w", "v"]
-    assert spool["w"].equal(whole.T)
-    assert spool["v"].equal(whole[1])
-    assert spool["w"].dtype == dtype
-    del spool
+    found = [spooled(tmp_path, tensor) for tensor in (whole.T, whole[1])]
     assert list(tmp_path.iterdir()) == []
+    assert found[0].equal(whole.T)
+    assert found[1].equal(whole[1])
+    assert found[0].dtype == dtype

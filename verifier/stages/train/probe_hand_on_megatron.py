@@ -57,9 +57,9 @@ class HandOn:
             states = named_states(self._trainer, self._optimizer, part)
             self._save(f"{part}-{number}", states, gradients=part != "master")
 
-    def gradients(self, number: int) -> None:
-        """Hand on reduced gradients, between backward pass and step."""
-        self._save(f"gradients-{number}", named_gradients(self._trainer), gradients=True)
+    def gradients(self, number: int, name: str = "gradients") -> None:
+        """Hand on reduced gradients, between backward pass and step, under a name."""
+        self._save(f"{name}-{number}", named_gradients(self._trainer), gradients=True)
 
     def after(self, number: int, probe: Probe | None = None, version: int = 0) -> dict[str, torch.Tensor]:
         """Hand on what an update made, and record all weights, if asked to, for the export that follows.
