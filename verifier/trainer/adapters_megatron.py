@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -30,13 +30,13 @@ def spec_of(options: LoraOptions) -> LoraSpec | None:
 def joined(
     live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]], folder: Path, rank: int,
     *, gradients: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
 
     Args:
         live: whose layout names them.
         tensors: (chunk, local name, contents).
-        folder: for shards, the same for all ranks, absent before and after.
+        folder: for shards, the same for all ranks; rank 0 removes it when it has read all.
         rank: this one.
         gradients: see `LiveWeights.join`.
     """
@@ -46,10 +46,12 @@ def joined(
     dist.barrier()
     live.dump(folder, tensors)
     dist.barrier()
-    whole = live.join(folder, gradients=gradients) if rank == 0 else {}
-    if rank == 0:
-        shutil.rmtree(folder)
-    return whole
+    return _read(live, folder, gradients=gradients) if rank == 0 else iter(())
+
+
+def _read(live: LiveWeights, folder: Path, *, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from live.join(folder, gradients=gradients)
+    shutil.rmtree(folder)
 
 
 class Adapters:
@@ -83,7 +85,7 @@ class Adapters:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
         with params_synced(self._trainer):
             found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
-        return self.published(found)
+        return self.published(dict(found))
 
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""
