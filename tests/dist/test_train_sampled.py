@@ -23,6 +23,7 @@ from verifier.runs.resources import Deadline, Resources
 from verifier.stages.logprob.records import SampledNoise
 from verifier.stages.loss.records import GradientRecord
 from verifier.trainer.controller import Trainer
+from verifier.trainer.observer import Observer
 
 GRPO = ("algorithm=grpo", *GRPO_KNOBS)
 LIVE = ("algorithm=grpo", "grpo.group_size=4", "engine.kind=hf", "data.batch_size=2", "grpo.max_answer_tokens=8")
@@ -46,10 +47,11 @@ RARER = ("sft on dp=2", "gspo on tp=2", "cispo")
 def train(resources: Resources, run: Path, *knobs: str, default: str = "") -> TrainConfig:
     """Train by knobs, and by those of trials that they and `default` do not name."""
     own = {text.partition("=")[0] for text in knobs} | {default}
-    kept = [text for text in KNOBS if text.partition("=")[0] not in own]
-    config, _ = load(TrainConfig, overrides=["model=tiny:add", *kept, *knobs, "verify.steps=true", f"run={run}"])
+    kept = [text for text in ("model=tiny:add", "verify.steps=true", *KNOBS) if text.partition("=")[0] not in own]
+    config, _ = load(TrainConfig, overrides=[*kept, *knobs, f"run={run}"])
     launcher = resources.launcher(Deadline(300))
-    Trainer(config, lambda text: None, RunEvidence(DeferredJudge()), launcher=launcher, resources=resources).run()
+    observer = RunEvidence(DeferredJudge()) if config.verify.steps else Observer()
+    Trainer(config, lambda text: None, observer, launcher=launcher, resources=resources).run()
     return config
 
 
@@ -102,3 +104,35 @@ def test_steps_are_sampled_by_default_and_a_run_without_them_says_so(resources, 
 def test_sampled_steps_without_a_judge_are_refused():
     with pytest.raises(UsageError, match=r"verify\.every is 5 and verify\.steps is false"):
         load(TrainConfig, overrides=["model=tiny:add", "verify.every=5"])
+
+
+SOME: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "sft on dp=2": (("mesh.dp=2",), set()),
+    "clipped on pp=2": (
+        (*GRPO, "mesh.pp=2", "grpo.kl_weight=0.5", "grpo.entropy_weight=0.01", "grpo.mini_batches=2"), {"LGP001"}
+    ),
+    "live": (
+        (*LIVE, "grpo.temperature=0.8", "grpo.entropy_weight=0.05", "batch.micro_batch_size=1"),
+        {"LGP001", "LGP003", "LGP009", "LGP014"},
+    ),
+    "in bf16": ((*GRPO, "dtype=bf16", "mesh.dp=2"), {"LGP001"}),
+    "own routes in bf16": (("model=tiny:add-moe", "dtype=bf16"), {"LSS005"}),
+}  # fmt: skip
+"""Name of a run in which two rollouts of each update are computed, its knobs, and further checks that it has."""
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_some_rollouts_of_a_step_are_computed_and_the_weights_are_those_without_judges(name, resources, tmp_path):
+    knobs, also = SOME[name]
+    train(resources, tmp_path / "run", *knobs, "verify.every=1", "verify.rollouts=2", "steps=2")
+    train(resources, tmp_path / "whole", *knobs, "verify.every=0", "verify.steps=false", "steps=2")
+    for step in (1, 2):
+        trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
+        report = report_of(trace, "")
+        assert report.verdict is Verdict.HOLDS, [item for item in report.outcomes if item.verdict is not Verdict.HOLDS]
+        assert {"LSS001", "LSS002", "LGP012", "TRN001", *also} <= {item.code for item in report.outcomes}
+        records = [*trace.of(GradientRecord)]
+        assert {item.rollouts for item in records} == {2}
+        assert all(item.of_rollouts > 2 for item in records)
+    files = [sorted((tmp_path / run / "hf_model").glob("*.safetensors")) for run in ("run", "whole")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]

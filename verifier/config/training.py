@@ -172,8 +172,12 @@ class VerifyOptions:
 
     steps: bool = knob("Judge every stage of every step.", False, flag="--verify/--no-verify")
     every: int | None = knob(
-        "Steps between two that transformers computes too; 0: none; by default 1, 2, 4, 8, ... of a small model.", None,
-        least=0,
+        "Steps between two that transformers computes too; 0: none; by default 1, 2, 4, 8, ... where there is room.",
+        None, least=0,
+    )  # fmt: skip
+    rollouts: int | None = knob(
+        "Rollouts of each optimizer step there that it computes; by default all, or as many as have 16,384 tokens.",
+        None, least=1,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -398,6 +402,7 @@ class TrainConfig(RunConfig):
                 data.held_out is not None and self.evaluation.num_problems == 0
             ),
             "{verify.every} and {verify.steps}: give --verify": self.verify.every and not self.verify.steps,
+            "{verify.rollouts} and {verify.steps}: give --verify": self.verify.rollouts and not self.verify.steps,
             **steps,
             **ranks,
             "{verify.every}, {lora.rank} and {dtype}, in which the oracle does not compute gradients of adapters: set "

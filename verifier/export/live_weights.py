@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
+from verifier.export.save import SHARD_BYTES
 from verifier.export.sharding import ParamPlacement, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import write_shard
@@ -83,16 +85,20 @@ class LiveWeights:
 
         Args:
             path: of that folder.
-            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place; one file's at a time.
         """
-        owned = {}
+        owned: dict[str, torch.Tensor] = {}
+        files = (path / f"rank-{self.rank:04d}-{number:05d}.safetensors" for number in count())
         for chunk, name, tensor in tensors:
             place = self.places.get((chunk, name))
             if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
                 owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
-        write_shard(path / f"rank-{self.rank:04d}.safetensors", owned)
+                if sum(each.nbytes for each in owned.values()) >= SHARD_BYTES:
+                    write_shard(next(files), owned)
+                    owned = {}
+        write_shard(next(files), owned)
 
-    def join(self, path: Path, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    def join(self, path: Path, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.
 
         Raises:
@@ -102,16 +108,16 @@ class LiveWeights:
 
         owners: dict[str, tuple[ParamPlacement, torch.Tensor]] = {}
         for rank in range(self._mesh.world_size):
-            with safe_open(path / f"rank-{rank:04d}.safetensors", framework="pt") as file:
-                held = set(file.keys())
-                for (chunk, name), place in self._places_of(rank).items():
-                    key = f"{chunk}/{name}"
-                    if place.group not in owners and key in held:
-                        owners[place.group] = (place, file.get_tensor(key))
-        whole = unshard((owners.pop(group) for group in [*owners]), gradients=gradients)
-        if not whole:
+            held: dict[str, torch.Tensor] = {}  # mapped
+            for shard in sorted(path.glob(f"rank-{rank:04d}-*.safetensors")):
+                file: Any = safe_open(shard, framework="pt")
+                held |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            for (chunk, name), place in self._places_of(rank).items():
+                if place.group not in owners and (tensor := held.get(f"{chunk}/{name}")) is not None:
+                    owners[place.group] = (place, tensor)
+        if not owners:
             raise ContractError("no rank dumped a shard: there is nothing to join")
-        return whole
+        return unshard(owners.values(), gradients=gradients)
 
 
 def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -11,7 +11,7 @@ leading dim, where a checkpoint stacks its experts, transpose its sources, and s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,8 +124,10 @@ class ParamPlacement:
 
 def unshard(
     shards: Iterable[tuple[ParamPlacement, torch.Tensor]], *, gradients: bool = False
-) -> dict[str, torch.Tensor]:
-    """Join checkpoint tensors, by name, in the shards' dtype and on the CPU, from the shards of all their owners.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Join checkpoint tensors, with names, in the shards' dtype and on the CPU, from the shards of all their owners.
+
+    Each is handed out, and no longer held, when its last shard is copied; shards of one tensor go one after another.
 
     Args:
         shards: (placement, local tensor), one of each group of replicas.
@@ -136,13 +138,13 @@ def unshard(
     """
     import torch
 
-    shards = list(shards)
+    shards = sorted(shards, key=lambda item: item[0].sources)
     error = tiling_error([placement for placement, _ in shards])
     if error is not None:
         raise ContractError(error)
     whole: dict[str, torch.Tensor] = {}
-    while shards:  # each is freed once it is copied
-        placement, tensor = shards.pop()
+    left: dict[str, int] = {}
+    for placement, tensor in shards:
         if tuple(tensor.shape) != placement.shape:
             raise ContractError(
                 f"`{placement.global_name}` ({placement.group}) has shape {list(tensor.shape)}, "
@@ -153,8 +155,11 @@ def unshard(
         for box, piece in zip(placement.boxes, pieces, strict=True):
             if box.source not in whole:
                 whole[box.source] = torch.empty(placement.source_shapes[box.source], dtype=tensor.dtype)
+                left[box.source] = whole[box.source].numel()
             placement.slice_of(box, whole[box.source]).copy_(piece)
-    return whole
+            left[box.source] -= piece.numel()
+            if not left[box.source]:
+                yield box.source, whole.pop(box.source)
 
 
 def tiling_error(placements: Iterable[ParamPlacement]) -> str | None:

@@ -15,8 +15,8 @@ from torch import nn
 from verifier.errors import ContractError
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint
 from verifier.model.transformers_hf import checkpoint_places, load_model
+from verifier.oracle.gradients_hf import beside, groups_of, measured, tensors_of
 from verifier.oracle.routes_hf import router_of
-from verifier.oracle.step_hf import groups_of, measured, tensors_of
 
 _EAGER = "eager_attention_forward"
 """Function of each of transformers' models that attends, by the module's own name for it."""
@@ -85,8 +85,8 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
     rows = []
     if theirs.is_dir():
         actual = tensors_of(theirs)
-        groups = groups_of(expected, expected, actual)
-        rows = [row for row, _ in measured(tensors_of(Path(checkpoint)), expected, groups, actual)]
+        both = beside(expected, actual)
+        rows = [row for row, _ in measured(tensors_of(Path(checkpoint)), both, groups_of(both, {}), actual)]
     return {
         "lengths": [len(tokens) for tokens, *_ in batch], "gradients": rows,
         "loss": total / num_tokens, "loss_scale": scale / num_tokens, "num_tokens": num_tokens,

@@ -32,8 +32,9 @@ class _Layer:
 
 @torch.inference_mode()
 def choice_gaps(
-    _: object, checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: str
-) -> list[dict[str, Any]]:
+    _: object, checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: str,
+    device: str = "cpu",
+) -> list[dict[str, Any]]:  # fmt: skip
     """Measure how far chosen experts score below the best; a request of an engine server.
 
     Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's
@@ -44,12 +45,13 @@ def choice_gaps(
         sequences: token ids.
         routes: of each sequence what the trainer's routers chose.
         dtype: of the run, less than float32.
+        device: "cpu", or "cuda": where transformers computes.
 
     Returns:
         Per layer the fields of `RouterChoices` that are its own.
     """
-    rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype))
-    exact = _scores(str(checkpoint), sequences, routes, torch.float32)
+    rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype), device)
+    exact = _scores(str(checkpoint), sequences, routes, torch.float32, device)
     routed = [_positions(rows) for rows in routes]
     layers: dict[int, _Layer] = defaultdict(_Layer)
     for (batch, scores), (_, low) in zip(exact, rounded, strict=True):
@@ -62,13 +64,14 @@ def choice_gaps(
 
 
 def _scores(
-    checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: torch.dtype
-) -> list[tuple[Batch, dict[int, torch.Tensor]]]:
+    checkpoint: str, sequences: Sequence[Sequence[int]], routes: Sequence[Sequence[Route]], dtype: torch.dtype,
+    device: str,
+) -> list[tuple[Batch, dict[int, torch.Tensor]]]:  # fmt: skip
     """Batches, and by layer [B * T, E] float32 what its router chooses the greatest of."""
-    model, found = StreamedModel(checkpoint, dtype), []
+    model, found = StreamedModel(checkpoint, dtype, device), []
     for batch in batches(sequences, routes):
         scores: dict[int, torch.Tensor] = {}
-        hidden_of(model, batch, lambda layer, values, into=scores: into.update({layer: values.float()}))
+        hidden_of(model, batch, lambda layer, values, into=scores: into.update({layer: values.float().cpu()}))
         found.append((batch, scores))
     return found
 

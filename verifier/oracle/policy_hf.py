@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,22 @@ import torch
 from safetensors.torch import load_file
 
 from verifier.oracle.batches_hf import MAX_LOGITS, MAX_TOKENS, Batch, batches, choosing_in, hidden_of, slices_of
-from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
-from verifier.oracle.step_hf import (
-    Adam,
-    Gradients,
+from verifier.oracle.gradients_hf import (
+    Distances,
     Spread,
-    adapter_gradients,
     all_near,
-    chosen,
+    beside,
     clip_of,
+    distances,
     measured,
+    of_adapter,
     rounded_anew,
-    rounding_anew,
-    rounding_of,
+    spooled,
     tensors_of,
 )
-from verifier.oracle.streaming_hf import StreamedModel, Tape
+from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
+from verifier.oracle.step_hf import Adam, chosen, rounding_anew, rounding_of
+from verifier.oracle.streaming_hf import StreamedModel, Take, Tape
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
@@ -67,9 +67,6 @@ class _Found:
     """Change of the loss by rounding of log-probabilities to float32, and of the sum that each is divided by, nats."""
     acting: int
     """Tokens whose loss has a gradient, in float32."""
-    gradients: Gradients
-    doubts: Gradients
-    """In float32 what rounding of log-probabilities and of probabilities may change each gradient by, see `_loss`."""
 
 
 def judge_updates(
@@ -89,7 +86,8 @@ def judge_updates(
             ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
             ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
             float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the loss, and say
-            which tokens are clipped. Without moments Adam's step is not judged, and needs no ``weights-n``.
+            which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts, ``sampled-n`` has the
+            trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name.
         updates: of each in order its "number", from 1, and "learning_rate".
@@ -113,52 +111,54 @@ def judge_updates(
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
-        before = path / f"weights-{number - 1}"
-        exact = _loss(before, rows, objective, torch.float32, margin, device)
-        if adapter is not None:
-            exact = _of_adapter(exact, old, adapter)
-        exact = replace(exact, doubts={name: doubt.abs().max() for name, doubt in exact.doubts.items()})
-        rounded = exact if dtype == torch.float32 else _loss(before, rows, objective, dtype, math.inf, device)
-        actual, roundings = tensors_of(path / f"gradients-{number}"), {}
-        if dtype == torch.float32:
 
-            def compute(kind: torch.dtype, draw: int) -> Gradients:
-                found = _loss(before, rows, objective, kind, margin, device, draw)  # noqa: B023
-                return (found if adapter is None else _of_adapter(found, old, adapter)).gradients  # noqa: B023
+        def run(take: Take, kind: torch.dtype, within: float = margin, draw: int = 0) -> _Found:
+            if adapter is not None:
+                take = of_adapter(take, old, adapter["scaling"], adapter["names"])  # noqa: B023
+            return _loss(path / f"weights-{number - 1}", rows, objective, kind, take, within, device, draw)  # noqa: B023
 
-            if not all_near(actual, exact.gradients, exact.doubts):
-                exact = replace(exact, gradients={})  # freed before there are others
-                exact = replace(exact, gradients=compute(torch.float64, 0))
-                roundings = rounded_anew(actual, exact.gradients, exact.doubts, compute)
-            rounded = exact
-        norm, scale = clip_of(actual, rule["clip_grad"])
-        spread = Spread.of(
-            actual, exact.gradients, rounded.gradients,
-            lambda draw: _loss(before, rows, objective, dtype, math.inf, device, draw).gradients,  # noqa: B023
-        )  # fmt: skip
-        noise = torch.where(rounded.told & ~exact.told, 0.0, rounded.nats - exact.nats).abs()
-        off = [noise.sum(), *((part - exact.nats).abs().sum() for part in exact.shifted)]
+        def again(draw: int) -> Distances:
+            within = margin if dtype == torch.float32 else math.inf  # noqa: B023
+            return distances(exact, lambda take: run(take, dtype, within, draw))[0]  # noqa: B023
+
+        def take(name: str, parts: Sequence[torch.Tensor]) -> None:
+            exact[name] = spooled(path, parts[0])  # noqa: B023
+            doubts.setdefault(name, float(parts[-1].abs().max()))  # noqa: B023
+
+        exact, doubts, roundings = dict[str, torch.Tensor](), dict[str, float](), dict[str, float]()
+        right = rounded = run(take, torch.float32)
+        stepped, passed = tensors_of(path / f"gradients-{number}"), Distances()
+        actual = tensors_of(sampled) if (sampled := path / f"sampled-{number}").is_dir() else stepped
+        found = beside(exact, actual)
+        if dtype != torch.float32:
+            passed, rounded = distances(exact, lambda take: run(take, dtype, math.inf))  # noqa: B023
+        elif not all_near(found, doubts):
+            exact.clear()
+            run(take, torch.float64)
+            found = beside(exact, actual)
+            roundings = rounded_anew(found, doubts, again)
+        norm, scale = clip_of(stepped, rule["clip_grad"])
+        spread = Spread.of(found, passed, again)
+        noise = torch.where(rounded.told & ~right.told, 0.0, rounded.nats - right.nats).abs()
+        off = [noise.sum(), *((part - right.nats).abs().sum() for part in right.shifted)]
         whole = {
             "update": number, "gradient_norm": norm, "gradient_noise": spread.noise,
             "noise_passes": spread.passes,
-            "loss": float(exact.nats.sum()), "loss_scale": float(exact.nats.abs().sum()),
-            "loss_noise": float(max(off)) + exact.rounding,
-            "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(exact.nats),
-            "acting": exact.acting,
+            "loss": float(right.nats.sum()), "loss_scale": float(right.nats.abs().sum()),
+            "loss_noise": float(max(off)) + right.rounding,
+            "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(right.nats),
+            "acting": right.acting,
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
-        for row, reduced in measured(old, exact.gradients, spread.groups, actual):
+        for row, _ in measured(old, found, spread.groups, actual):
             name = row["name"]
-            if has_moments and name in actual and reduced is not None:
+            if has_moments and name in stepped:
                 adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
-                row["step"] = adam.gap(
-                    name, old[name], new[name], reduced * scale, number, update["learning_rate"], rule["weight_decay"]
-                )
-            doubt = exact.doubts.get(name)
-            row["gradient_rounding"] = roundings.get(name, 0.0)
-            row["gradient_doubt"] = 0.0 if doubt is None else float(doubt.abs().max())
+                rates = (update["learning_rate"], rule["weight_decay"])
+                row["step"] = adam.gap(name, old[name], new[name], stepped[name], number, *rates, clip=scale)
+            row |= {"gradient_rounding": roundings.get(name, 0.0), "gradient_doubt": doubts.get(name, 0.0)}
             records.append({**row, **whole})
     return records
 
@@ -198,15 +198,6 @@ def entropies(
         in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
         found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
     return found
-
-
-def _of_adapter(found: _Found, matrices: Gradients, adapter: Mapping[str, Any]) -> _Found:
-    """The same loss, with the gradients of an adapter's matrices in the place of those of whole weights."""
-    gradients, doubts = (
-        adapter_gradients(part, matrices, adapter["scaling"], adapter["names"])
-        for part in (found.gradients, found.doubts)
-    )
-    return replace(found, gradients=gradients, doubts=doubts)
 
 
 def _rows(file: Path) -> list[Row]:
@@ -252,10 +243,12 @@ def _distributions(
 
 
 def _loss(
-    checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, margin: float = 0.0,
-    device: str = "cpu", draw: int = 0,
+    checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, take: Take,
+    margin: float = 0.0, device: str = "cpu", draw: int = 0,
 ) -> _Found:  # fmt: skip
-    """Loss and gradient by transformers; in float32 sequence by sequence, and what two right sides may differ by.
+    """Loss by transformers, of whose gradient `take` gets each tensor's; in float32 of each sequence by itself.
+
+    There `take` gets another kind beside it: what two right sides may differ by.
 
     Log-probabilities of two right sides differ by `SHIFT`, at a temperature below 1, which magnifies what float32
     rounds of logits, by more; so do logits of every second id, which an entropy is of. That changes the slope of a
@@ -335,17 +328,11 @@ def _loss(
             doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
             tape.kind = 1
             doubt.backward()
-    gradients: list[dict[str, torch.Tensor]] = [{}, {}]
-
-    def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-        for into, part in zip(gradients, parts, strict=False):
-            into[name] = part
-
     tape.backward(2 if rounds else 1, take)
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
-        rounding=rounding, acting=acting, gradients=gradients[0], doubts=gradients[1],
+        rounding=rounding, acting=acting,
     )  # fmt: skip
 
 

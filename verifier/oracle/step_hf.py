@@ -1,36 +1,40 @@
-"""The oracle of a training step: transformers' own gradients, an adapter's from them, and Adam in float64."""
+"""The oracle of a training step: transformers' own gradients, and Adam in float64."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verifier.model.checkpoint import open_checkpoint
 from verifier.oracle.batches_hf import batches, choosing_in, slices_of
+from verifier.oracle.gradients_hf import (
+    Distances,
+    Greatest,
+    Spread,
+    beside,
+    clip_of,
+    distances,
+    greatest,
+    greatest_of,
+    measured,
+    of_adapter,
+    parts_of,
+    rounded_anew,
+    spooled,
+    tensors_of,
+)
 from verifier.oracle.logprob_hf import entropy_of, moved
-from verifier.oracle.oracle import DRAWS
 from verifier.oracle.routes_hf import Route
-from verifier.oracle.streaming_hf import StreamedModel, Tape
-from verifier.plan.digest import dtype_name
-from verifier.stages.logprob.records import ROUNDINGS as FLOAT32_ROUNDINGS
-from verifier.stages.loss.records import in_all_layers
+from verifier.oracle.streaming_hf import StreamedModel, Take, Tape
 
 Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
 """Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
 Routes = Sequence[Sequence[Route]]
 """Per sequence the routes of its tokens; or nothing."""
-Greatest = tuple[float, list[int]]
-"""A value and the index of its element."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 """Ends of the names of embeddings and outputs."""
 HALF_UNIT = 2.0**-24
@@ -38,18 +42,9 @@ HALF_UNIT = 2.0**-24
 OF_A_SHARE = 4
 """Times that a token's probability is rounded in float32, besides log Z: exponential, its sum, quotient, difference."""
 
-ELEMENTS = 2**18
-"""Elements of a weight whose step is computed at once: 2 MiB in float64, which a core's cache holds."""
 ROUNDINGS = 3
 """Times that Adam rounds a weight in float32 in a step: 1 - rate * decay, which is near 1, the decay, and the move."""
 
-NEAR = 1e-5
-"""Share of a tensor's greatest gradient within which the trainer's lies far inside of what LSS001 allows, 3e-5."""
-NEAR_ROUNDED = 2
-"""Noises of one pass in less than float32 within which a gradient, or the length of one, lies far inside of what
-LSS001 allows, 5 and 12."""
-Gradients = Mapping[str, torch.Tensor]
-"""Checkpoint name -> gradient."""
 Noise = Callable[[torch.Tensor], torch.Tensor]
 """Gets a gradient of the last hidden state, and gives what another kernel may have made of it."""
 
@@ -95,135 +90,44 @@ def judge_steps(
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         stored = [tensor.dtype for tensor in tensors_of(before).values()]
         dtype = max(set(stored), key=stored.count)
-        trained, compute = partial(_trained, old, rule, adapter), partial(gradients, before, batch, told, given)
-        in_float32 = dtype == torch.float32
-        nats, expected, rounding = compute(torch.float64 if in_float32 else torch.float32)
-        rounded_nats, rounded = (nats, expected) if in_float32 else compute(dtype)[:2]
+
+        def run(take: Take, kind: torch.dtype, draw: int = 0) -> tuple[torch.Tensor, float]:
+            if adapter is not None:
+                take = of_adapter(take, old, rule["scaling"], adapter)  # noqa: B023
+            return gradients(before, batch, told, given, take, kind, draw)  # noqa: B023
+
+        def take(name: str, parts: Sequence[torch.Tensor]) -> None:
+            exact[name] = spooled(folder, parts[0])  # noqa: B023
+
+        def again(draw: int) -> Distances:
+            return distances(exact, lambda take: run(take, dtype, draw))[0]  # noqa: B023
+
+        in_float32, exact, passed = dtype == torch.float32, dict[str, torch.Tensor](), Distances()
+        nats, rounding = run(take, torch.float64 if in_float32 else torch.float32)
+        rounded_nats = nats
+        if not in_float32:
+            passed, (rounded_nats, _) = distances(exact, lambda take: run(take, dtype))  # noqa: B023
         noise = (rounded_nats - nats).abs()
-        expected, rounded = trained(expected), trained(rounded)
         actual = tensors_of(folder / f"gradients-{version}")
-        roundings: Mapping[str, float] = {}
-        if in_float32:
-            rounded = expected
-            roundings = rounded_anew(actual, expected, {}, lambda *asked: trained(compute(*asked)[1]))  # noqa: B023
+        found = beside(exact, actual)
+        roundings = rounded_anew(found, {}, again) if in_float32 else {}
         norm, scale = clip_of(actual, rule["clip_grad"])
-        spread = Spread.of(actual, expected, rounded, lambda draw: trained(compute(dtype, draw)[1]))  # noqa: B023
+        spread = Spread.of(found, passed, again)
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": spread.noise, "noise_passes": spread.passes,
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
             "loss_noise": float(noise.mean()) + rounding,
             "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
         }  # fmt: skip
-        for row, reduced in measured(old, expected, spread.groups, actual):
+        for row, reduced in measured(old, found, spread.groups, actual):
             name = row["name"]
             row["gradient_rounding"] = roundings.get(name, 0.0)
             if version and reduced is not None:
                 rates = _rates(rule, past, name)
-                row["step"] = adam.gap(name, old[name], new[name], reduced * scale, version, **rates)
+                row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, **rates)
             records.append({**row, **whole})
         past += len(batch) if version else 0
     return records
-
-
-def _trained(
-    old: Gradients, rule: Mapping[str, float], adapter: Mapping[str, Sequence[str]] | None, found: Gradients
-) -> Gradients:
-    """Gradients of what is trained: an adapter's matrices, or the whole weights."""
-    return found if adapter is None else adapter_gradients(found, old, rule["scaling"], adapter)
-
-
-def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float, float]:
-    """Norm of all gradients, and the factor by which they are clipped; a `clip_grad` of 0 clips none."""
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in actual.values()))
-    return norm, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
-
-
-def measured(
-    old: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor],
-    groups: Mapping[str, Mapping[str, Any]],
-    actual: Mapping[str, torch.Tensor],
-) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """Per tensor the fields of `GradientRecord` that are its own, and the trainer's gradient, float64.
-
-    `groups` are those of `groups_of`.
-
-    The gradient is zero where neither side has one, and None where transformers has one and the trainer has not.
-    """
-    for name, weight in old.items():
-        gradient, reduced = expected.get(name, torch.zeros(())), None
-        row: dict[str, Any] = {"name": name, "gradient_scale": float(gradient.abs().max())}
-        row |= groups.get(group_of(name), {})
-        if name in actual or name not in expected:
-            reduced = actual[name].double() if name in actual else torch.zeros_like(weight, dtype=torch.float64)
-            row["gradient_dtype"] = dtype_name(actual[name].dtype) if name in actual else "float32"
-            row["gradient"] = greatest((reduced - gradient.double()).abs())
-        yield row, reduced
-
-
-def adapter_gradients(
-    found: Mapping[str, torch.Tensor],
-    adapter: Mapping[str, torch.Tensor],
-    scaling: float,
-    names: Mapping[str, Sequence[str]],
-) -> dict[str, torch.Tensor]:
-    """Gradients of an adapter's matrices, float64: with W + s B A, that of B is s G A^T and that of A is s B^T G.
-
-    Args:
-        found: gradients G of whole matrices, by checkpoint name.
-        adapter: its matrices; an A that several tensors share under its first name alone.
-        scaling: s, of the product.
-        names: of each A, that name to the names for all tensors that share it, whose gradients are summed.
-    """
-    derived = {}
-    for first, all_names in names.items():
-        inward, of_inward = adapter[first].double(), []
-        for name in all_names:
-            base = name.removesuffix(_A)
-            gradient = scaling * found[f"{base}.weight"].double()
-            derived[base + _B] = gradient @ inward.T
-            of_inward.append(adapter[base + _B].double().T @ gradient)
-        derived[first] = torch.stack(of_inward).sum(0)
-    return derived
-
-
-def rounded_anew(
-    actual: Gradients, exact: Gradients, doubts: Gradients, compute: Callable[[torch.dtype, int], Gradients]
-) -> dict[str, float]:
-    """Measure how far float32 rounds gradients, where the trainer's are not `NEAR` those in float64.
-
-    Args:
-        actual: the trainer's.
-        exact: by transformers in float64.
-        doubts: what each may be off by beside that.
-        compute: gradients in a dtype; with a draw from 1 on, rounded anew, see `rounding_anew`.
-
-    Returns:
-        The greatest distance of each in up to `DRAWS` passes in float32 from the exact one. A pass is made until each
-        of the trainer's is near, or within a third of `FLOAT32_ROUNDINGS` times that distance.
-    """
-    found = dict[str, float]()
-    for draw in range(1, DRAWS + 1):
-        if all_near(actual, exact, doubts, found):
-            break
-        for name, gradient in compute(torch.float32, draw).items():
-            found[name] = max(found.get(name, 0.0), float((gradient.double() - exact[name]).abs().max()))
-    return found
-
-
-def all_near(
-    actual: Gradients, expected: Gradients, doubts: Gradients, roundings: Mapping[str, float] | None = None
-) -> bool:
-    """Say if all gradients that the trainer has lie far inside of what they may be off by."""
-    for name, gradient in expected.items():
-        doubt = float(doubts[name].abs().max()) if name in doubts else 0.0
-        off = (actual.get(name, gradient).double() - gradient.double()).abs().max()
-        rounding = (roundings or {}).get(name, 0.0)
-        if not off <= max(
-            NEAR * gradient.abs().max() + doubt / 3, FLOAT32_ROUNDINGS / 3 * rounding
-        ):  # not of NaN either
-            return False
-    return True
 
 
 @contextlib.contextmanager
@@ -277,111 +181,27 @@ def chosen(
     return torch.cat([tape.call(model.head_unit, told, hidden[part], labels[part]) for part in parts], dim=1)
 
 
-def noise_of(rounded: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
-    """Greatest distance of a gradient from the exact one, in units of its tensor's greatest element."""
-    if rounded is exact:
-        return 0.0
-    shares = (
-        float((rounded[name].double() - gradient.double()).abs().max() / gradient.abs().max())
-        for name, gradient in exact.items()
-        if gradient.any()
-    )
-    return max(shares, default=0.0)
-
-
-def group_of(name: str) -> str:
-    """A tensor's own name, or one for all experts' tensors of its kind in its layer: one expert has few tokens."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
-
-
-def groups_of(
-    exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Per group of tensors that has a gradient: its name, the length of `actual` along `exact`, and the noise."""
-    sums: dict[str, list[float]] = {}
-    for name, gradient in exact.items():
-        right, group = gradient.double(), sums.setdefault(group_of(name), [0.0, 0.0, 0.0])
-        group[0] += float(right.square().sum())
-        group[1] += float((actual[name].double() * right).sum()) if name in actual else 0.0
-        group[2] += 0.0 if rounded is exact else float((rounded[name].double() - right).square().sum())
-    return {
-        group: {"group": group, "group_length": along / square, "group_noise": math.sqrt(off / square)}
-        for group, (square, along, off) in sums.items()
-        if square
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Noise of gradients in less than float32."""
-
-    noise: float
-    """Greatest of all passes, see `noise_of`."""
-    groups: Mapping[str, Mapping[str, Any]]
-    """See `groups_of`; the noise of each is the greatest of all passes."""
-    passes: int = 1
-
-    @classmethod
-    def of(
-        cls, actual: Gradients, exact: Gradients, rounded: Gradients, compute: Callable[[int], Gradients]
-    ) -> Spread:  # fmt: skip
-        """Measure it by one pass, and by up to `DRAWS` where the trainer's gradients are not near the exact ones.
-
-        Args:
-            actual: the trainer's.
-            exact: by transformers in float32.
-            rounded: by transformers in the run's dtype; the exact ones where that is float32.
-            compute: gradients in the run's dtype, rounded anew by a draw from 1 on.
-        """
-        found = cls(noise_of(rounded, exact), groups_of(exact, rounded, actual))
-        if rounded is exact:
-            return found
-        for draw in range(1, DRAWS):
-            if found.is_near(actual, exact):
-                break
-            again = compute(draw)
-            groups = {
-                name: max(found.groups[name], group, key=lambda row: row["group_noise"])
-                for name, group in groups_of(exact, again, actual).items()
-            }
-            found = cls(max(found.noise, noise_of(again, exact)), groups, draw + 1)
-        return found
-
-    def is_near(self, actual: Gradients, exact: Gradients) -> bool:
-        """Say if the passes so far show the trainer's gradients to be far inside of what they may be off by."""
-        kinds: dict[str, float] = {}
-        for name, row in self.groups.items():
-            kinds[in_all_layers(name)] = max(kinds.get(in_all_layers(name), 0.0), row["group_noise"])
-        own = FLOAT32_ROUNDINGS / 3 if self.passes > 1 else 0.0
-        for name, row in self.groups.items():
-            if not abs(row["group_length"] - 1) <= max(
-                NEAR_ROUNDED * kinds[in_all_layers(name)], own * row["group_noise"]
-            ):
-                return False
-        told = {name: actual.get(name, gradient) for name, gradient in exact.items()}
-        return noise_of(told, exact) <= NEAR_ROUNDED * self.noise
-
-
 def gradients(
     checkpoint: Path,
     batch: Batch,
     rule: Mapping[str, float],
     routes: Routes,
+    take: Take,
     dtype: torch.dtype = torch.float32,
     draw: int = 0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
-    """Each token's loss by transformers, one sequence at a time, and the gradient of their mean by checkpoint name.
+) -> tuple[torch.Tensor, float]:
+    """Each token's loss by transformers, one sequence at a time; `take` gets the gradient of their mean.
 
     Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
     the softmax of logits / temperature, in float64 from the logits on; times the step's factor. `draw`: see
     `rounding_anew`.
 
     Returns:
-        [N] float64, nats, one for each token in the loss; the gradients, on the host; and the greatest change of the
-        mean by rounding of log-probabilities to float32, nats.
+        [N] float64, nats, one for each token in the loss; and the greatest change of the mean by rounding of
+        log-probabilities to float32, nats.
     """
     model = StreamedModel(checkpoint, dtype)
-    tape, by_name = Tape(model), dict[str, torch.Tensor]()
+    tape = Tape(model)
     num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found, rounding = [], 0.0
     for at, (tokens, mask, reward, engine) in enumerate(batch):
@@ -398,8 +218,8 @@ def gradients(
         slope = rule["factor"] * (rule["drift_weight"] * (logprob - reported) - reward).detach()
         rounding += float((slope.abs() * rounding_of(log_sum.detach())).sum()) / num_tokens
         (nats.sum() / num_tokens).backward()
-    tape.backward(1, lambda name, parts: by_name.update({name: parts[0]}))
-    return torch.cat(found), by_name, rounding
+    tape.backward(1, take)
+    return torch.cat(found), rounding
 
 
 def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
@@ -409,12 +229,6 @@ def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
         log_sum: log Z of each token.
     """
     return HALF_UNIT * (OF_A_SHARE + log_sum.abs())
-
-
-def greatest(gaps: torch.Tensor) -> Greatest:
-    """The greatest element, and its index; NaN is greater than any number."""
-    at = int(gaps.argmax())
-    return float(gaps.flatten()[at]), [int(place) for place in torch.unravel_index(torch.tensor(at), gaps.shape)]
 
 
 class Adam:
@@ -432,16 +246,19 @@ class Adam:
         self._masters: dict[str, torch.Tensor] = {}
 
     def begin(self, name: str, first: torch.Tensor, second: torch.Tensor, master: torch.Tensor | None) -> None:
-        """Take the moments of a tensor, and the unrounded weights where it is rounded, as those before the step."""
-        self._moments[name] = (first.double(), second.double())
+        """Take the moments of a tensor, and the unrounded weights where it is rounded, in float32, for one step."""
+        self._moments[name] = (first, second)
         if master is not None:
-            self._masters[name] = master.double()
+            self._masters[name] = master
 
     def gap(
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
-        learning_rate: float, decay: float = 0.0,
+        learning_rate: float, decay: float = 0.0, clip: float = 1.0,
     ) -> Greatest:  # fmt: skip
-        """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates."""
+        """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates.
+
+        `clip`: factor of the gradient.
+        """
         if name not in self._moments:
             zero = torch.zeros(gradient.shape, dtype=torch.float64)
             self._moments[name] = (zero, zero.clone())
@@ -451,7 +268,9 @@ class Adam:
         kept = 1 - learning_rate * decay if old.ndim > 1 and not name.endswith("bias") else 1.0
         whole = (self._masters[name] if rounded else old, live, gradient, *self._moments[name])
         found = []
-        for begin, new, slope, first, second in zip(*(each.flatten().split(ELEMENTS) for each in whole), strict=True):
+        for begin, new, part, *moments in parts_of(*whole):
+            slope = part.double() * clip
+            first, second = (each.double() for each in moments)  # its own, in float64, are kept
             first.mul_(self._betas[0]).add_(slope, alpha=1 - self._betas[0])
             second.mul_(self._betas[1]).addcmul_(slope, slope, value=1 - self._betas[1])
             denominator = (second / (1 - self._betas[1] ** step)).sqrt_().add_(self._epsilon)
@@ -461,13 +280,11 @@ class Adam:
             allowed = ROUNDINGS * half_step(magnitude, torch.float32)
             if rounded:
                 allowed += half_step(magnitude, live.dtype)
-                begin.copy_(stepped)
+                if begin.dtype == torch.float64:
+                    begin.copy_(stepped)
             excess = (new.double() - stepped).abs_().sub_(allowed).clamp_(min=0)
             found.append(greatest(torch.where(excess == 0, 0.0, excess / learning_rate)))
-        values = torch.tensor([value for value, _ in found], dtype=torch.float64)
-        part = int(values.argmax())
-        at = torch.tensor(part * ELEMENTS + found[part][1][0])
-        return found[part][0], [int(place) for place in torch.unravel_index(at, live.shape)]
+        return greatest_of(found, live.shape)
 
 
 def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
@@ -486,9 +303,3 @@ def half_step(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Half the distance between neighbours of a dtype at these magnitudes: what rounding may move a number by."""
     _, exponent = torch.frexp(magnitude)
     return torch.ldexp(torch.full_like(magnitude, torch.finfo(dtype).eps / 4), exponent)
-
-
-def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
-    """All tensors of a checkpoint directory."""
-    checkpoint = open_checkpoint(path)
-    return {name: checkpoint.read(name) for name in checkpoint.names()}

@@ -9,6 +9,7 @@ before the unit's weights are let go.
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class StreamedModel:
         self._kept: dict[int, torch.Tensor] = {}
         self._room = ROOM_BYTES if torch.is_inference_mode_enabled() else 0
         if self.device.type == "cuda":
+            release()
             self._room = int(ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0])
         self._kind: Any = None
         self._forward = self.model.base_model.forward
@@ -170,6 +172,12 @@ class StreamedModel:
     def trained(self, unit: Unit) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors without values of a unit that has its weights, and the weights."""
         return [(empty, getattr(owner, name)) for owner, name, empty in unit.tensors if _trains(empty)]
+
+
+def release(*_: object) -> None:
+    """Give the memory of models and tapes that are gone back to the GPU; a request of an engine server too."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class _Streamed:
@@ -279,6 +287,7 @@ class Tape:
         self._calls: list[list[_Call]] = []
         self._within: Within = lambda _: contextlib.nullcontext()
         self._anchor = torch.zeros((), requires_grad=True)
+        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # masks and positions, which all layers share
 
     @contextlib.contextmanager
     def sequence(self, within: Within | None = None) -> Iterator[None]:
@@ -290,6 +299,7 @@ class Tape:
             yield
         finally:
             self.model.tape = None
+            self._on_host = {}
 
     def call(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Result of a function of a unit's weights; the call goes on record."""
@@ -298,7 +308,7 @@ class Tape:
             index: get_gradient_edge(leaf)
             for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         }  # fmt: skip
-        kept = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [self._hosted(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call = _Call(unit, forward, kept, shape, edges, self._within)
         rows = _rows(unit, args)
         with torch.no_grad(), _alone(self.model), call.within(unit), self.model.weights_of(unit, rows):
@@ -310,6 +320,12 @@ class Tape:
             given[index] = tensor
         self._calls[-1].append(call)
         return tree_unflatten(given, form)
+
+    def _hosted(self, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.requires_grad:
+            return leaf.detach().cpu()
+        kept = self._on_host[id(leaf)] = self._on_host.get(id(leaf)) or (leaf, leaf.cpu())
+        return kept[1]
 
     def backward(self, kinds: int, take: Take) -> None:
         """Compute the gradients of all weights, and hand each out when it is complete.

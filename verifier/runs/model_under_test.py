@@ -30,7 +30,7 @@ MAX_MODEL_LEN = 512
 MAX_HOST_ORACLE_BYTES = 2**26
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_HOST_BYTES = 2**30
-"""Largest checkpoint whose gradients, moments and weights the oracle compares on the host on the GPU tier."""
+"""Largest checkpoint on the GPU tier whose gradients a round trip judges, by an oracle on the host with moments."""
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
 _PLACED = re.compile(
@@ -92,17 +92,13 @@ class ModelUnderTest:
 
     @property
     def judges_gradients(self) -> bool:
-        """True if the gradients of each step go to the oracle, which keeps several copies of them on the host.
-
-        An adapter's only in fp32, where there is no noise to measure.
-        """
-        exact = not self.lora_rank or self.dtype == "float32"
-        return self.layout is not None and self.fits_host and exact
+        """True if a layout says whose the trainer's gradients are; an adapter's only in fp32, which has no noise."""
+        return self.layout is not None and (not self.lora_rank or self.dtype == "float32")
 
     @property
-    def fits_host(self) -> bool:
-        """True if the oracle may hold several copies of all weights on the host."""
-        return self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_BYTES
+    def judges_cycles(self) -> bool:
+        """True if the gradients of a round trip's steps go to the oracle, which computes them on the host."""
+        return self.judges_gradients and (self.tier == "cpu" or self.checkpoint.num_bytes <= MAX_HOST_BYTES)
 
     @property
     def oracle_device(self) -> str:

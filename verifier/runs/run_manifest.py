@@ -69,7 +69,7 @@ def manifest_of(
             frozen_base=bool(model.lora_rank),
             replicas=model.has_replicas,
             saved=model.is_saved,
-            judges_gradients=model.judges_gradients,
+            judges_gradients=model.judges_cycles,
             why_no_layout=model.why_no_layout,
         ),
     )

@@ -206,6 +206,6 @@ def run_spec(
     return RunSpec(
         **told_of(model), config=config,
         chunk_bytes=chunk_bytes_of(model.checkpoint.num_bytes, most),
-        transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_gradients,
+        transport=placement.transport, num_gpus=placement.trainer_gpus, gradients=model.judges_cycles,
         saves=model.is_saved, **session,
     )  # fmt: skip

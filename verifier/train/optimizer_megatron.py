@@ -179,9 +179,12 @@ def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     for at, chunk in enumerate(trainer.chunks):
         names = {parameter: name.replace("module.", "") for name, parameter in chunk.named_parameters()}
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            whole = _gathered(buffer) if sharded and buffer.data_parallel_world_size > 1 else buffer.grad_data
-            for parameter, (begin, end, _) in buffer.param_index_map.items():
-                yield at, names[parameter], whole[begin:end].view(parameter.shape).clone()
+            for number, bucket in enumerate(buffer.buckets):
+                whole = _gathered(buffer, bucket) if sharded else bucket.grad_data
+                for parameter, (begin, end, own) in buffer.param_index_map.items():
+                    if own == number:
+                        values = whole[begin - bucket.offset : end - bucket.offset]
+                        yield at, names[parameter], values.view(parameter.shape).clone()
 
 
 def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Tensor]]:
@@ -293,14 +296,14 @@ def master_of(adam: Any, held: torch.Tensor) -> torch.Tensor:
     return masters.get(held, held)
 
 
-def _gathered(buffer: Any) -> torch.Tensor:
-    whole = torch.empty_like(buffer.grad_data)
-    rank = dist.get_rank(buffer.data_parallel_group)
-    for bucket in buffer.buckets:
-        mine = bucket.grad_data.chunk(buffer.data_parallel_world_size)[rank]
-        gathered = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
-        dist.all_gather_into_tensor(gathered, mine, group=buffer.data_parallel_group)
-    return whole
+def _gathered(buffer: Any, bucket: Any) -> torch.Tensor:
+    whole, size = bucket.grad_data, buffer.data_parallel_world_size
+    if size == 1:
+        return whole
+    mine = whole.chunk(size)[dist.get_rank(buffer.data_parallel_group)]
+    gathered = torch.empty_like(whole)
+    dist.all_gather_into_tensor(gathered, mine, group=buffer.data_parallel_group)
+    return gathered
 
 
 def _trained(trainer: TrainerModel) -> DataParallel:

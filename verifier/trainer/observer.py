@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from verifier.train.pack import PackedBatch
     from verifier.train.policy_loss_megatron import LossMeter
     from verifier.train.router_replay_megatron import RouterWatch
-    from verifier.train.step_megatron import OnRows, StepResult
+    from verifier.train.step_megatron import OnRows, OnShards, StepResult
     from verifier.train.written_megatron import Stepped
     from verifier.trainer.ahead import AheadRollouts
     from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 Note = Mapping[str, Any]
 """Message of a controller's observer to those of the ranks, as JSON, which goes with a call."""
+SomeRollouts = Callable[[Sequence[int], "OnShards"], tuple[float, int, Mapping[str, Any]]]
+"""(places of rollouts of an update, viewer of their micro-batches) -> mean of their losses, weighted as there, their
+tokens, and the rows of the loss; reduced gradients are in the model's buffers."""
 Stream = Iterator[tuple[str, "torch.Tensor"]]
 """Export stream: (checkpoint name, tensor)."""
 
@@ -134,6 +137,9 @@ class UpdateObserver:
     def passes(self) -> contextlib.AbstractContextManager[object]:
         """Entered around forward and backward passes and the optimizer's step."""
         return contextlib.nullcontext()
+
+    def before_passes(self, compute: SomeRollouts) -> None:
+        """Have gradients of some of the rollouts computed by themselves, which change nothing."""
 
     def on_batch(self, shards: list[PackedBatch]) -> Callable[[], None] | None:
         """Packed micro-batches of this rank are going to be used; see `step_megatron.OnShards`."""

@@ -114,13 +114,13 @@ class TrainingRoutes:
 
     @contextlib.contextmanager
     def during(
-        self, rollouts: Sequence[Rollout], batch: str, name: str, on_shards: OnShards | None = None
+        self, rollouts: Sequence[Rollout], batch: str | None, name: str, on_shards: OnShards | None = None
     ) -> Iterator[OnShards | None]:
         """Within, a pass over these rollouts chooses the experts of their routes, in a run that replays.
 
         Args:
             rollouts: with routes, in a run that replays.
-            batch: name of the mini-batch.
+            batch: name of the mini-batch; None for some of it, of which nobody is told.
             name: of the pass.
             on_shards: another viewer of the pass's micro-batches.
 
@@ -137,4 +137,5 @@ class TrainingRoutes:
                 return on_shards(shards) if on_shards is not None else None
 
             yield both
-        self._observer.on_routes(batch, name, watch)
+        if batch is not None:
+            self._observer.on_routes(batch, name, watch)

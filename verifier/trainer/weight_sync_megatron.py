@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,13 +167,13 @@ def spec_of(options: LoraOptions) -> LoraSpec | None:
 def joined(
     live: LiveWeights, tensors: Iterable[tuple[int, str, torch.Tensor]], folder: Path, rank: int,
     *, gradients: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
 
     Args:
         live: whose layout names them.
         tensors: (chunk, local name, contents).
-        folder: for shards, the same for all ranks, absent before and after.
+        folder: for shards, the same for all ranks; rank 0 removes it when it has read all.
         rank: this one.
         gradients: see `LiveWeights.join`.
     """
@@ -183,10 +183,12 @@ def joined(
     dist.barrier()
     live.dump(folder, tensors)
     dist.barrier()
-    whole = live.join(folder, gradients=gradients) if rank == 0 else {}
-    if rank == 0:
-        shutil.rmtree(folder)
-    return whole
+    return _read(live, folder, gradients=gradients) if rank == 0 else iter(())
+
+
+def _read(live: LiveWeights, folder: Path, *, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from live.join(folder, gradients=gradients)
+    shutil.rmtree(folder)
 
 
 class Adapters:
@@ -220,7 +222,7 @@ class Adapters:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
         with params_synced(self._trainer):
             found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
-        return self.published(found)
+        return self.published(dict(found))
 
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""

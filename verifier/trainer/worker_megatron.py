@@ -1,6 +1,6 @@
 """One trainer rank that serves the controller's calls: load, train, evaluate, export.
 
-The engine sleeps while the trainer steps, and the trainer's state is on the host while the engine samples.
+Turns on the same GPUs: the engine sleeps while the trainer steps, and the trainer's state is on the host while the engine samples.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
 from verifier.train.offload_megatron import HostState, state_tensors
 from verifier.train.policy_loss_megatron import LossMeter, policy_loss
+from verifier.train.step_megatron import OnShards
 from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import saves_megatron, update_facts_megatron, update_log
 from verifier.trainer.batches import SCORED
@@ -204,6 +205,7 @@ class TrainerWorker:
             step=step, number=number, batch=Path(batch).stem, rollouts=rollouts, first=first, last=last, note=note
         )
         watch = self._observer.on_update(update)
+        watch.before_passes(partial(self._some, update, columns))
         meter = LossMeter(rows=watch.keeps_rows)
 
         def on_gradients() -> None:
@@ -231,6 +233,21 @@ class TrainerWorker:
         return found | {
             "learning_rate": rate, "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
         }  # fmt: skip
+
+    def _some(
+        self, update: Update, columns: Mapping[str, Sequence[Any]], places: Sequence[int], look: OnShards
+    ) -> tuple[float, int, Mapping[str, Any]]:
+        """Compute the gradients that some rollouts have in an update, see `observer.SomeRollouts`."""
+        rollouts, meter = [update.rollouts[at] for at in places], LossMeter(rows=True)
+        picked = {name: [values[at] for at in places] for name, values in columns.items()}
+        tokens, of_all = (sum(int(item.mask.sum()) for item in each) for each in (rollouts, update.rollouts))
+        picked["weight"] = [values * (tokens / of_all) for values in picked["weight"]]  # by their own number divided
+        with self._routes.during(rollouts, None, update.name, look) as routed:
+            loss, num_tokens = step_megatron.backward(
+                self._trainer, rollouts, loss=policy_loss(*self._loss, meter), columns=picked,
+                temperature=self._temperature, on_shards=routed, **self._batching,
+            )  # fmt: skip
+        return loss, num_tokens, meter.rows()
 
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""

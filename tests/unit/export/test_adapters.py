@@ -38,7 +38,7 @@ def test_joined_shards_are_the_whole_adapters(mesh: Mesh) -> None:
                 for name, shape in place.source_shapes.items():
                     whole.setdefault(name, torch.randn(shape))
                 shards[place.group] = (place, place.shard(read))
-    joined = unshard(shards.values())
+    joined = dict(unshard(shards.values()))
     assert joined.keys() == whole.keys()
     assert all(torch.equal(joined[name], whole[name]) for name in whole)
     published = dict(adapters.spread(joined))

@@ -130,9 +130,9 @@ def test_an_import_that_shifts_scales_transposes_and_takes_experts_apart_is_join
               for rank in (1, 0) for place in derived.placements(mesh, rank)}  # fmt: skip
     for place, local in owners.values():
         assert torch.equal(place.shard(real.__getitem__), local)
-    joined = unshard(owners.values())
+    joined = dict(unshard(owners.values()))
     assert {name: torch.allclose(joined[name], real[name]) for name in real} == dict.fromkeys(real, True)
-    slopes = unshard([(place, torch.ones(place.shape)) for place, _ in owners.values()], gradients=True)
+    slopes = dict(unshard([(place, torch.ones(place.shape)) for place, _ in owners.values()], gradients=True))
     assert [float(slopes[name].unique()) for name in sorted(shapes)] == [1.0, 0.5, 1.0]
     found = Owners(derived.placements, mesh)
     assert [found.rank_of("layers.3.experts.up", (at, 5, 7)) for at in range(4)] == [0, 0, 1, 1]

@@ -312,7 +312,7 @@ def test_shards_tile_join_and_replicate(name: str, mesh: Mesh) -> None:
         _check_copies_lie_along_their_axes(mesh, members)
 
     assert tiling_error(owners) is None
-    joined = unshard([(placement, placement.shard(weights.__getitem__)) for placement in owners])
+    joined = dict(unshard([(placement, placement.shard(weights.__getitem__)) for placement in owners]))
     assert joined.keys() == weights.keys()
     for tensor_name, tensor in weights.items():
         assert torch.equal(joined[tensor_name], tensor), tensor_name

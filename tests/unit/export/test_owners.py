@@ -10,7 +10,7 @@ from verifier.export.sharding import Owners
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.tiny import write_tiny
-from verifier.oracle.step_hf import greatest
+from verifier.oracle.gradients_hf import greatest
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2, pp=2), Mesh(tp=2, ep=2, dp=2)])

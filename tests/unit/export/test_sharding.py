@@ -42,7 +42,7 @@ def test_columns_come_out_contiguous() -> None:
 
 
 def test_unshard_is_the_inverse() -> None:
-    whole = unshard([(item, item.shard(WHOLE.__getitem__)) for item in (LAST, FIRST)])
+    whole = dict(unshard([(item, item.shard(WHOLE.__getitem__)) for item in (LAST, FIRST)]))
     assert whole.keys() == WHOLE.keys()
     assert all(torch.equal(whole[name], WHOLE[name]) for name in WHOLE)
 
@@ -79,13 +79,13 @@ def test_sources_of_unequal_dtype_are_refused() -> None:
 
 def test_a_shard_of_another_shape_is_refused() -> None:
     with pytest.raises(ContractError) as caught:
-        unshard([(FIRST, torch.zeros(3, 4)), (LAST, torch.zeros(3, 3))])
+        dict(unshard([(FIRST, torch.zeros(3, 4)), (LAST, torch.zeros(3, 3))]))
     assert str(caught.value) == "`p` (p tp 0/1) has shape [3, 4], its placement says [3, 3]"
 
 
 def test_a_missing_shard_is_refused() -> None:
     with pytest.raises(ContractError) as caught:
-        unshard([(FIRST, torch.zeros(3, 3))])
+        dict(unshard([(FIRST, torch.zeros(3, 3))]))
     assert str(caught.value) == "`a`: boxes cover 2 of 4 indices"
 
 

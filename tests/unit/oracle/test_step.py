@@ -8,11 +8,27 @@ import msgspec
 import pytest
 import torch
 
+from verifier.oracle.gradients_hf import (
+    ELEMENTS,
+    Spread,
+    apart,
+    beside,
+    distances,
+    groups_of,
+    of_adapter,
+    rounded_anew,
+    spooled,
+)
 from verifier.oracle.oracle import DRAWS
-from verifier.oracle.step_hf import Adam, Spread, _rates, adapter_gradients, groups_of, half_step, rounded_anew
+from verifier.oracle.step_hf import Adam, _rates, half_step
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
+
+
+def passed(exact, gradients):
+    """Distances of a pass's gradients from the exact ones."""
+    return distances(exact, lambda take: [take(name, [gradient]) for name, gradient in gradients.items()])[0]
 
 
 def steps(dtype: torch.dtype, *, lose_low_bits: bool) -> list[float]:
@@ -78,12 +94,12 @@ def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> 
     exact["unused.weight"].zero_()
     noisy = {name: value + 0.1 * torch.randn(16, generator=generator) for name, value in exact.items()}
     doubled = {name: 2 * value if "layers.1" in name else value for name, value in noisy.items()}
-    found = groups_of(exact, noisy, doubled)
+    found = groups_of(beside(exact, doubled), passed(exact, noisy))
     assert sorted(found) == ["layers.0.experts.*.up.weight", "layers.1.experts.*.up.weight", "norm.weight"]
     assert found["layers.1.experts.*.up.weight"]["group_length"] == pytest.approx(2, abs=0.1)
     assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
     assert all(0.05 < row["group_noise"] < 0.2 for row in found.values())
-    assert all(row["group_noise"] == 0 for row in groups_of(exact, exact, noisy).values())
+    assert all(row["group_noise"] == 0 for row in groups_of(beside(exact, noisy), {}).values())
 
 
 def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_one_matrix() -> None:
@@ -100,12 +116,15 @@ def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_
         weight.retain_grad()
     torch.cat([rows @ weight.T for weight in merged.values()], dim=1).sin().sum().backward()
     adapter = {"k.lora_A.weight": inward, "k.lora_B.weight": key, "v.lora_B.weight": value}
-    found = adapter_gradients(
-        {name: weight.grad for name, weight in merged.items()},
+    found = {}
+    take = of_adapter(
+        lambda name, parts: found.update({name: parts[0]}),
         {name: matrix.detach() for name, matrix in adapter.items()},
         2.0,
         {"k.lora_A.weight": ["k.lora_A.weight", "v.lora_A.weight"]},
     )
+    for name in ("v.weight", "other.weight", "k.weight"):  # in the order in which a tape hands them out
+        take(name, [merged.get(name, rows).grad])
     assert found.keys() == adapter.keys()
     for name, matrix in adapter.items():
         torch.testing.assert_close(found[name], matrix.grad)
@@ -150,20 +169,18 @@ def test_passes_in_float32_are_made_until_a_gradient_is_near_what_they_are_off_b
     actual = {"w": exact["w"] + torch.tensor([0.0, 2 * off])}
     asked = []
 
-    def compute(dtype: torch.dtype, draw: int) -> dict[str, torch.Tensor]:
-        asked.append((dtype, draw))
-        return {"w": exact["w"] + 2e-5 * draw, "unused": torch.zeros(3)}
+    def compute(draw: int) -> dict[str, tuple[float, float]]:
+        asked.append(draw)
+        return passed(exact, {"w": exact["w"] + 2e-5 * draw, "unused": torch.zeros(3)})
 
-    roundings = rounded_anew(actual, exact, {}, compute)
-    assert asked == [(torch.float32, draw) for draw in range(1, passes + 1)]
+    roundings = rounded_anew(beside(exact, actual), {}, compute)
+    assert asked == [*range(1, passes + 1)]
     assert roundings == ({"w": pytest.approx(2e-5 * passes, rel=0.01), "unused": 0.0} if passes else {})
 
 
 def test_what_is_in_doubt_counts_as_near() -> None:
-    gradients = {"w": torch.tensor([1.0])}
-    doubts = {"w": torch.tensor([-3e-3])}
-    asked = ({"w": torch.tensor([1.001])}, gradients, doubts)
-    assert rounded_anew(*asked, lambda *_: pytest.fail("computed")) == {}
+    found = beside({"w": torch.tensor([1.0])}, {"w": torch.tensor([1.001])})
+    assert rounded_anew(found, {"w": 3e-3}, lambda _: pytest.fail("computed")) == {}
 
 
 @pytest.mark.parametrize(("length", "passes"), [(1.1, 1), (1.3, 2), (1.9, 5), (9.0, DRAWS)])
@@ -172,10 +189,10 @@ def test_passes_in_less_than_float32_are_made_until_a_gradient_is_as_long_as_the
     exact = {"layers.0.w": torch.tensor([1.0, 0.0])}
     actual = {"layers.0.w": torch.tensor([length, 0.0])}
 
-    def compute(draw: int) -> dict[str, torch.Tensor]:
-        return {"layers.0.w": torch.tensor([1.0, 0.1 * (draw + 1)])}
+    def compute(draw: int) -> dict[str, tuple[float, float]]:
+        return passed(exact, {"layers.0.w": torch.tensor([1.0, 0.1 * (draw + 1)])})
 
-    found = Spread.of(actual, exact, compute(0), compute)
+    found = Spread.of(beside(exact, actual), compute(0), compute)
     assert found.passes == passes
     assert found.noise == pytest.approx(0.1 * passes)
     assert found.groups["layers.0.w"]["group_noise"] == pytest.approx(0.1 * passes)
@@ -183,5 +200,25 @@ def test_passes_in_less_than_float32_are_made_until_a_gradient_is_as_long_as_the
 
 def test_no_pass_is_made_of_gradients_in_float32() -> None:
     exact = {"w": torch.tensor([1.0])}
-    found = Spread.of({"w": torch.tensor([2.0])}, exact, exact, lambda _: pytest.fail("computed"))
+    found = Spread.of(beside(exact, {"w": torch.tensor([2.0])}), {}, lambda _: pytest.fail("computed"))
     assert (found.noise, found.passes) == (0.0, 1)
+
+
+def test_of_a_tensor_in_slices_the_greatest_gap_has_its_index_and_one_that_is_not_a_number_goes_first() -> None:
+    one, other = torch.zeros(3, ELEMENTS), torch.zeros(3, ELEMENTS)
+    one[1, 5], one[2, 7] = -3.0, 2.0
+    assert apart(one, other) == ((3.0, [1, 5]), 13.0)
+    one[2, 7] = math.nan
+    (value, index), _ = apart(one, other)
+    assert math.isnan(value)
+    assert index == [2, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_spooled_tensor_is_the_one_that_was_given_and_leaves_no_file(tmp_path, dtype) -> None:
+    whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(5)).to(dtype)
+    found = [spooled(tmp_path, tensor) for tensor in (whole.T, whole[1])]
+    assert list(tmp_path.iterdir()) == []
+    assert found[0].equal(whole.T)
+    assert found[1].equal(whole[1])
+    assert found[0].dtype == dtype

@@ -12,38 +12,38 @@ import pytest
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.probes.training import sampled_step
-from verifier.probes.training.sampled_step import COPIES
+from verifier.probes.training.sampled_step import OF_RUN, OF_UNIT
 from verifier.stages.logprob import probe_first_rounding as module
-from verifier.stages.logprob.probe_first_rounding import BYTES, first_rounding, measures_rounding
+from verifier.stages.logprob.probe_first_rounding import first_rounding, measures_rounding
 
 TRAINED = "published:smollm2-135m"
 HOST = 2**33
 """Bytes of the host."""
-SAMPLED = HOST // (4 * COPIES)
-"""Weights of the largest model whose steps are sampled by default."""
+SAMPLED = HOST // (OF_UNIT + OF_RUN)
+"""Weights of the largest model of one tensor whose steps are sampled by default."""
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
-    for room in (module, sampled_step):
-        monkeypatch.setattr(room, "host_bytes", lambda: HOST)
+    monkeypatch.setattr(sampled_step, "host_bytes", lambda: HOST)
 
 
 def measured(*knobs, model=TRAINED, num_weights=SAMPLED + 1, dtype="float32"):
     config, _ = load(TrainConfig, overrides=["model=tiny:add", *(knobs or ("verify.steps=true",))])
-    found = SimpleNamespace(checkpoint=SimpleNamespace(num_weights=num_weights), judges_gradients=True, dtype=dtype)
+    metas = {"w": SimpleNamespace(shape=(num_weights,))}
+    checkpoint = SimpleNamespace(num_weights=num_weights, num_bytes=4 * num_weights, metas=metas, config={})
+    found = SimpleNamespace(checkpoint=checkpoint, judges_gradients=True, dtype=dtype, tier="cpu")
     return measures_rounding(SimpleNamespace(**{**vars_of(config), "model": model}), found)
 
 
 def vars_of(config):
-    return {name: getattr(config, name) for name in ("verify", "lora", "dtype", "megatron", "algorithm", "grpo")}
+    return {name: getattr(config, name) for name in ("run", "verify", "lora", "dtype", "megatron", "algorithm", "grpo")}
 
 
 @pytest.mark.parametrize(
     ("case", "measures"),
     [
         ({}, True),
-        ({"num_weights": HOST // BYTES + 1}, False),
         ({"num_weights": SAMPLED}, False),  # steps 1, 2, 4 ... measure it
         ({"dtype": "bfloat16"}, False),
         ({"model": "tiny:add"}, False),

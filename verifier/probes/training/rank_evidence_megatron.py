@@ -44,7 +44,16 @@ from verifier.train.policy_loss_megatron import LossMeter
 from verifier.train.router_replay_megatron import RouterWatch, Routing
 from verifier.train.step_megatron import OnRows, StepResult, params_synced
 from verifier.train.written_megatron import Stepped
-from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, TransferObserver, Update, UpdateObserver
+from verifier.trainer.observer import (
+    Note,
+    RankObserver,
+    RankParts,
+    SomeRollouts,
+    Transfer,
+    TransferObserver,
+    Update,
+    UpdateObserver,
+)
 from verifier.trainer.state_megatron import Facts, digests_of, elements_of
 
 
@@ -268,6 +277,8 @@ class UpdateEvidence(UpdateObserver):
         self._groups: Sequence[ParameterGroup] = groups_of(parts.optimizer, known=can_audit(parts.config))
         self._audit = rank.audits.of(update.number, self._name) if can_audit(parts.config) else None
         self._watch: RouterWatch | None = None
+        self._some: Sequence[int] | None = (update.note or {}).get("rollouts", {}).get(str(update.number))
+        self._told: dict[str, Any] = {}
         if update.first and at.tp == at.cp == at.dp == 0:  # one rank of each pipeline stage
             record_provider(probe, parts.trainer.provider, parts.trainer.chunks)
         if update.first and parts.rank == 0:
@@ -276,17 +287,35 @@ class UpdateEvidence(UpdateObserver):
     @contextlib.contextmanager
     def passes(self) -> Iterator[None]:
         """Watch what the passes are told, and what routers choose by themselves: the oracle takes the same experts."""
-        parts, routing = self._parts, self._rank.routing
         with contextlib.ExitStack() as stack:
-            stack.enter_context(watched(self._probe, parts.trainer, self._config, self._name, self._version))
-            if routing is not None and self._oracle is not None:
-                self._watch = stack.enter_context(RouterWatch(routing, self._update.rollouts))
+            stack.enter_context(watched(self._probe, self._parts.trainer, self._config, self._name, self._version))
+            if self._some is None:
+                self._watch = stack.enter_context(self._routed(self._update.rollouts))
             yield
-        if self._watch is not None and self._oracle is not None:
-            file = self._oracle / f"routes-{self._update.number}" / f"{parts.rank:04d}.npy"
-            with full_disk_refused(file):
-                file.parent.mkdir(exist_ok=True)
-                np.save(file, self._watch.choices())
+
+    def before_passes(self, compute: SomeRollouts) -> None:
+        """Hand on what the trainer makes of the rollouts that the oracle computes, where these are not all."""
+        if self._some is None or self._hand_on is None:
+            return
+        with self._routed([self._update.rollouts[at] for at in self._some]) as watch:
+            look = (lambda shards: None) if watch is None else watch.on_shards
+            loss, num_tokens, rows = compute(self._some, look)
+        self._hand_on.gradients(self._update.number, "sampled")
+        self._told = {"loss": real(loss), "num_tokens": num_tokens}
+        self._tell_scores(rows)
+
+    @contextlib.contextmanager
+    def _routed(self, rollouts: Sequence[Rollout]) -> Iterator[RouterWatch | None]:
+        routing, oracle = self._rank.routing, self._oracle
+        if routing is None or oracle is None:
+            yield None
+            return
+        with RouterWatch(routing, rollouts) as watch:
+            yield watch
+        file = oracle / f"routes-{self._update.number}" / f"{self._parts.rank:04d}.npy"
+        with full_disk_refused(file):
+            file.parent.mkdir(exist_ok=True)
+            np.save(file, watch.choices())
 
     def on_batch(self, shards: list[PackedBatch]) -> Callable[[], None] | None:
         """Look at micro-batches, and at what the step begins with."""
@@ -337,6 +366,7 @@ class UpdateEvidence(UpdateObserver):
             )
         )  # fmt: skip
         if self._hand_on is not None:
+            told |= self._told
             self._probe.emit(StepReport(name=self._name, version=self._version, update=self._update.number, **told))
 
     def _record_rows(self, meter: LossMeter) -> None:
@@ -344,8 +374,12 @@ class UpdateEvidence(UpdateObserver):
         coordinate = str(self._rank.at)
         if rows := meter.rows():
             self._probe.emit(LossRows(name=self._name, version=self._version, coordinate=coordinate), rows)
-            if self._oracle is not None and tells_scores(self._config):
-                save_scores(self._oracle, self._update.number, coordinate, rows)
+            if self._some is None:
+                self._tell_scores(rows)
+
+    def _tell_scores(self, rows: Mapping[str, np.ndarray]) -> None:
+        if rows and self._rank.at.tp == 0 and self._oracle is not None and tells_scores(self._config):
+            save_scores(self._oracle, self._update.number, str(self._rank.at), rows)
 
     def _record_ratios(self, metrics: Mapping[str, float]) -> None:
         """Record the ratios of a policy-gradient update, whose weights are those of `old` if it is the first."""

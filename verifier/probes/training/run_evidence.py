@@ -177,7 +177,8 @@ class RunEvidence(Observer):
         """Trace of the step, and the folder that the oracle reads."""
         if self._trace is None:
             return None
-        return {"trace": str(self._trace), "oracle": None if self._sampled is None else str(self._sampled.folder)}
+        told = {} if self._sampled is None else {"oracle": str(self._sampled.folder), "rollouts": self._sampled.places}
+        return {"trace": str(self._trace), "oracle": None, **told}
 
     def blaming(self, until: int) -> contextlib.AbstractContextManager[object]:
         """Wait for verdicts before an error."""
@@ -257,9 +258,10 @@ class RunEvidence(Observer):
         assert self.suspicions is not None
         again = run.ahead is None and bool(self.suspicions.open)
         if updates and self._oracle is not None and known and (is_sampled(config, step) or again):
-            self._sampled = SampledStep(config, run.model, self._oracle, run.folder.oracle(step), step)
-            if self._scored is not None:
-                record_scored(probe, config, step, self._scored)
+            folder = run.folder.oracle(step)
+            self._sampled = SampledStep(config, run.model, self._oracle, folder, step, updates, self._scored)
+            if self._sampled.scored is not None:
+                record_scored(probe, config, step, self._sampled.scored)
         self._manifest = step_manifest(config, run.model, Facts(
             step=step, updates=tuple(item.number for item in updates), sampled=self._sampled is not None,
             loaded=self._begins and bool(updates), sent=self._sent, resumed=resumed, restarted=restarted,
@@ -293,7 +295,7 @@ class RunEvidence(Observer):
         if self._sampled is not None:
             run.progress(f"step {step}: transformers computes it too")
             rates = [report["learning_rate"] for report in reports]
-            found = self._sampled.judge(trace, self._updates, rates, self._scored, self._earlier, self.noise)
+            found = self._sampled.judge(trace, self._updates, rates, self._earlier, self.noise)
             self.noise = found or self.noise
         complete(trace, self._manifest)
         self._verdicts.ask(step, trace)

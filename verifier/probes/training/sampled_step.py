@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
+import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ from safetensors.numpy import save_file
 
 from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
+from verifier.config_json import text_model
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import ONLY, Probe, real
 from verifier.core.store import Recorder
@@ -26,7 +32,7 @@ from verifier.errors import UsageError
 from verifier.export.adapters import adapters_of
 from verifier.export.names import layout_of
 from verifier.export.sharding import Owners
-from verifier.model.families import moe_layers_of
+from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     choices_record,
@@ -52,7 +58,7 @@ from verifier.stages.rollout.records import SampledTokens
 from verifier.train.memory import host_bytes
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.evaluation import ends_of
-from verifier.trainer.sampled_batch import exact_tokens
+from verifier.trainer.sampled_batch import exact_tokens, has_fresh
 
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""
@@ -60,13 +66,17 @@ COLUMNS = ("advantage", "divisor", "reference")
 WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
 """Options of Megatron that change loss or weights in a way that the oracle does not compute."""
 
+TOKENS = 2**14
+"""Tokens of a step's rollouts that the oracle computes by default. Each takes 8 operations a weight in float32, forward
+twice and backward: of 0.6 billion weights 8e13, 2 s of a GPU that makes 4e13 a second."""
 NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
-COPIES = 36
-"""Copies of the weights in float32 for which a host must have room, so that steps are sampled by default: of oracle,
-trainer and engine together, while a step of GRPO is judged."""
+OF_RUN = 32
+"""Bytes of each weight that trainer, reference and engine of a run on the CPU hold: eight copies in float32."""
+OF_UNIT = 24
+"""Bytes of each weight of the largest layer that the oracle holds: in float64 it, its gradient and the sum of that."""
 
 
 def is_sampled(config: TrainConfig, step: int) -> bool:
@@ -81,12 +91,8 @@ def unsampled_because(config: TrainConfig, model: ModelUnderTest) -> str:
     """Reason for which a judged run samples no step; empty where it does."""
     if config.verify.every == 0:
         return "verify.every is 0"
-    needed, held = COPIES * 4 * model.checkpoint.num_weights, host_bytes()
-    if config.verify.every is None and needed > held:
-        return (
-            f"{config.model} needs {needed / 2**30:,.0f} GiB for that, this host has {held / 2**30:,.0f} GiB, and "
-            "verify.every is not given"
-        )
+    if config.verify.every is None and (lack := _lack_of_room(config, model)):
+        return f"{lack}, and verify.every is not given"
     return _unjudgeable(config, model)[0]  # where it was given, because no layout could be derived
 
 
@@ -94,13 +100,39 @@ def require_judgeable(config: TrainConfig, model: ModelUnderTest) -> None:
     """Refuse sampled steps that were asked for and that the oracle has no means to judge, whatever layout is derived.
 
     Raises:
-        UsageError: a family without a layout, and without one that could be derived, a model that is too large for the
-            host, a loss of a plugin, or an option of Megatron that the oracle has not.
+        UsageError: a family without a layout, and without one that could be derived, a host without room for the
+            model, a loss of a plugin, or an option of Megatron that the oracle has not.
     """
     if config.verify.steps and config.verify.every:
         reason, remedy = _unjudgeable(config, model, derives=True)
-        if reason:
+        if reason := reason or _lack_of_room(config, model):
             raise UsageError(f"verify.every is {config.verify.every} and {reason}: set verify.every=0{remedy}")
+
+
+def _lack_of_room(config: TrainConfig, model: ModelUnderTest) -> str:
+    """Clause on memory or disk that a sampled step needs and this host has not; empty where it has."""
+    checkpoint, layers = model.checkpoint, Counter[str]()
+    for name, meta in checkpoint.metas.items():
+        layers[(re.match(r".*?\.\d+\.", name) or [name])[0]] += math.prod(meta.shape)  # its first number is a layer's
+    memory = OF_UNIT * max(layers.values()) + OF_RUN * checkpoint.num_weights * (model.tier == "cpu")
+    hidden = size_if_any(text_model(checkpoint.config), "hidden_size") or 0
+    memory += 8 * TOKENS * hidden * (sum(name.endswith(".") for name in layers) + 2)  # the tape
+    updates, exact = config.grpo.updates if config.algorithm == "grpo" else 1, config.dtype == "float32"
+    of_weight = updates * (16 if exact else 20) + (8 if exact else 4)  # gradients, moments, masters; the oracle's own
+    disk = (updates + 1) * checkpoint.num_bytes + of_weight * checkpoint.num_weights * (not config.lora.rank)
+    for needed, held, what in ((memory, host_bytes(), "memory"), (disk, _free_bytes(config.run), "disk for the run")):
+        if needed > held:
+            return (
+                f"a sampled step of {config.model} needs {needed / 2**30:,.1f} GiB of {what}, and this host has "
+                f"{held / 2**30:,.1f} GiB"
+            )
+    return ""
+
+
+@cache
+def _free_bytes(folder: Path) -> int:
+    """Bytes that were free where a folder is, or will be, when a run asked first."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
 
 
 def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = False) -> tuple[str, str]:
@@ -114,7 +146,7 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
     adapts = config.lora.rank and config.dtype != "float32"
     judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
     if adapts or not judges:
-        reason = "its family has no layout, or it is too large for the host"
+        reason = "its family has no layout"
         if adapts:
             reason = "the oracle does not compute gradients of adapters in less than float32"
         return f"the gradients of {config.model} cannot be judged: {reason}", ""
@@ -169,8 +201,21 @@ def _record_sampled(probe: Probe, version: int, runs: Sequence[tuple[Rollout, in
     probe.emit(record, np.concatenate([rollout.logprobs[a:b] for rollout, a, b in runs]))
 
 
+def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    return [values[at] for at in places]
+
+
+def _spread(count: int, asked: int, begin: int) -> list[int]:
+    """So many of `count` places, evenly spread from one on."""
+    asked = min(asked, count)
+    return sorted((begin + at * count // asked) % count for at in range(asked))
+
+
 class SampledStep:
     """One step that the oracle computes too, in a folder of its own that ranks and controller fill.
+
+    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Which ones hangs on no
+    reward or length but that a token of them has a gradient, of scored ones on nothing: their ends are counted.
 
     Args:
         config: of the run.
@@ -178,18 +223,43 @@ class SampledStep:
         oracle: running.
         folder: for the step; see `verifier.oracle.policy_hf`.
         step: number of the step, from 1.
+        updates: of the step, in order.
+        scored: log-probabilities of the step; None in supervised fine-tuning.
+
+    Attributes:
+        places: number of each update of which some rollouts are computed, to their places.
+        scored: those of the rollouts that are.
     """
 
-    def __init__(self, config: TrainConfig, model: ModelUnderTest, oracle: Oracle, folder: Path, step: int) -> None:
+    def __init__(
+        self, config: TrainConfig, model: ModelUnderTest, oracle: Oracle, folder: Path, step: int,
+        updates: Sequence[OptimizerUpdate], scored: ScoredRollouts | None,
+    ) -> None:  # fmt: skip
         self._config, self._model, self._oracle, self.folder, self._step = config, model, oracle, folder, step
+        self.places: dict[str, list[int]] = {}
+        self.scored, tokens = scored, [len(item) for update in updates for item in update.rollouts]
+        most = max(config.verify.rollouts or TOKENS * len(tokens) // sum(tokens) // len(updates), config.mesh.dp)
+        if config.verify.rollouts or sum(tokens) > TOKENS:
+            for update in (item for item in updates if len(item.rollouts) > most):
+                pairs = [*zip(update.weights, update.columns.get("advantage", update.weights), strict=True)]
+                acting = [at for at, (weight, advantage) in enumerate(pairs) if (weight * advantage).any()]
+                acting = acting or [at for at, item in enumerate(update.rollouts) if item.mask.any()]
+                self.places[str(update.number)] = _at(_spread(len(acting), most, step), acting)
+        if scored is not None and self.places:
+            fresh = [at for at, item in enumerate(scored.rollouts) if has_fresh(config, [item], step - 1)]
+            chosen = _spread(len(scored.rollouts), most * len(updates), step)
+            chosen = chosen if {*chosen} & {*fresh} else sorted({*chosen, *fresh[:1]})
+            reference = None if scored.reference is None else _at(chosen, scored.reference)
+            rollouts, old = _at(chosen, scored.rollouts), _at(chosen, scored.old)
+            self.scored = ScoredRollouts(rollouts=rollouts, old=old, reference=reference)
         self._routed = bool(moe_layers_of(model.checkpoint.config)) and not config.grpo.replay_routes
         shutil.rmtree(folder, ignore_errors=True)
         with full_disk_refused(folder):
             folder.mkdir(parents=True)
 
     def judge(
-        self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], scored: ScoredRollouts | None,
-        earlier: Mapping[int, Path], known: SampledNoise | None = None,
+        self, trace: Path, updates: Sequence[OptimizerUpdate], rates: Sequence[float], earlier: Mapping[int, Path],
+        known: SampledNoise | None = None,
     ) -> SampledNoise | None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
@@ -197,7 +267,6 @@ class SampledStep:
             trace: of the step.
             updates: in order.
             rates: learning rate of each.
-            scored: log-probabilities that were recorded; None in supervised fine-tuning.
             earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
             known: noise of the sampled step before.
 
@@ -205,7 +274,9 @@ class SampledStep:
             Noise of the run's dtype on the tokens that the last weights sampled; None without any.
         """
         noise = None
-        config, model = self._config, self._model
+        config, model, scored = self._config, self._model, self.scored
+        sizes = {item.number: len(item.rollouts) for item in updates if str(item.number) in self.places}
+        updates = [self._computed(update) for update in updates]
         for update in updates:
             self._save_inputs(update)
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
@@ -220,15 +291,26 @@ class SampledStep:
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
+                if (size := sizes.get(row["update"])) is not None:
+                    row |= {"rollouts": len(self.places[str(row["update"])]), "of_rollouts": size}
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             self._record_choices(recorder, updates)
-            known_entropies = None
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
-                noise, known_entropies = self._record_logprobs(recorder, scored, before, earlier, known)
-            self._record_entropies(recorder, updates, objective["temperature"], read, known_entropies)
+                noise = self._record_logprobs(recorder, scored, before, earlier, known)
+            self._record_entropies(recorder, updates, objective["temperature"], read)
+        if model.oracle_device == "cuda":  # of weights too large for their answers to be known again
+            self._oracle.ask("streaming_hf:release", [self.folder / f"weights-{updates[0].number - 1}"])
         shutil.rmtree(self.folder)
         return noise
+
+    def _computed(self, update: OptimizerUpdate) -> OptimizerUpdate:
+        """An update of those rollouts alone that are computed."""
+        if (places := self.places.get(str(update.number))) is None:
+            return update
+        columns = {name: _at(places, values) for name, values in update.columns.items()}
+        rollouts, weights = _at(places, update.rollouts), _at(places, update.weights)
+        return dataclasses.replace(update, rollouts=rollouts, weights=weights, columns=columns)
 
     def _record_choices(self, recorder: Recorder, updates: Sequence[OptimizerUpdate]) -> None:
         """Record how good the experts were that routers chose by themselves, in less than float32."""
@@ -238,37 +320,27 @@ class SampledStep:
             routes = chosen_routes(self.folder / f"routes-{update.number}", len(update.rollouts))
             if routes:
                 sequences = [rollout.tokens.tolist() for rollout in update.rollouts]
-                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype)
+                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype, self._model.oracle_device)
                 before = self.folder / f"weights-{update.number - 1}"
+                places = self.places.get(str(update.number)) or range(len(sequences))
                 for row in self._oracle.ask("choices_hf:choice_gaps", [before], *asked):
+                    row["place"][0] = places[row["place"][0]]
                     recorder.emit(choices_record(row, update.name, self._step))
 
     def _record_entropies(
-        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path],
-        known: Mapping[str, list[list[float]]] | None,
-    ) -> None:  # fmt: skip
-        """Record the entropy at each token in the loss, of each update.
-
-        Args:
-            recorder: of the oracle.
-            updates: in order.
-            temperature: divisor of the logits.
-            read: see `Oracle.ask`.
-            known: by rollout, what the weights before the first update give it, as `Sides` has it: they are not asked
-                again, unless routers were given experts of their own choice.
-        """
+        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path]
+    ) -> None:
+        """Record the entropy at each token in the loss, of each update; see `Oracle.ask` for `read`."""
         dtype = "float64" if self._model.dtype == "float32" else self._model.dtype
-        first = updates[0]
-        if chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts)):
-            known = None
-        rest = updates if known is None else updates[1:]
-        asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
-        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read) if rest else []
-        if known is not None:
-            rows = [_entropies(first, known), *rows]
+        asked = (temperature, [update.number for update in updates], dtype, self._model.oracle_device)
+        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read)
         for update, row in zip(updates, rows, strict=True):
             record = OracleEntropy(
-                name=update.name, version=self._step, temperature=temperature, noise=real(row["noise"])
+                name=update.name,
+                version=self._step,
+                temperature=temperature,
+                noise=real(row["noise"]),
+                rollouts=None if (places := self.places.get(str(update.number))) is None else tuple(places),
             )
             arrays = {ONLY: np.array(row["entropy"], np.float64), "scale": np.array(row["scale"])}
             recorder.emit(record, arrays)
@@ -305,12 +377,8 @@ class SampledStep:
     def _record_logprobs(
         self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path],
         known: SampledNoise | None,
-    ) -> tuple[SampledNoise | None, Mapping[str, list[list[float]]]]:  # fmt: skip
-        """Score what `record_scored` recorded, by the weights that it claims.
-
-        Returns:
-            See `judge`; and per rollout the entropies at its tokens by the last weights, as `Sides` has them.
-        """
+    ) -> SampledNoise | None:  # fmt: skip
+        """Score what `record_scored` recorded, by the weights that it claims; see `judge`."""
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
@@ -322,7 +390,7 @@ class SampledStep:
         told = (dtype, self._model.oracle_device, temperature, routes, ends)
         sampled = [rollout.logprobs for rollout in scored.rollouts]
         reported = [*zip(scored.old, sampled, strict=True)]
-        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told, reported=reported)
+        own_sides, shares, _ = self._oracle.describe(before, sequences, *told, reported=reported)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes, scored.reference)
@@ -343,8 +411,7 @@ class SampledStep:
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
-        rows = zip(*(side for side in entropies), strict=True)
-        return noise, {rollout.id: [*row] for rollout, row in zip(scored.rollouts, rows, strict=True)}
+        return noise
 
     def _record_ends(
         self, recorder: Recorder, ends: Sequence[int], shares: Sides, runs: Sequence[tuple[int, int, int]]
@@ -376,7 +443,7 @@ class SampledStep:
             self._step, self._step - 1, np.concatenate([*sides.other]), np.concatenate([*sides.exact]),
             np.concatenate(places), options.max_answer_tokens * options.max_turns, routed=self._routed,
         )  # fmt: skip
-        found = replace(found, **scales_of(sides.scales))
+        found = replace(found, partly=bool(self.places), **scales_of(sides.scales))
         if known is None:
             return found
         return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
@@ -405,18 +472,6 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
     rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
     return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
-
-
-def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
-    """Answer of `policy_hf:entropies` for an update, from entropies by rollout."""
-    rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
-    exact, other, scale = ([np.array(known[item.id][side]) for item in rollouts] for side in range(3))
-    masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
-    return {
-        "entropy": np.concatenate([row[mask] for row, mask in zip(exact, masks, strict=True)]).tolist(),
-        "scale": [value for row, mask in zip(scale, masks, strict=True) for value in row[mask].tolist()],
-        "noise": max(float(np.abs(a - b).max()) for a, b in zip(exact, other, strict=True)),
-    }
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:

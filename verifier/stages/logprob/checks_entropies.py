@@ -36,9 +36,9 @@ from verifier.stages.pack.checks_packing import UpdateRows, updates_of
 def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The entropy at each token in the loss is that of the distribution that the run samples from and trains.
 
-    What it checks: on sampled steps of a training run (`verify.every`), per rollout of each update, the entropy that
-    the loss was given at each of its tokens, against transformers in fp32 with the weights before the update, at the
-    run's temperature, over the whole vocabulary.
+    What it checks: on sampled steps of a training run (`verify.every`), per rollout of each update, or some of them
+    (`verify.rollouts`), the entropy that the loss was given at each of its tokens, against transformers in fp32 with
+    the weights before the update, at the run's temperature, over the whole vocabulary.
     Why it matters: an entropy of logits before the temperature, or of one rank's slice of the vocabulary, is shown as
     the policy's, and no gradient betrays it while the weight of the entropy is 0.
     Evidence: loss/rows, logprob/entropy, advantage/columns (arrays).
@@ -62,7 +62,8 @@ def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
     noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
     for oracle in trace.of(OracleEntropy, version=version, name=name):
         scale, exact = trace.arrays(oracle).get("scale"), trace.manifest.dtype == "float32"
-        yield from _compare(update, oracle, trace.array(oracle), noise, scale, exact)
+        told = update if oracle.rollouts is None else update.of(oracle.rollouts)
+        yield from _compare(told, oracle, trace.array(oracle), noise, scale, exact)
 
 
 def _compare(

@@ -304,8 +304,8 @@ def trainer_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     implementation that holds the trainer's own live weights (joined without Megatron-Bridge; of a family without a
     layout row, the exported ones); and that every rank gets the same ones back. At version 0 at a temperature too, and,
     of a model without experts, of a sequence of 1,000 tokens. On sampled steps of a training run (`verify.every`) `old`
-    of all rollouts, by the weights before the step, and `reference`, by the checkpoint that the run began with, at the
-    run's temperature.
+    of all rollouts, or of some (`verify.rollouts`), by the weights before the step, and `reference`, by the checkpoint
+    that the run began with, at the run's temperature.
     Why it matters: import and export that are wrong alike, a wrong rope base, epsilon or scaling, a misplaced label:
     all leave the round trip an identity.
     Evidence: logprob/trainer, logprob/oracle (arrays).

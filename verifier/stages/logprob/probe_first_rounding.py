@@ -14,18 +14,15 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
 from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.records import SampledNoise
-from verifier.train.memory import host_bytes
 
 NUM_SEQUENCES, LENGTH = 4, 64
 """Sequences of random tokens, and tokens of each."""
-BYTES = 12
-"""Bytes of the host that float32 and float64 weights take, for each."""
 
 
 def measures_rounding(config: TrainConfig, model: ModelUnderTest) -> bool:
     """Tell whether a judged run in float32 has no step that measures what float32 rounds of its model."""
-    exempt = config.model.startswith("tiny:") or BYTES * model.checkpoint.num_weights > host_bytes()
-    return config.verify.steps and model.dtype == "float32" and not exempt and bool(unsampled_because(config, model))
+    judged = config.verify.steps and model.dtype == "float32" and not config.model.startswith("tiny:")
+    return judged and bool(unsampled_because(config, model))
 
 
 def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:

@@ -104,6 +104,8 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     """Divisor of the logits."""
     noise: Real
     """Greatest distance by weights of the run's dtype, or of float64, at any token of the rollouts; nats."""
+    rollouts: tuple[Count, ...] | None = None
+    """Places of the rollouts, among those of the update, that these are of; None for all."""
 
 
 class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
@@ -279,6 +281,8 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Greatest 1 - p."""
     drawn: bool = False
     """The tokens are random ones, measured before the first step of a run that samples no step."""
+    partly: bool = False
+    """The tokens are those of some of the step's rollouts."""
 
 
 class EngineNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/engine-noise"):

@@ -55,7 +55,9 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     curve and the norm look the same.
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients). On sampled
     steps of a training run (`verify.every`) it is the gradient of the true loss of each update, written anew from the
-    papers' formulas, on the tokens and columns that the controller recorded.
+    papers' formulas, on the tokens and columns that the controller recorded. Of a step of more than 16,384 tokens, or
+    with `verify.rollouts`, it is that of some rollouts, which the trainer computes in a pass of their own before the
+    step, with the step's weights of tokens; the comparison says how many of how many.
     Tolerance and its source: 3e-5 of the tensor's greatest gradient in fp32, measured (docs/numerics.md); an
     extrapolated 7e-9 of clean comparisons reach it. Where a gradient is beyond a third of that, as in deep trained
     models, 12 times the greatest of six distances of transformers in float32 from float64, if that is more: a chance
@@ -70,7 +72,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     which LSS004 judges; where routers flip, transformers takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
     loss.
-    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; in bf16 routers
+    What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; a bug that
+    needs a rollout which is not among some: of a share p of all, K miss it with a chance of (1 - p)**K; in bf16 routers
     that choose wrongly by themselves (LGP001, RPL001, LSS005).
     References: verl#5702, RL#3716, SkyRL#1751, SkyRL#1296, AReaL#1273, slime#987.
     """
@@ -95,7 +98,7 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         same = item.gradient is not None and gap <= allowed and dtype == "float32"
         at, what, sides = (
             At(Stage.LOSS, item.version, owner),
-            subject_of(item),
+            subject_of(item) + some_of(item),
             (found, f"greatest element {scale:.3g}"),
         )
         sentence = f"the gradient of `{item.name}` is {found}{place}, its greatest element should be {scale:.3g}"
@@ -128,7 +131,7 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
             source = f"the greatest noise of this tensor in {item.noise_passes} passes, times {ROUNDINGS:g}"
         bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         length = float(item.group_length)
-        what = f"{name} (length)" + (f" of update {update}" if update else "")
+        what = f"{name} (length)" + of_update(item) + some_of(item)
         subject = f"the length of the gradient of `{name}`"
         says = ("the trainer's", "along transformers' gradient, fp32")
         yield compare_value(At(Stage.LOSS, version), what, length, 1.0, subject=subject, says=says, allowed=bound)
@@ -142,6 +145,11 @@ def subject_of(item: GradientRecord) -> str:
 def of_update(item: GradientRecord | StepReport) -> str:
     """The update as the end of a noun phrase, where a version may have several."""
     return f" of update {item.update}" if item.update else ""
+
+
+def some_of(item: GradientRecord) -> str:
+    """Number of the update's rollouts that it is of, in brackets; empty where it is of all."""
+    return f" ({item.rollouts:,} of {item.of_rollouts:,} rollouts)" if item.of_rollouts else ""
 
 
 def measured_at(measured: Measurement | None) -> tuple[str, str, str]:
@@ -176,7 +184,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     fp32 within twice what rounding, and of a loss with ratios 1e-5 nats of each log-probability, change it by, if that
     is more (docs/numerics.md).
     Where to look: the groups over which loss and tokens are summed.
-    What it does not catch: gradients of another loss than the reported one (LSS001); in less than fp32
+    What it does not catch: gradients of another loss than the reported one (LSS001); where some rollouts are computed
+    (`verify.rollouts`), whose own loss it is, the sum over the others (LSS004 has each token's); in less than fp32
     log-probabilities that are off by less than their noise, and a wrong loss of fewer than ten tokens.
     References: SkyRL#1420, verl#3294, slime#987.
     """
@@ -192,7 +201,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         if trace.manifest.dtype != "float32" and item.num_tokens < FEW_TOKENS:
             allowed, why = math.inf, f"fewer than {FEW_TOKENS} tokens do not tell their noise"
-        gap, what = abs(loss - right), f"reported loss on rank {report.rank}{of_update(report)}"
+        gap, what = abs(loss - right), f"reported loss on rank {report.rank}{of_update(report)}{some_of(item)}"
         same = gap <= allowed and report.num_tokens == item.num_tokens
         found, wanted = f"{loss:.6g} over {report.num_tokens:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
         at, why = At(Stage.LOSS, report.version, owner_of(report)), f"{allowed:.3g}, {why}"

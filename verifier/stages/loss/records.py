@@ -183,6 +183,10 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Distance of the live weight from Adam's; None where the trainer has no gradient."""
     update: Count = 0
     """Number of the optimizer step in a training run, from 1; 0 where each version has one."""
+    rollouts: Count = 0
+    """Rollouts whose gradient it is, in a further pass of the trainer before the step's; 0 where all of the step's."""
+    of_rollouts: Count = 0
+    """Rollouts that the step trains on, where it is the gradient of some."""
 
 
 class RouterGradients(ArrayRecord, frozen=True, kw_only=True, tag="loss/routers"):

@@ -373,6 +373,15 @@ class UpdateRows:
     in_loss: np.ndarray
     """[N] tokens of the update in the loss."""
 
+    def of(self, rollouts: Sequence[int]) -> UpdateRows:
+        """Rows of some rollouts alone, by their places."""
+        kept, owner = np.isin(self.rollout, rollouts), np.repeat(range(len(self.columns.ids)), self.columns.lengths)
+        rows, given = ({name: values[kept] for name, values in each.items()} for each in (self.rows, self.given))
+        return replace(
+            self, place=self.place[kept], rollout=self.rollout[kept], rows=rows, given=given,
+            in_loss=self.in_loss & np.isin(owner, rollouts),
+        )  # fmt: skip
+
     def log_ratios(self, loss: str) -> np.ndarray:
         """[T] log-ratio of each row to its divisor, float64, nats; of GSPO the mean of its sequence."""
         difference: np.ndarray = self.rows["current"].astype(np.float64) - self.given["divisor"]

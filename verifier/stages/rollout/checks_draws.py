@@ -273,8 +273,8 @@ def answers_end_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Answers end as often as draws from the policy do: they are all that were drawn, whatever their length.
 
     What it checks: on sampled steps of a training run (`verify.every`), over all tokens that the weights before the
-    step sampled, the number of end tokens among them against the sum of the probabilities that transformers in fp32
-    gives an end token at each, at the run's temperature.
+    step sampled, or those of some rollouts (`verify.rollouts`), the number of end tokens among them against the sum of
+    the probabilities that transformers in fp32 gives an end token at each, at the run's temperature.
     Why it matters: an engine that is asked for more answers than are trained on, and keeps those that end first, gives
     each token its right log-probability, and the policy learns from short answers alone.
     Evidence: data/asked, rollout/sampled, logprob/ends (array).

@@ -113,11 +113,12 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     measure and later steps keep.
     Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
     times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
-    nats, divided by a temperature below 1; of random tokens where no step is sampled twice that, and 8 times for the
-    coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this run's noise, transformers in bf16 against
-    fp32, of 100 tokens or more; a mean has three standard errors more, a signed mean and a slope five. And so many
-    tokens beyond three times the greatest noise of all sampled steps so far, more as a token is less sure than the
-    floor's (1 - p), as chance puts beyond it with 1e-9, whatever the distribution: 29 of as many as the floor's.
+    nats, divided by a temperature below 1; of random tokens where no step is sampled, and of some of the step's
+    rollouts, twice that, and 8 times for the coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this
+    run's noise, transformers in bf16 against fp32, of 100 tokens or more; a mean has three standard errors more, a
+    signed mean and a slope five. And so many tokens beyond three times the greatest noise of all sampled steps so far,
+    more as a token is less sure than the floor's (1 - p), as chance puts beyond it with 1e-9, whatever the
+    distribution: 29 of as many as the floor's.
     Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
     scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
@@ -158,8 +159,8 @@ def bound_in_fp32(trace: Trace, step: int, temperature: float, *, most: bool = F
     if noise is None:
         source = f"{fixed.source}, times {UNMEASURED}, as none is"
         return replace(fixed, absolute=UNMEASURED * fixed.absolute, source=source)
-    carried = CARRIED if noise.drawn or noise.measured != step - 1 else 1
-    coarser = COARSER if noise.drawn else 1
+    few = noise.drawn or noise.partly
+    carried, coarser = CARRIED if few or noise.measured != step - 1 else 1, COARSER if few else 1
     scale, roundings = (noise.scale, MOST_ROUNDINGS) if most else (noise.coarsest, coarser * ROUNDINGS)
     return wider(fixed, rounding(float(scale), carried * roundings))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
-from verifier.model.checkpoint import Checkpoint
+from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
 from verifier.stages.export.probe_tensors import record_tensors
@@ -71,9 +71,9 @@ class HandOn:
             states = named_states(self._trainer, self._optimizer, part)
             self._save(f"{part}-{number}", states, gradients=part != "master")
 
-    def gradients(self, number: int) -> None:
-        """Hand on reduced gradients, between backward pass and step."""
-        self._save(f"gradients-{number}", named_gradients(self._trainer), gradients=True)
+    def gradients(self, number: int, name: str = "gradients") -> None:
+        """Hand on reduced gradients, between backward pass and step, under a name."""
+        self._save(f"{name}-{number}", named_gradients(self._trainer), gradients=True)
 
     def after(self, number: int, probe: Probe | None = None, version: int = 0) -> dict[str, torch.Tensor]:
         """Hand on what an update made, and record all weights, if asked to, for the export that follows.
@@ -103,11 +103,12 @@ class HandOn:
     def _save(
         self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Join tensors of all ranks, values or gradients by them, on rank 0, and write them there."""
+        """Join tensors of all ranks, values or gradients by them, into files, which rank 0 maps."""
         whole = joined(self._live, tensors, self._folder / f"{name}-shards", self._rank, gradients=gradients)
-        if self._rank == 0:
-            save_checkpoint(self._folder / name, self._source.config, whole.items())
-        return whole
+        if self._rank:
+            return {}
+        written = open_checkpoint(save_checkpoint(self._folder / name, self._source.config, whole))
+        return {each: written.read(each) for each in written.names()}
 
 
 class AdapterEvidence:

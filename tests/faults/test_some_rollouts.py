@@ -1,0 +1,25 @@
+"""Faults are caught in their stage where two rollouts of each update are computed too, as they are where all are.
+
+What this does not exercise: faults of every loss and mesh (the kill matrix, on whole steps).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from verifier.faults.catalog import CATALOG
+from verifier.faults.matrix import line_of
+from verifier.faults.trial import Trials
+
+RARER = ("entropy-of-other-logits", "router-gradient-of-own-rows", "recomputed-adapters-without-gradient")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["kl-loss-detached", *(pytest.param(name, marks=pytest.mark.slow) for name in RARER)])
+def test_some_rollouts_show_it_too(trials: Trials, name: str) -> None:
+    fault = CATALOG[name]
+    result = trials.trial(replace(fault, training=(*fault.training, "verify.rollouts=2")))
+    assert not result.failures, line_of(result)
+    assert not result.crashed, line_of(result)
