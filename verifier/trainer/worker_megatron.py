@@ -1,6 +1,7 @@
 """One trainer rank that serves the controller's calls: load, train, evaluate, export.
 
-Turns on the same GPUs: the engine sleeps while the trainer steps, and the trainer's state is on the host while the engine samples.
+Turns on the same GPUs: the engine sleeps while the trainer steps, and the trainer's state is on the host while the
+engine samples.
 """
 
 from __future__ import annotations
