@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import write_shard
@@ -36,10 +36,12 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         ContractError: the file's metadata say otherwise than config.json.
     """
     metadata = {name: field.contents() for name, field in GGUFReader(source).fields.items()}
-    tokenizer_of(metadata).save_pretrained(folder)
+    tokenizer_of(source, metadata).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = json.loads((folder / "config.json").read_text())
-    read = {**model.config.to_dict(), **model.config.rope_parameters}
+    read, rope = model.config.to_dict(), model.config.rope_parameters
+    whole, local = rope.get("full_attention", rope), rope.get("sliding_attention", rope)
+    read |= {"rope_theta": whole["rope_theta"], "rope_local_base_freq": local["rope_theta"]}
     read["rms_norm_eps"] = round(read["rms_norm_eps"], 12)  # GGUF keeps it in float32
     given = ("architectures", "dtype", "rope_scaling", "initializer_range")  # not in the metadata
     if odd := [name for name, value in config.items() if name not in given and read.get(name) != value]:
@@ -53,9 +55,14 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         file.chmod(0o644)
 
 
-def tokenizer_of(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the byte-level BPE tokenizer of a GGUF file's metadata, with its special tokens and chat template."""
+def tokenizer_of(source: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF file's metadata, with its special tokens and chat template.
+
+    One of bytes is made here; one of pieces of text, as Gemma's, transformers makes.
+    """
     ggml = {name.removeprefix("tokenizer.ggml."): value for name, value in metadata.items()}
+    if ggml["model"] == "llama":
+        return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if ggml["model"] != "gpt2" or ggml["pre"] not in _SPLITS:
         raise ContractError(f"no tokenizer of kind {ggml['model']}, {ggml['pre']} is known")
     tokens = ggml["tokens"]

