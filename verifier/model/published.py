@@ -82,7 +82,7 @@ PUBLISHED = {
             "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
             "attention_dropout": 0.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
             "initializer_range": 0.02, "tie_word_embeddings": True, "use_cache": True, "bos_token_id": 2,
-            "eos_token_id": 1, "pad_token_id": 0,
+            "eos_token_id": 1, "pad_token_id": 0, "transformers_version": "4.55.0.dev0",
         },
     ),
 }  # fmt: skip
