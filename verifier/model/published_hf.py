@@ -17,7 +17,7 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import write_shard
 
 _SPACE = "\u2581"
-"""What stands for a space in the pieces of a vocabulary."""
+"""Character for a space in the pieces of a vocabulary."""
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 _SPLITS = {"smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES])}
 """Value of `tokenizer.ggml.pre` -> split of text into words; transformers 5.12.1 reads each as GPT-2's.
