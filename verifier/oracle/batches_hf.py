@@ -20,7 +20,9 @@ from verifier.oracle.streaming_hf import StreamedModel, Unit, Within
 MAX_TOKENS = 2048
 """Most tokens of a batch, unless it is one sequence."""
 MAX_LOGITS = 2**22
-"""Most logits that are computed at once, unless they are of one token; 32 MiB in float64."""
+"""Most logits that are computed at once on the host, unless they are of one token; 32 MiB in float64."""
+GPU_LOGITS, LOGIT_BYTES = 2**26, 128
+"""The same on a GPU whose free memory has room for so many bytes of each."""
 
 SHARED = 8
 """Fewest tokens that sequences begin with alike and that are computed once."""
@@ -92,9 +94,17 @@ def choosing_in(model: StreamedModel, batch: Batch) -> Within:
     return within
 
 
+def at_once(model: StreamedModel) -> int:
+    """Most tokens whose logits are computed at once; at least one."""
+    most = MAX_LOGITS
+    if model.device.type == "cuda":
+        most = max(most, min(GPU_LOGITS, torch.cuda.mem_get_info(model.device)[0] // LOGIT_BYTES))
+    return max(1, most // int(model.config.get_text_config().vocab_size))
+
+
 def slices_of(model: StreamedModel, num_tokens: int) -> Iterator[slice]:
     """Tokens whose logits are computed at once; meanwhile the head has its weights."""
-    size = max(1, MAX_LOGITS // model.config.get_text_config().vocab_size)
+    size = at_once(model)
     with model.weights_of(model.head_unit):
         for begin in range(0, max(num_tokens, 1), size):
             yield slice(begin, begin + size)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from verifier.oracle.batches_hf import MAX_LOGITS, MAX_TOKENS, Batch, batches, choosing_in, hidden_of, slices_of
+from verifier.oracle.batches_hf import MAX_TOKENS, Batch, at_once, batches, choosing_in, hidden_of, slices_of
 from verifier.oracle.gradients_hf import (
     Distances,
     Spread,
@@ -281,7 +281,7 @@ def _loss(
     told = [torch.zeros(0, dtype=torch.bool)] * len(kept_rows)
     rounding, acting = 0.0, 0
     vocabulary = model.config.get_text_config().vocab_size
-    most = 1 if rounds else min(MAX_TOKENS, MAX_LOGITS // vocabulary)
+    most = 1 if rounds else min(MAX_TOKENS, at_once(model))
     for batch in _batches(kept_rows, most):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()

@@ -243,7 +243,7 @@ class _Border(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of weights, summed over sequences, on the host; of some kinds the sums of their magnitudes."""
+    """Gradients of weights, summed over sequences on the device; of some kinds the sums of their magnitudes."""
 
     def __init__(self, kinds: int, magnitudes: Sequence[int], ids: Mapping[tuple[int, int], torch.Tensor]) -> None:
         self._kinds, self._magnitudes, self._ids = kinds, magnitudes, ids
@@ -257,10 +257,11 @@ class _Sums:
         """Add what a sequence has for a tensor, or for these rows of it."""
         held = self._held.setdefault(id(empty), [None] * self._kinds)
         if rows is None and kind in self._magnitudes and (ids := self._ids.get((place, id(empty)))) is not None:
-            self._own[place, id(empty), kind] = gradient[ids]
+            self._own[place, id(empty), kind] = gradient[ids.to(gradient.device)].cpu()
         if held[kind] is None:
-            held[kind] = torch.zeros(empty.shape, dtype=gradient.dtype)
+            held[kind] = torch.zeros(empty.shape, dtype=gradient.dtype, device=gradient.device)
         into: Any = held[kind]
+        gradient = gradient.to(into.device)
         if rows is None:
             into += gradient.abs_() if kind in self._magnitudes else gradient
         elif kind in self._magnitudes:
@@ -268,6 +269,11 @@ class _Sums:
             into.index_add_(0, rows, (before + gradient).abs_().sub_(before.abs()))
         else:
             into.index_add_(0, rows, gradient)
+
+    def to_host(self) -> None:
+        """Bring all to the host, before another unit has its weights."""
+        for held in self._held.values():
+            held[:] = [each if each is None else each.cpu() for each in held]
 
     def of(self, empty: torch.Tensor) -> list[torch.Tensor | None]:
         """All kinds of a tensor, which is forgotten."""
@@ -346,6 +352,7 @@ class Tape:
                         rows = self._again(calls.pop(), found)
                     for (empty, kind), gradient in found.items():
                         total.add(place, left[empty], kind, gradient, rows)
+            total.to_host()
             needed = {id(empty) for calls in self._calls for call in calls for _, _, empty in call.unit.tensors}
             for empty in [empty for key, empty in left.items() if key not in needed]:
                 self.model.hand(left.pop(id(empty)), total.of(empty), take)
@@ -358,7 +365,7 @@ class Tape:
                     yield (place, id(call.unit.tensors[0][2])), rows
 
     def _again(self, call: _Call, found: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor | None:
-        """Compute a call again, add its weights' gradients, on the host, and hand on those of its arguments."""
+        """Compute a call again, add its weights' gradients, and hand on those of its arguments."""
         model, leaves = self.model, list(call.leaves)
         if not call.received:
             return None
@@ -386,7 +393,7 @@ class Tape:
                 for (empty, _), slope in zip(trained, slopes[len(inputs) :], strict=True):
                     if slope is not None:
                         key = (id(empty), kind)
-                        found[key] = slope.cpu() if key not in found else found[key] + slope.cpu()
+                        found[key] = slope if key not in found else found[key] + slope
                 on = [
                     (edge, slope) for edge, slope in zip(call.edges.values(), slopes, strict=False) if slope is not None
                 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.trace import Trace
 from verifier.oracle import logprob_hf
-from verifier.stages.logprob.records import SHARES, OracleOfPlaces
+from verifier.stages.logprob.records import OracleOfPlaces
 from verifier.stages.rollout.records import SampledTokens
 
 VOCABULARY, LENGTH, SAMPLES, TEMPERATURE = 200, 16, 32, 2.0
@@ -60,7 +61,7 @@ def outcome_of(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> Outcom
         rows.append([tokens[:1], tokens[1:], TEMPERATURE])
 
     class Toy:
-        device, head_unit, model = "cpu", None, None
+        device, head_unit, model = torch.device("cpu"), None, None
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=VOCABULARY))
 
         def hidden(self, ids: torch.Tensor, past: None) -> torch.Tensor:
@@ -73,7 +74,11 @@ def outcome_of(rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> Outcom
             return contextlib.nullcontext()
 
     monkeypatch.setattr(logprob_hf, "StreamedModel", lambda path, dtype, device: Toy())
-    found = zip(*logprob_hf.places(None, "", rows, SHARES, 4), strict=True)
+    monkeypatch.setattr(logprob_hf, "remembers", lambda model: False)
+    sequences = [[*prompt, *tokens] for prompt, tokens, _ in rows]
+    asked = (sequences, "bfloat16", "cpu", TEMPERATURE)
+    *_, described = logprob_hf.sides(None, "", *asked, sampled=[LENGTH] * SAMPLES)
+    found = zip(*chain.from_iterable(described), strict=True)
     names = ("rank", "kept", "rest", "earlier", "repeats")
     arrays = {name: np.array(column) for name, column in zip(names, found, strict=True)}
     sampled = SampledTokens(

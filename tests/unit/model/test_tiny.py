@@ -164,7 +164,7 @@ def test_resolve_model_takes_an_id_or_a_directory(tmp_path: Path) -> None:
             "`tiny:qwen3-tied`, `tiny:qwen2`, `tiny:llama`, `tiny:qwen3-moe`, `tiny:qwen3-moe-320`, "
             "`tiny:deepseek-v3`, `tiny:deepseek-v3-yarn`, `tiny:nemotron-h`, `tiny:add`, `tiny:add-moe`, "
             "`tiny:add-moe-16`, `tiny:add-deepseek`, `tiny:qwen3-504`, `tiny:qwen3-yarn`, `wide:qwen3-30b-a3b`, "
-            "`wide:deepseek-v3`, `wide:nemotron-3-nano`, `published:smollm2-135m`, "
+            "`wide:deepseek-v3`, `wide:nemotron-3-nano`, `published:smollm2-135m`, `published:gemma3-270m`, "
             "nor `tiny:` and a model type of docs/models.md",
         ),
         (
