@@ -61,7 +61,7 @@ from verifier.stages.train.records import OptimizerRule
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-DUMPED = ("live", "gradients", "matrices")
+DUMPED = ("weights", "gradients", "matrices")
 """Kinds of weights and gradients that a run dumps; see above."""
 GAPS = {
     "gradient": "|the trainer's reduced gradient - transformers' in float32|, in float64",

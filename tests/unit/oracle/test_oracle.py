@@ -66,7 +66,7 @@ def test_other_weights_tokens_or_dtypes_are_computed(oracle: Oracle, client: Cli
 def test_steps_are_judged_by_all_that_was_dumped(oracle: Oracle, client: Client, tmp_path: Path) -> None:
     source = folder(tmp_path, "source", "weights")
     for name in ("one", "two"):
-        for kind in ("live", "gradients"):
+        for kind in ("weights", "gradients"):
             (tmp_path / name / f"{kind}-1").mkdir(parents=True)
             (tmp_path / name / f"{kind}-1" / "model.safetensors").write_text(kind)
     (tmp_path / "two" / "gradients-1" / "model.safetensors").write_text("others")

@@ -57,6 +57,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.steps: tuple[Any, ...] = ()
+        self.read: list[str] = []
         self.choices: list[tuple[Any, ...]] = []
 
     def sampled(
@@ -80,7 +81,7 @@ class Asked:
             facts = {"num_tokens": 3, "shortfall": 0.25, "noise": 0.5, "closed": 0, "closed_in_dtype": 1}
             return [{"layer": 2, "place": [1, 2], **facts}]
         assert function == "step_hf:judge_steps"
-        self.steps = arguments
+        self.steps, self.read = arguments, [path.name for path in read]
         return [
             {
                 "name": "w", "version": 1, "gradient_scale": 1.0, "gradient_norm": float("nan"), "loss": 1.0,
@@ -156,6 +157,13 @@ def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: 
     assert (rule["temperature"], rule["drift_weight"]) == (0.9, 0.3)
     (gradient,) = read(tmp_path / "trace").of(GradientRecord)
     assert gradient.gradient_norm == "nan"
+
+
+def test_what_is_known_of_steps_depends_on_all_that_was_dumped(tmp_path: Path, source: Checkpoint) -> None:
+    dumped = [f"{kind}-{version}" for kind in ("weights", "gradients", "matrices") for version in (1, 2)]
+    for name in dumped:
+        (tmp_path / name).mkdir()
+    assert record(tmp_path / "trace", source).read == [source.path.name, *dumped]
 
 
 OWN = [

@@ -11,7 +11,7 @@ from verifier.faults.fault import TRAINING, Call, fault
 from verifier.mesh import Mesh
 
 CHECKPOINT = "verifier.train.checkpoint_megatron"
-LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
+LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
 RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
 ROW: dict[str, Any] = {
     "stage": Stage.CHECKPOINT, "caught_by": ("CKP001",), "engine": TRAINING, "model": "tiny:add",

@@ -15,7 +15,7 @@ from verifier.stages.transport.faults import LIVE
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
 LORA = "vllm.lora"
-LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
+LOAD = "verifier.engine.engine_hf:HfEngine.load(self, tensors)"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 START = f"{WORKER}.start_weight_update(self, is_checkpoint_format)"
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
