@@ -152,9 +152,9 @@ def if_cut(run: Manifest) -> Sequence[When]:
 
 
 def if_adapted(run: Manifest) -> Sequence[When]:
-    """Each export of adapters; of a round trip each version that it sends."""
+    """Each export of adapters; of a round trip each version that it sends but version 0, which is the base alone."""
     if _cycles(run):
-        return per_sync(run)
+        return [(version, None) for version in run.synced_versions if version]
     return [] if _without_adapters(run) else per_export(run)
 
 

@@ -7,11 +7,11 @@ from verifier.core.owed import if_adapted, if_stepped
 
 
 def test_a_round_trip_exports_adapters_of_the_versions_that_it_sends() -> None:
-    """Version 0 is the base alone, which the engine has from its start."""
-    run = Manifest(
-        command="roundtrip", config={"cycles": 2}, synced_versions=(1, 2), facts=Facts(frozen_base=True), complete=True
-    )
-    assert if_adapted(run) == if_stepped(run) == [(1, None), (2, None)]
+    """Version 0 is the base alone, which an engine has from its start, or gets back where it was used before."""
+    for sent in ((1, 2), (0, 1, 2)):
+        facts = Facts(frozen_base=True)
+        run = Manifest(command="roundtrip", config={"cycles": 2}, synced_versions=sent, facts=facts, complete=True)
+        assert if_adapted(run) == if_stepped(run) == [(1, None), (2, None)]
 
 
 def test_a_training_run_owes_what_its_step_made() -> None:
