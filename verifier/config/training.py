@@ -179,6 +179,10 @@ class VerifyOptions:
         "Rollouts of each optimizer step there that it computes; by default all, or as many as have 16,384 tokens.",
         None, least=1,
     )  # fmt: skip
+    keep: int | None = knob(
+        "Steps whose traces stay: the last ones that hold, beside suspected and violated ones; by default all.",
+        None, least=0,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)

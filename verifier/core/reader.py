@@ -74,6 +74,8 @@ def read(path: Path) -> Trace:
     kept: dict[str, bytes] = {}
     room = KEPT_BYTES
     if manifest.complete:
+        if manifest.files and not names:
+            raise UsageError(f"the records of the trace `{path}` were removed (verify.keep), its digests are kept")
         for name in sorted(manifest.files.keys() | set(names)):
             if name not in names:
                 raise UsageError(f"the trace `{path}` is not whole: `{name}` is missing")

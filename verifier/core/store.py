@@ -28,7 +28,7 @@ from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_nump
 from verifier.core.schema import encode
 from verifier.errors import Stopped, UsageError, VerifierError
 
-__all__ = ["Recorder", "complete", "create", "discard", "fail", "read", "recording"]
+__all__ = ["Recorder", "complete", "create", "discard", "fail", "prune", "read", "recording"]
 
 
 @contextlib.contextmanager
@@ -154,6 +154,13 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         aside.rename(path / MANIFEST)
+
+
+def prune(path: Path) -> None:
+    """Remove the records of a whole trace; the manifest, with the digests of all its files, stays."""
+    with _writing(path):
+        for name in sorted({name.partition("/")[0] for name in digests_of(path)}):
+            shutil.rmtree(path / name)
 
 
 def discard(path: Path) -> None:

@@ -241,7 +241,8 @@ def _machine(result: GateResult, stand_ins: Mapping[str, None]) -> list[tuple[st
 def page_of_run(run: Path) -> Page:
     """Page of a run's folder; its recorded steps are judged again. Without any the decision is inconclusive."""
     rows = metrics_of(run)
-    folders = sorted(path for path in (run / "steps").glob("*") if (path / "manifest.json").is_file())
+    every = sorted(path for path in (run / "steps").glob("*") if (path / "manifest.json").is_file())
+    folders = [path for path in every if (path / "evidence").is_dir()]
     verdict = Verdict.HOLDS if folders else Verdict.INCONCLUSIVE
     cards: list[Card] = []
     pages: dict[str, Page] = {}
@@ -268,8 +269,10 @@ def page_of_run(run: Path) -> Page:
     bad = {step: page for step, page in pages.items() if page.roots}
     first = next(iter(bad.values()), None)
     notes = [f"steps that are recorded and left out here: {left:,}"] if (left := len(folders) - MAX_STEPS) > 0 else []
-    if not folders:
-        notes.append("no step is recorded here: a run keeps what `verify.keep` says")
+    if removed := len(every) - len(folders):
+        notes.append(f"steps that held and whose records verify.keep has removed: {removed:,}")
+    if not every:
+        notes.append("no step is recorded here")
     return Page(
         title=f"training run {run}",
         decision=verdict.name.lower(),

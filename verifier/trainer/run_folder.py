@@ -4,7 +4,7 @@ config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
 layouts/0f3a.json      layout that was derived of a model without a row, see `run_layout`
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
-steps/000001/          trace of a step, with --verify
+steps/000001/          trace of a step, with --verify; only digests of what `verify.keep` removed
 export/                trace of the last export, with --verify
 failure/               trace of the failure of the stack that ended the run
 ranks/0000.jsonl       updates as a rank reports them, see `update_log`
@@ -55,6 +55,10 @@ class RunFolder:
     def trace(self, step: int) -> Path:
         """Trace directory of a step."""
         return self.path / "steps" / f"{step:06d}"
+
+    def traces(self) -> list[Path]:
+        """Trace directories of steps that have their records, in order."""
+        return sorted(path.parent for path in (self.path / "steps").glob("*/evidence"))
 
     @property
     def held_out(self) -> Path:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from verifier.errors import ContractError, InternalError, ViolationFound
+from verifier.core import store
+from verifier.core.manifest import Manifest
+from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
 from verifier.probes.training import verdicts
 from verifier.probes.training.verdicts import Judged, Suspicions, Verdicts, require_held
 
@@ -68,6 +71,29 @@ def test_steps_are_settled_up_to_one_and_counted(tmp_path: Path) -> None:
     with pytest.raises(ViolationFound, match="report of three"):
         found.settle(3)
     assert found.metrics.found == [(1, 0), (2, 0), (3, 1)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, "abcde"), (2, "bde"), (0, "b")])
+def test_records_of_steps_that_hold_go_but_for_the_last_ones(tmp_path: Path, keep: int | None, left: str) -> None:
+    """Step b is suspected, and stays; a is of the run before."""
+    traces = {name: store.create(tmp_path / name, Manifest()) for name in "abcde"}
+    for trace in traces.values():
+        with contextlib.closing(store.Recorder(trace, "controller", 0)):
+            pass
+        store.complete(trace, Manifest(command="train"))
+    found = asked(tmp_path)
+    found.judge, found.keep = GivenJudge(b=SUSPECTED, c=0, d=WITHIN, e=0), keep
+    found.held.append(traces["a"])
+    for step, name in enumerate("bcde", start=2):
+        found.ask(step, traces[name])
+    found.settle(5)
+    assert [name for name in "abcde" if (traces[name] / "evidence").is_dir()] == list(left)
+    for name in "abcde":
+        if name in left:
+            assert store.read(traces[name]).manifest.complete
+        else:
+            with pytest.raises(UsageError, match=r"were removed \(verify\.keep\), its digests are kept"):
+                store.read(traces[name])
 
 
 def test_a_violation_goes_before_an_error_that_came_after_it(tmp_path: Path) -> None:

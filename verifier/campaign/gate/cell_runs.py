@@ -180,7 +180,7 @@ _RUNS: dict[str, Callable[[CellRuns, Cell, Path, float], CellResult]] = {
 
 def _traces_of(run: Path) -> list[Path]:
     """Traces of a training run: its steps, its export, and its failure."""
-    steps = sorted((run / "steps").iterdir()) if (run / "steps").is_dir() else []
+    steps = sorted(path.parent for path in (run / "steps").glob("*/evidence"))
     return [*steps, *(path for path in (run / "export", run / "failure") if (path / "manifest.json").exists())]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,12 @@ class RunEvidence(Observer):
         """Take the parts of the run, and the suspicions that it goes on with."""
         self.run, data = run, run.data
         self.suspicions = Suspicions(run.folder.suspicions, run.done)
+        suspected = {item.trace for item in self.suspicions.open.values()}
         self._verdicts = Verdicts(
-            judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions
-        )
+            judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions,
+            keep=run.config.verify.keep,
+            held=deque(trace for trace in run.folder.traces() if str(trace) not in suspected),
+        )  # fmt: skip
         self._data = None
         if data is not None:
             self._data = DataAsRead(run.config, data.train, data.held_out)

@@ -14,6 +14,7 @@ import msgspec
 
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
+from verifier.core.store import prune
 from verifier.errors import InternalError, VerifierError, ViolationFound
 from verifier.trainer.metrics import Metrics
 
@@ -129,12 +130,16 @@ class Verdicts:
         metrics: of the run, which is told of each verdict.
         tell: called with a sentence on each suspicion, when it is raised and when it is dropped.
         suspicions: open ones and the number of dropped ones, which outlive the process.
+        keep: traces of steps that hold which stay, the last ones; None keeps all.
+        held: traces of such steps before, in order.
     """
 
     judge: Judge
     metrics: Metrics
     tell: Callable[[str], None]
     suspicions: Suspicions
+    keep: int | None = None
+    held: deque[Path] = field(default_factory=deque)
     num_judged: int = field(default=0, init=False)
     """Steps that were judged, none of which was violated."""
     not_judged: Counter[str] = field(default_factory=Counter, init=False)
@@ -172,6 +177,10 @@ class Verdicts:
             for code, sentence in judged.suspected.items():
                 self.tell(f"suspected: step {step}, {sentence}; judged again on the next step that {code} judges")
                 self.suspicions.add(code, Suspicion(step=step, sentence=sentence, trace=str(trace)))
+            if not judged.suspected:
+                self.held.append(trace)
+            while self.keep is not None and len(self.held) > self.keep:
+                prune(self.held.popleft())
 
     @contextlib.contextmanager
     def first(self, until: int) -> Iterator[None]:
