@@ -99,7 +99,7 @@ COMMANDS: list[tuple[tuple[str, ...], str]] = [
     (
         ("golden", "--model", "absent"),
         "unknown model `absent`: it is neither a local checkpoint directory nor one of "
-        + ", ".join(f"`{name}`" for name in (*KNOWN, *WIDE, "published:smollm2-135m"))
+        + ", ".join(f"`{name}`" for name in (*KNOWN, *WIDE, "published:smollm2-135m", "published:gemma3-270m"))
         + ", nor `tiny:` and a model type of docs/models.md",
     ),
     (

@@ -122,7 +122,7 @@ SOME: dict[str, tuple[tuple[str, ...], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_some_rollouts_of_a_step_are_computed_and_the_weights_are_those_without_judges(name, resources, tmp_path):
+def test_some_rollouts_are_computed_and_weights_are_those_without_judges(name, resources, tmp_path):
     knobs, also = SOME[name]
     train(resources, tmp_path / "run", *knobs, "verify.every=1", "verify.rollouts=2", "steps=2")
     train(resources, tmp_path / "whole", *knobs, "verify.every=0", "verify.steps=false", "steps=2")
