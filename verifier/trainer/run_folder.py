@@ -57,7 +57,7 @@ class RunFolder:
         return self.path / "steps" / f"{step:06d}"
 
     def traces(self) -> list[Path]:
-        """Trace directories of steps that have their records, in order."""
+        """Trace directories of steps that are whole, in order."""
         return sorted(path.parent for path in (self.path / "steps").glob("*/evidence"))
 
     @property
