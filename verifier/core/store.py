@@ -159,8 +159,9 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 def prune(path: Path) -> None:
     """Remove the records of a whole trace; the manifest, with the digests of all its files, stays."""
     with _writing(path):
-        for name in sorted({name.partition("/")[0] for name in digests_of(path)}):
-            shutil.rmtree(path / name)
+        for name in ("logs", "arrays", "evidence"):  # the last one tells that the records are there
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
 
 
 def discard(path: Path) -> None:

@@ -154,7 +154,8 @@ class _Recording:
         for shaped in seen.of(ShapedTokens, version=version):
             self._record_shaped(checkpoint, shaped)
         for sampled, rows in zip(samples, places, strict=True):
-            self.recorder.emit(*places_record(sampled, self.vocabulary, rows))
+            if rows:  # it has tokens that were drawn
+                self.recorder.emit(*places_record(sampled, self.vocabulary, rows))
         if version == 0 and version in seen.versions(EngineLogprobs):  # a refused version was not scored
             self.engine_gaps += self._gaps(EngineLogprobs, passes[0].name, exact[0])
         for sampled, side in zip(samples, sides[len(passes) :], strict=True):
@@ -339,7 +340,7 @@ def oracle_record(
 def places_record(
     sampled: SampledTokens, vocabulary: int, rows: Sequence[Sequence[Any]]
 ) -> tuple[OracleOfPlaces, dict[str, np.ndarray]]:
-    """Record of the distributions that the tokens of a record were drawn from, and its arrays."""
+    """Record of the distributions that the tokens of a record, one at least, were drawn from, and its arrays."""
     columns = dict(zip(("rank", "kept", "rest", "earlier", "repeats"), zip(*rows, strict=True), strict=True))
     record = OracleOfPlaces(name=sampled.name, version=sampled.version, vocabulary=vocabulary)
     return record, {name: np.array(column) for name, column in columns.items()}

@@ -158,7 +158,8 @@ class _Recording:
                 whole = tuple(map(len, rows))
                 yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
                 size = int(json.loads((weights / "config.json").read_text()).get("vocab_size", 0))
-                yield places_record(sampled, size or 1 << 30, [*chain.from_iterable(places)])
+                if described := [*chain.from_iterable(places)]:  # greedy tokens are drawn from nothing
+                    yield places_record(sampled, size or 1 << 30, described)
                 if sampled.version == step - 1:
                     yield from self._ends(weights, sampled, rows, step)
                     last = self._noise(step, sampled, tails)

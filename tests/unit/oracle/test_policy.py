@@ -422,6 +422,39 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
     assert min(both) > 5 if bonus > 0.05 else max(both) < 0.7, both
 
 
+def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_round_anew(tmp_path):
+    checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
+    (tmp_path / "weights-0").symlink_to(checkpoint.path)
+    whole = "model.layers.1.self_attn.q_proj"
+    rows, columns = checkpoint.meta(f"{whole}.weight").shape
+    draw = torch.Generator().manual_seed(2)
+    matrices = {
+        f"{whole}.lora_A.weight": torch.randn(4, columns, generator=draw),
+        f"{whole}.lora_B.weight": torch.randn(rows, 4, generator=draw),
+    }
+    tokens = torch.randint(4, 32, (9,), generator=torch.Generator().manual_seed(5))
+    row = {"tokens": tokens, "mask": (torch.arange(9) > 3).to(torch.uint8), "weight": torch.full((9,), 0.2).double()}
+    save_file({**row, "lengths": torch.tensor([9])}, tmp_path / "inputs-1.safetensors")
+    objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
+    adapter = {"scaling": 2.0, "names": {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}}
+    _, exact, _ = computed(checkpoint.path, [row], objective)
+    right = exact[f"{whole}.weight"].double()
+    gradients = {
+        f"{whole}.lora_A.weight": 2.0 * matrices[f"{whole}.lora_B.weight"].double().T @ right,
+        f"{whole}.lora_B.weight": 2.0 * right @ matrices[f"{whole}.lora_A.weight"].double().T,
+    }
+    off = gradients[f"{whole}.lora_A.weight"]
+    off[0, 0] += 1e-3 * off.abs().max()
+    for name, tensors in (("matrices-0", matrices), ("gradients-1", gradients)):
+        save_checkpoint(tmp_path / name, checkpoint.config, tensors.items())
+    found = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}], adapter)
+    assert {item["name"] for item in found} == matrices.keys()
+    for item in found:
+        gap = item["gradient"][0] / item["gradient_scale"]
+        assert 0 < item["gradient_rounding"] < 1e-4 * item["gradient_scale"]
+        assert gap == pytest.approx(1e-3, rel=0.02) if item["name"].endswith("A.weight") else gap < 1e-5
+
+
 def test_entropies_are_computed_where_the_logits_are():
     with FakeTensorMode(allow_non_fake_inputs=True):
         logits = torch.empty(2, 3, 8, dtype=torch.float64, device="cuda")

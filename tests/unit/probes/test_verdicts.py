@@ -137,6 +137,7 @@ def test_a_suspicion_is_dropped_by_a_step_within_the_bound(tmp_path: Path) -> No
     assert found.metrics.signs == ["ABC001 a-b: 1.3 times its bound"]  # type: ignore[attr-defined]
     found.settle(2)
     assert (found.suspicions.open, found.suspicions.num_dropped, found.num_judged) == ({}, 1, 2)
+    assert Suspicions(tmp_path / "suspected.json", 9).steps == {1}  # a resumed run keeps its trace too
 
 
 @pytest.mark.parametrize("after", [BITWISE, Judged(2, "could not tell")], ids=["violated", "inconclusive"])

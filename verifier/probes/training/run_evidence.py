@@ -152,11 +152,11 @@ class RunEvidence(Observer):
         """Take the parts of the run, and the suspicions that it goes on with."""
         self.run, data = run, run.data
         self.suspicions = Suspicions(run.folder.suspicions, run.done)
-        suspected = {item.trace for item in self.suspicions.open.values()}
+        suspected = self.suspicions.steps
         self._verdicts = Verdicts(
             judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions,
             keep=run.config.verify.keep,
-            held=deque(trace for trace in run.folder.traces() if str(trace) not in suspected),
+            held=deque(trace for trace in run.folder.traces() if int(trace.name) not in suspected),
         )  # fmt: skip
         self._data = None
         if data is not None:

@@ -68,7 +68,7 @@ WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
 
 TOKENS = 2**14
 """Tokens of a step's rollouts that the oracle computes by default. Each takes 8 operations a weight in float32, forward
-twice and backward: of 0.6 billion weights 8e13, 2 s of a GPU that makes 4e13 a second."""
+twice and backward: of 0.6 billion weights 8e13, by arithmetic 2 s of a GPU that makes 4e13 a second."""
 NEAR = 1e-5
 """Share of a token's greatest score by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
@@ -214,8 +214,9 @@ def _spread(count: int, asked: int, begin: int) -> list[int]:
 class SampledStep:
     """One step that the oracle computes too, in a folder of its own that ranks and controller fill.
 
-    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Which ones hangs on no
-    reward or length but that a token of them has a gradient, of scored ones on nothing: their ends are counted.
+    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Their choice
+    depends on no reward or length: of an update, evenly spread among those with a gradient; for log-probabilities,
+    among all, as the ends of these are counted.
 
     Args:
         config: of the run.
@@ -295,10 +296,11 @@ class SampledStep:
                     row |= {"rollouts": len(self.places[str(row["update"])]), "of_rollouts": size}
                 recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
             self._record_choices(recorder, updates)
+            entropies: Mapping[str, list[list[float]]] = {}
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
-                noise = self._record_logprobs(recorder, scored, before, earlier, known)
-            self._record_entropies(recorder, updates, objective["temperature"], read)
+                noise, entropies = self._record_logprobs(recorder, scored, before, earlier, known)
+            self._record_entropies(recorder, updates, objective["temperature"], read, entropies)
         if model.oracle_device == "cuda":  # of weights too large for their answers to be known again
             self._oracle.ask("streaming_hf:release", [self.folder / f"weights-{updates[0].number - 1}"])
         shutil.rmtree(self.folder)
@@ -328,12 +330,25 @@ class SampledStep:
                     recorder.emit(choices_record(row, update.name, self._step))
 
     def _record_entropies(
-        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path]
-    ) -> None:
-        """Record the entropy at each token in the loss, of each update; see `Oracle.ask` for `read`."""
-        dtype = "float64" if self._model.dtype == "float32" else self._model.dtype
-        asked = (temperature, [update.number for update in updates], dtype, self._model.oracle_device)
-        rows = self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read)
+        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path],
+        known: Mapping[str, list[list[float]]],
+    ) -> None:  # fmt: skip
+        """Record the entropy at each token in the loss, of each update.
+
+        Args:
+            recorder: of the oracle.
+            updates: in order.
+            temperature: divisor of the logits.
+            read: see `Oracle.ask`.
+            known: by rollout, what the weights before the first update give it, as `Sides` has it. Where that is all of
+                the first update, and its routers were given no experts of their own choice, it is not asked again.
+        """
+        dtype, first = "float64" if self._model.dtype == "float32" else self._model.dtype, updates[0]
+        chose = chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts))
+        rows = [_entropies(first, known)] if not chose and {item.id for item in first.rollouts} <= known.keys() else []
+        if rest := updates[len(rows) :]:
+            asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
+            rows += self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read)
         for update, row in zip(updates, rows, strict=True):
             record = OracleEntropy(
                 name=update.name,
@@ -377,8 +392,12 @@ class SampledStep:
     def _record_logprobs(
         self, recorder: Recorder, scored: ScoredRollouts, before: Path, earlier: Mapping[int, Path],
         known: SampledNoise | None,
-    ) -> SampledNoise | None:  # fmt: skip
-        """Score what `record_scored` recorded, by the weights that it claims; see `judge`."""
+    ) -> tuple[SampledNoise | None, Mapping[str, list[list[float]]]]:  # fmt: skip
+        """Score what `record_scored` recorded, by the weights that it claims.
+
+        Returns:
+            See `judge`; and by rollout the entropies at its tokens by the last weights, as `Sides` has them.
+        """
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
         sequences = [rollout.tokens.tolist() for rollout in scored.rollouts]
@@ -390,7 +409,7 @@ class SampledStep:
         told = (dtype, self._model.oracle_device, temperature, routes, ends)
         sampled = [rollout.logprobs for rollout in scored.rollouts]
         reported = [*zip(scored.old, sampled, strict=True)]
-        own_sides, shares, _ = self._oracle.describe(before, sequences, *told, reported=reported)
+        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told, reported=reported)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes, scored.reference)
@@ -411,7 +430,8 @@ class SampledStep:
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
-        return noise
+        rows = zip(*(side for side in entropies), strict=True)
+        return noise, {rollout.id: [*row] for rollout, row in zip(scored.rollouts, rows, strict=True)}
 
     def _record_ends(
         self, recorder: Recorder, ends: Sequence[int], shares: Sides, runs: Sequence[tuple[int, int, int]]
@@ -472,6 +492,18 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
     rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
     return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
+
+
+def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
+    """Answer of `policy_hf:entropies` for an update, from entropies by rollout."""
+    rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
+    exact, other, scale = ([np.array(known[item.id][side]) for item in rollouts] for side in range(3))
+    masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
+    return {
+        "entropy": np.concatenate([row[mask] for row, mask in zip(exact, masks, strict=True)]).tolist(),
+        "scale": [value for row, mask in zip(scale, masks, strict=True) for value in row[mask].tolist()],
+        "noise": max(float(np.abs(a - b).max()) for a, b in zip(exact, other, strict=True)),
+    }
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:

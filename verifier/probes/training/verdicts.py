@@ -105,6 +105,11 @@ class Suspicions:
         """Suspicions that a later step did not confirm."""
         return sum(map(len, self._kept.dropped.values()))
 
+    @property
+    def steps(self) -> set[int]:
+        """Steps that a check suspected, whatever became of it."""
+        return {item.step for item in self.open.values()}.union(*self._kept.dropped.values())
+
     def add(self, code: str, found: Suspicion) -> None:
         """Keep a new suspicion."""
         self.open[code] = found

@@ -181,30 +181,14 @@ def samples_not_told_apart(call: Call) -> Any:
     )  # fmt: skip
 
 
-@fault(
-    "NVIDIA-NeMo/RL#4070",
-    PACKED_SEQUENCES,
-    stage=Stage.LOGPROB,
-    caught_by=("LGP008",),
-    model="tiny:qwen3",
-    engine=NO_ENGINE,
-    mesh=Mesh(cp=2),
-)
+@on_cp2("NVIDIA-NeMo/RL#4070", PACKED_SEQUENCES, caught_by=("LGP008",))
 def padding_told_as_tokens(call: Call) -> Any:
     """The model is told that padding belongs to the samples before it, and that none lies between samples."""
     padded = call.cu_seqlens_q_padded
     return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
 
 
-@fault(
-    "NVIDIA/TransformerEngine#3331",
-    PACKED_SEQUENCES,
-    stage=Stage.LOGPROB,
-    caught_by=("LGP008",),
-    model="tiny:qwen3",
-    engine=NO_ENGINE,
-    mesh=Mesh(cp=2),
-)
+@on_cp2("NVIDIA/TransformerEngine#3331", PACKED_SEQUENCES, caught_by=("LGP008",))
 def padding_after_the_last_untold(call: Call) -> Any:
     """A pack with padding after its last sequence alone is told to the model as one without padding."""
     ends, padded = call.cu_seqlens_q, call.cu_seqlens_q_padded
