@@ -1,9 +1,11 @@
 """Margins of clean runs: how much of each computed bound the judged steps of many training runs took.
 
 `python -m tests.dist.clean_margins --runs NAME ... --seeds 1 2 --threads 1 2 --isa default avx2 --jobs 8 --seconds 570
---out golden/margins.jsonl` runs those that the file has no row of yet, so many at a time, and appends a row each.
+--out golden/margins.jsonl` runs those that the file has no row of yet by today's bounds, so many at a time, and
+appends a row each.
 Called again it goes on. A run that the time does not suffice for is ended, and has a row of the steps that were judged,
-with `whole` false: it is run again, and of two rows the one with more steps counts. `--merge FILE ...` adds the rows of
+with `whole` false: it is run again, and of two rows by the same bounds the one with more steps counts, else the later
+one. `--merge FILE ...` adds the rows of
 other files to `--out`. `--draw` draws docs/measurements.md anew.
 
 Every run is `verifier train CONFIG --verify`; its steps' shares are kept as they are judged and its traces thrown away.
@@ -35,6 +37,10 @@ from verifier.trainer.ranks import PRELOAD
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "golden" / "margins.jsonl"
+BOUNDS = 109
+"""Number of the last ADR that changed a bound of a check; a row has that of its run."""
+CHANGED = dict.fromkeys(("LSS001", "LSS007", "LGP001", "LGP002", "LGP003", "LGP009", "LGP012", "TRN006"), 109)
+"""Code -> number of the ADR with its bounds of today. Shares and alarms of older rows are left out."""
 HALF = 0.5
 """Share of a bound that no clean comparison is to take more of."""
 STATISTICAL = ("LGP004", "LGP011", "LGP014", "LGP018")
@@ -128,13 +134,25 @@ def processor() -> tuple[str, list[str]]:
 
 
 def rows_of(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Rows by what they are of; of two the one with more steps counts."""
+    """Rows by what they are of; of two the one by later bounds, then the one with more steps counts."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
         key = tuple(row[name] for name in KEY)
-        if key not in found or found[key]["steps"] < row["steps"]:
+        if key not in found or _rank(found[key]) < _rank(row):
             found[key] = row
     return found
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Order of rows of one run."""
+    return row.get("bounds", 0), row["steps"]
+
+
+def of_today(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with the shares and alarms of those checks whose bounds are today's."""
+    old = {code for code, since in CHANGED.items() if row.get("bounds", 0) < since}
+    alarms = [alarm for alarm in row["alarms"] if alarm.split(": ")[1] not in old]
+    return {**row, "alarms": alarms, "shares": {code: row["shares"][code] for code in row["shares"] if code not in old}}
 
 
 def write(file: Path, rows: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> None:
@@ -205,7 +223,8 @@ class Running:
 def campaign(heads: Sequence[Mapping[str, Any]], out: Path, jobs: int, seconds: float) -> None:
     """Run those that have no whole row yet, until the time is over."""
     until, rows, running = time.monotonic() + seconds, rows_of(out), list[Running]()
-    left = [head for head in heads if not rows.get(tuple(head[name] for name in KEY), {}).get("whole")]
+    done = {key for key, row in rows.items() if row["whole"] and row.get("bounds", 0) == BOUNDS}
+    left = [head for head in heads if tuple(head[name] for name in KEY) not in done]
     while left or running:
         while left and len(running) < jobs and time.monotonic() < until - 60:
             head = left.pop(0)
@@ -253,7 +272,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: judged steps, alarms, and the table of checks."""
+    """Markdown: judged steps, alarms, and the table of checks, of what was held against bounds of today."""
+    rows = [of_today(row) for row in rows]
     alarms = [f"- {row['run']}, seed {row['seed']}: {alarm}"[:110] for row in rows for alarm in row["alarms"]]
     beyond = [code for code, found in merged(rows).items() if found[1] > HALF and code not in STATISTICAL]
     runs = sorted({f"{row['run']} ({row['isa']}, {row['threads']} threads)" for row in rows})
@@ -286,14 +306,15 @@ def main(words: Sequence[str]) -> int:
     ).stdout.strip()
     names = [*RUNS] if "all" in given.runs else given.runs
     heads = [
-        {"run": run, "seed": seed, "threads": threads, "isa": isa, "cpu": cpu, "flags": flags, "commit": commit}
+        {"run": run, "seed": seed, "threads": threads, "isa": isa, "cpu": cpu, "flags": flags, "commit": commit,
+         "bounds": BOUNDS}
         for seed, threads, isa, run in itertools.product(given.seeds, given.threads, given.isa, names)
     ]  # fmt: skip
     campaign(heads, given.out, given.jobs, given.seconds)
     rows = rows_of(given.out)
     for file in given.merge:
         for key, row in rows_of(file).items():
-            if key not in rows or rows[key]["steps"] < row["steps"]:
+            if key not in rows or _rank(rows[key]) < _rank(row):
                 rows[key] = row
     write(given.out, rows)
     if given.draw:

@@ -28,7 +28,8 @@ from verifier.oracle.gradients_hf import (
     spooled,
     tensors_of,
 )
-from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32
+from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32, moved
+from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import Adam, chosen, rounding_anew, rounding_of
 from verifier.oracle.streaming_hf import StreamedModel, Take, Tape
 
@@ -177,8 +178,9 @@ def entropies(
         device: "cpu", or "cuda": where transformers computes.
 
     Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`; and "noise",
-        nats: the greatest distance of all tokens of these rollouts, those of prompts too, as in `_noise`.
+        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`, beside float64
+        the greatest of `DRAWS` passes that are rounded anew; and "noise", nats: the greatest distance of all tokens of
+        these rollouts, those of prompts too, as in `_noise`.
     """
     full_float32()
     found = []
@@ -187,14 +189,22 @@ def entropies(
         rows = [row for row in rows if row["mask"][1:].any()]
         models = [StreamedModel(weights, kind, device) for kind in (getattr(torch, dtype), torch.float32)]
         parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
+        generator = torch.Generator(models[1].device).manual_seed(0)
         for batch in _batches(rows):
             pairs = []
             for _, (other, exact) in _distributions(models, batch, temperature):
                 entropy = entropy_of(exact)
                 noise = max(noise, float((entropy - entropy_of(other)).abs().max()))
                 pairs.append(torch.stack([entropy, entropy_scale(exact, other)]).cpu())
-            for at, pair in zip(batch.places, torch.cat(pairs, dim=1).chunk(len(batch.places), dim=1), strict=True):
-                parts[at] = pair
+            pair = torch.cat(pairs, dim=1)
+            for _draw in range(1, DRAWS if dtype == "float64" else 1):
+                with moved(models[1].model, generator):
+                    again = [
+                        entropy_scale(*sides[::-1]).cpu() for _, sides in _distributions(models, batch, temperature)
+                    ]
+                pair[1] = torch.maximum(pair[1], torch.cat(again))
+            for at, part in zip(batch.places, pair.chunk(len(batch.places), dim=1), strict=True):
+                parts[at] = part
         in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
         found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
     return found

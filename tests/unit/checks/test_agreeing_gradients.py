@@ -183,9 +183,9 @@ def test_in_bf16_rows_of_queries_and_keys_round_what_their_norms_add_up():
 
 
 def test_in_bf16_each_module_that_writes_rounds_the_residual_stream():
-    """Three tensors with squares of 0.02 each, 13 roundings where two modules write: 0.0143, and 0.0119 by nine."""
-    assert shifted(0.013, "embedding.word_embeddings.weight") == []
-    assert shifted(0.016, "embedding.word_embeddings.weight") == ["residual stream"]
+    """Three tensors with squares of 0.02 each, 13 roundings where two modules write: 0.0195, and 0.0162 by nine."""
+    assert shifted(0.018, "embedding.word_embeddings.weight") == []
+    assert shifted(0.021, "embedding.word_embeddings.weight") == ["residual stream"]
 
 
 def test_in_bf16_large_logits_round_the_rows():

@@ -49,7 +49,7 @@ def test_twice_the_floor_of_each_sequences_own_length() -> None:
     found = bounds(trace(*FLOORS, NOISE), Stage.LOGPROB, [61, 201])
     assert [item.absolute for item in found.greatest] == [0.2, 0.6]
     assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
-        {"mean": 0.04 + 3 * 0.01 / math.sqrt(260), "median": 0.018 + 3 * 0.01 / math.sqrt(260)}
+        {"mean": 0.04 + 9.8 * 0.01 / math.sqrt(260), "median": 0.018 + 9.8 * 0.01 / math.sqrt(260)}
     )
     assert "long" in found.greatest[1].source
     assert "long" in found.body["median"].source
@@ -58,9 +58,9 @@ def test_twice_the_floor_of_each_sequences_own_length() -> None:
 @pytest.mark.parametrize("floors", [FLOORS, []], ids=["too-long", "none"])
 def test_without_a_floor_of_that_length_the_run_measures(floors: list[StoredFloor]) -> None:
     found = bounds(trace(*floors, NOISE), Stage.LOGPROB, [61, 257])
-    assert [item.absolute for item in found.greatest] == pytest.approx([0.21, 0.21])
+    assert [item.absolute for item in found.greatest] == pytest.approx([0.42, 0.42])
     assert {name: item.absolute for name, item in found.body.items()} == pytest.approx(
-        {"mean": 0.024 + 3 * 0.03 / math.sqrt(260)}
+        {"mean": 0.024 + 9.8 * 0.03 / math.sqrt(260)}
     )
 
 
@@ -69,10 +69,10 @@ def test_samples_of_one_prompt_scatter_together() -> None:
     own = replace(NOISE, mean=0.006, deviation=0.02)
     elsewhere = DtypeNoise(name="sampled at length", version=0, greatest=0.05, mean=0.03, deviation=0.06)
     asked = (trace(own, elsewhere), Stage.ROLLOUT, "scored", 1, LENGTHS)
-    assert bounds_of(*asked, apart=sum(LENGTHS)).body["mean"].absolute == pytest.approx(0.012 + 0.06 / math.sqrt(260))
-    assert bounds_of(*asked, apart=40).body["mean"].absolute == pytest.approx(0.06 + 0.18 / math.sqrt(40))
+    assert bounds_of(*asked, apart=sum(LENGTHS)).body["mean"].absolute == pytest.approx(0.012 + 0.196 / math.sqrt(260))
+    assert bounds_of(*asked, apart=40).body["mean"].absolute == pytest.approx(0.06 + 0.588 / math.sqrt(40))
     stored = bounds_of(trace(*FLOORS), Stage.ROLLOUT, "scored", 1, LENGTHS, [61, 201], apart=40)
-    assert stored.body["mean"].absolute == pytest.approx(0.04 + 0.03 / math.sqrt(40))
+    assert stored.body["mean"].absolute == pytest.approx(0.04 + 0.098 / math.sqrt(40))
 
 
 def test_few_tokens_borrow_the_greatest_noise_of_the_run() -> None:
@@ -81,16 +81,16 @@ def test_few_tokens_borrow_the_greatest_noise_of_the_run() -> None:
     found = bounds(trace(NOISE, elsewhere), Stage.ROLLOUT, [61, 201])
     assert [item.absolute for item in found.greatest] == [2.2, 2.2]
     assert "greatest of all tokens" in found.greatest[0].source
-    assert found.body["mean"].absolute == pytest.approx(0.024 + 3 * 0.03 / math.sqrt(260))
+    assert found.body["mean"].absolute == pytest.approx(0.024 + 9.8 * 0.03 / math.sqrt(260))
     slightly = DtypeNoise(name="sampled at length", version=0, greatest=0.1, mean=0.03, deviation=0.06)
-    assert bounds(trace(NOISE, slightly), Stage.ROLLOUT, [61, 201]).greatest[0].absolute == pytest.approx(0.21)
+    assert bounds(trace(NOISE, slightly), Stage.ROLLOUT, [61, 201]).greatest[0].absolute == pytest.approx(0.42)
 
 
 def test_scores_under_told_routes_borrow_nothing_and_lend_nothing() -> None:
     elsewhere = DtypeNoise(name="sampled at length", version=0, greatest=1.1, mean=0.03, deviation=0.06)
-    assert bounds(trace(NOISE, elsewhere), Stage.REPLAY, [61, 201]).greatest[0].absolute == pytest.approx(0.21)
+    assert bounds(trace(NOISE, elsewhere), Stage.REPLAY, [61, 201]).greatest[0].absolute == pytest.approx(0.42)
     told = GivenRoutes(name="sampled at length", version=0, array="told", rollouts=())
-    assert bounds(trace(NOISE, elsewhere, told), Stage.ROLLOUT, [61, 201]).greatest[0].absolute == pytest.approx(0.21)
+    assert bounds(trace(NOISE, elsewhere, told), Stage.ROLLOUT, [61, 201]).greatest[0].absolute == pytest.approx(0.42)
 
 
 def test_single_tokens_of_routers_that_flip_are_not_judged_in_training() -> None:
@@ -98,12 +98,12 @@ def test_single_tokens_of_routers_that_flip_are_not_judged_in_training() -> None
     run = trace(replace(NOISE, routed=True))
     found = bounds(run, Stage.LOGPROB, [61, 201])
     assert [item.absolute for item in found.greatest] == [math.inf, math.inf]
-    assert found.body["mean"].absolute == pytest.approx(0.024 + 3 * 0.03 / math.sqrt(260))
+    assert found.body["mean"].absolute == pytest.approx(0.024 + 9.8 * 0.03 / math.sqrt(260))
 
 
 def test_a_quantized_engine_is_judged_by_its_own_noise() -> None:
     run = trace(*FLOORS, EngineNoise(name="scored", version=1, greatest=0.5, mean=0.012, deviation=0.03), NOISE)
-    assert bounds(run, Stage.ROLLOUT, [61, 201]).greatest[0].absolute == 1.5
+    assert bounds(run, Stage.ROLLOUT, [61, 201]).greatest[0].absolute == 3.0
     assert bounds(run, Stage.LOGPROB, [61, 201]).greatest[0].absolute == 0.2
 
 
@@ -197,7 +197,7 @@ def test_a_mean_of_few_tokens_is_not_judged() -> None:
     ("gaps", "bad"),
     [
         (torch.full((260,), 0.007), set()),
-        (torch.full((260,), 0.02), {"scored median"}),
+        (torch.full((260,), 0.03), {"scored median"}),
         (torch.full((260,), 0.07), {"scored median", "scored mean"}),
         (torch.tensor([0.25] + [0.0] * 259), {"scored sequence 0"}),
         (torch.tensor([0.0] * 259 + [0.25]), set()),
@@ -205,7 +205,7 @@ def test_a_mean_of_few_tokens_is_not_judged() -> None:
     ids=["noise", "small-everywhere", "large-everywhere", "one-token-short", "one-token-long"],
 )
 def test_what_the_mean_lets_through_the_median_does_not(gaps: torch.Tensor, bad: set[str]) -> None:
-    """A shift of every token by twice the usual noise hides in a mean that a few flips of a router make large."""
+    """A shift of every token by a few times the usual noise hides in a mean that a few flips of a router make large."""
     found = list(trainer_logprob_differs_from_oracle(trace(*FLOORS, gaps=gaps.double())))
     assert {item.what for item in found if not item.same} == bad
     assert len(found) == 5
@@ -219,7 +219,7 @@ def test_values_that_were_rounded_to_bfloat16_are_seen_below_the_noise(dtype: to
     assert [item.what for item in found if not item.same] == verdict
 
 
-@pytest.mark.parametrize(("num_off", "holds"), [(20, True), (100, False)])
+@pytest.mark.parametrize(("num_off", "holds"), [(30, True), (160, False)])
 def test_routers_that_flip_count_as_much_as_the_greatest_noise_in_the_mean(num_off: int, holds: bool) -> None:
     """Clean on two cores: eight of 130 tokens were off by 0.13 to 0.31 nats, transformers' own by 0.076 at most."""
     gaps = torch.full((sum(LENGTHS),), 0.012, dtype=torch.float64)

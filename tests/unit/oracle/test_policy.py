@@ -24,8 +24,9 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
 from verifier.oracle import policy_hf
-from verifier.oracle.gradients_hf import beside, distances, noise_of
+from verifier.oracle.gradients_hf import PASSES, beside, distances, noise_of
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale
+from verifier.oracle.oracle import DRAWS
 from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
 from verifier.oracle.streaming_hf import StreamedModel
 from verifier.runs.model_under_test import cache_folder
@@ -344,8 +345,8 @@ def test_a_token_at_a_clips_edge_is_in_doubt():
         assert bool(gradients["model.norm.weight"].any()) is (off > 0), off
 
 
-@pytest.mark.parametrize(("noises", "draws"), [(1.5, []), (30, [1, 2, 3, 4, 5])])
-def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_up_to_six_passes(tmp_path, monkeypatch, noises, draws):
+@pytest.mark.parametrize(("noises", "draws"), [(1.5, []), (30, range(1, PASSES)), (3000, range(1, DRAWS))])
+def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_further_passes(tmp_path, monkeypatch, noises, draws):
     """Of one token the gradient follows one number, and one pass may have nearly none by chance."""
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "bfloat16"))
     (tmp_path / "weights-0").symlink_to(checkpoint.path)
@@ -368,7 +369,7 @@ def test_in_bfloat16_a_gradient_that_is_not_near_is_held_against_up_to_six_passe
 
     monkeypatch.setattr(policy_hf, "_loss", counted)
     rows = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}])
-    assert drawn == draws
+    assert drawn == [*draws]
     found = {row["gradient_noise"] for row in rows}
     assert found == {noise} if not draws else min(found) > 1.05 * noise
 

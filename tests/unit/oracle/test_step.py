@@ -10,6 +10,7 @@ import torch
 
 from verifier.oracle.gradients_hf import (
     ELEMENTS,
+    PASSES,
     Spread,
     apart,
     beside,
@@ -161,8 +162,8 @@ def test_rounding_of_large_weights_at_a_small_rate_is_no_gap_and_a_lost_move_is_
 
 @pytest.mark.parametrize(
     ("off", "passes"),
-    [(0.9e-5, 0), (3.9e-5, 1), (7.9e-5, 2), (9e-4, DRAWS), (math.nan, DRAWS)],
-    ids=["near", "near-one-rounding", "near-two", "far", "not-finite"],
+    [(0.9e-5, 0), (3.9e-5, 1), (7.9e-5, 2), (9e-4, 23), (9e-2, DRAWS), (math.nan, DRAWS)],
+    ids=["near", "near-one-rounding", "near-two", "near-many", "far", "not-finite"],
 )
 def test_passes_in_float32_are_made_until_a_gradient_is_near_what_they_are_off_by(off, passes) -> None:
     exact = {"w": torch.tensor([2.0, 1.0], dtype=torch.float64), "unused": torch.zeros(3).double()}
@@ -183,7 +184,7 @@ def test_what_is_in_doubt_counts_as_near() -> None:
     assert rounded_anew(found, {"w": 3e-3}, lambda _: pytest.fail("computed")) == {}
 
 
-@pytest.mark.parametrize(("length", "passes"), [(1.1, 1), (1.3, 2), (1.9, 5), (9.0, DRAWS)])
+@pytest.mark.parametrize(("length", "passes"), [(1.1, 1), (1.3, 2), (1.9, 5), (9.0, PASSES), (90.0, DRAWS)])
 def test_passes_in_less_than_float32_are_made_until_a_gradient_is_as_long_as_they_are(length, passes) -> None:
     """The noise of a pass is 0.1 of the length, of the next one 0.2, and so on."""
     exact = {"layers.0.w": torch.tensor([1.0, 0.0])}

@@ -35,7 +35,11 @@ FEW_TOKENS = 100
 NOISES = 2
 """Times all other noises that are allowed: a stored floor's, the greatest of a whole run, and the mean of one set."""
 GREATEST_NOISES = 3
-"""Times the greatest noise of one set that a token may differ by: it is the greatest of a few hundred at most."""
+"""Times the greatest noise of one set that a token differs by rarely: it is the greatest of a few hundred at most. With
+an exponential tail the greatest of n others is beyond r times it with a chance of n^(1 - r) times r factorial."""
+RARE = 4.9
+"""Standard deviations that a normal number is off by once in 1e6 times. A bound is twice what that makes, so that a
+variance of four times the stated one gives no alarm (ADR 0109)."""
 CHANCE = 1e-9
 """Chance that a number of tokens beyond the greatest of as many others is exceeded."""
 FLIPS = Tolerance(
@@ -167,14 +171,16 @@ def _floors(trace: Trace, whole: Sequence[int]) -> list[StoredFloor]:
 def _bound(noise: NoiseRecord, statistic: str, num_tokens: int = 0, *, of_run: bool = False) -> Tolerance:
     """Bound on the greatest of a sequence or `of_run`, of thousands of tokens, or on the mean or median of all tokens.
 
-    A mean of few scatters, so it gets three standard errors more, and so does a median: that of an exponential
+    A mean of few scatters, so it gets `RARE` standard errors more, and so does a median: that of an exponential
     distribution scatters as its mean does, that of one with heavier tails less. There is none on upper quantiles, where
     a mixture's router begins to flip: on clean runs the 0.9 quantile was 0.3 to 2.2 times the floor's.
     """
-    allowed = NOISES if of_run or statistic != "greatest" or isinstance(noise, StoredFloor) else GREATEST_NOISES
-    bound, more = allowed * float(getattr(noise, statistic)), ""
+    few = statistic == "greatest" and not (of_run or isinstance(noise, StoredFloor))
+    allowed = NOISES * GREATEST_NOISES if few else NOISES
+    value, more = float(getattr(noise, statistic)), ""
     if statistic != "greatest":
-        bound, more = bound + 3 * float(noise.deviation) / math.sqrt(num_tokens), " and three standard errors"
+        value, more = value + RARE * float(noise.deviation) / math.sqrt(num_tokens), f" and {RARE} standard errors"
+    bound = allowed * value
     if isinstance(noise, StoredFloor):
         floor = f"the {statistic} of the noise floor for up to {noise.longest:,} tokens"
         source = f"{allowed} x {floor}{more}, {noise.stored}"

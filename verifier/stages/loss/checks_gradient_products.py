@@ -19,6 +19,7 @@ from verifier.core.trace import Trace
 from verifier.stages.checks_conditions import LAYOUT, NO_FSDP, UPDATED
 from verifier.stages.checks_content import times
 from verifier.stages.logprob.checks_entropies import compare_entropies
+from verifier.stages.logprob.checks_logprobs import RARE
 from verifier.stages.loss.records import LogitSpreads
 from verifier.stages.pack.checks_packing import UpdateRows, updates_of
 from verifier.stages.train.checks_adam_audit import compare_used, is_summed
@@ -26,8 +27,8 @@ from verifier.stages.train.records import GradientProducts, TrainerStep
 
 HALF_UNIT = 2.0**-24
 """Share that a rounding to float32 may change a number by."""
-DEVIATIONS = 7.2
-"""Standard deviations of a sum of independent roundings, which chance exceeds once in 1e12 comparisons."""
+DEVIATIONS = 2 * RARE
+"""Standard deviations that a sum of independent roundings may be off by: twice what chance exceeds once in 1e6."""
 DEPTH = 1024
 """Products that a sum of a forward or backward pass adds before it is cut into blocks, besides those over tokens."""
 OF_A_SHARE = 4
@@ -138,15 +139,16 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     Where gradients are summed wrongly (TRN006), or passes use other weights than those that were stepped (TRN005),
     the loss is not the stage that is named. Entropies of another distribution (LGP012) say nothing of the last norm.
     Evidence: train/products, train/sums, loss/rows, loss/spreads, train/done.
-    Tolerance and its source: in fp32 7.2 standard deviations of a sum of independent roundings, which chance exceeds
-    once in 1e12 comparisons. A term of a sum of D terms is rounded by 2^-24 times the root of D/2 of the root of the
-    sum of squares, with the update's tokens and 1,024 as D. Of the last norm also what rounds the probabilities of each
-    row, by the size of its logits: log Z, whose roundings are independent between rows of other values, and four
-    roundings that may go one way in all rows (docs/adr/0081). In bf16 7.2 standard deviations of nine roundings to it,
-    2^-8 over the root of 3 each, of that root, and of the residual stream two more for each module that writes to it;
-    of the last norm also those of logits and their gradients, by their size. Of queries and keys the root has their
-    rows of the linear before too. Norms have an epsilon, which nothing scales: of the residual stream also all norms'
-    products, times epsilon over the mean square of embeddings.
+    Tolerance and its source: in fp32 9.8 standard deviations of a sum of independent roundings: half of it chance
+    exceeds once in 1e6 comparisons, all of it with four times the variance (docs/adr/0109). A term of a sum of D
+    terms is rounded by 2^-24 times the root of D/2 of the root of the sum of squares, with the update's tokens and
+    1,024 as D. Of the last norm also what rounds the probabilities of each row, by the size of its logits: log Z,
+    whose roundings are independent between rows of other values, and four roundings that may go one way in all rows
+    (docs/adr/0081). In bf16 9.8 standard deviations of nine roundings to it, 2^-8 over the root of 3 each, of that
+    root, and of the residual stream two more for each module that writes to it; of the last norm also those of
+    logits and their gradients, by their size. Of queries and keys the root has their rows of the linear before too.
+    Norms have an epsilon, which nothing scales: of the residual stream also all norms' products, times epsilon over
+    the mean square of embeddings.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     logits are bent to a bound; the residual stream of layers with further norms; runs on

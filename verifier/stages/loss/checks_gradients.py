@@ -60,16 +60,17 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     step, with the step's weights of tokens; the comparison says how many of how many.
     Tolerance and its source: 3e-5 of the tensor's greatest gradient in fp32, measured (docs/numerics.md); an
     extrapolated 7e-9 of clean comparisons reach it. Where a gradient is beyond a third of that, as in deep trained
-    models, 12 times the greatest of six distances of transformers in float32 from float64, if that is more: a chance
-    of 3e-5 a step where one direction dominates (ADR 0103). More by what 1e-5 nats of each log-probability change it
-    by, of a loss with ratios or a KL term, and by what float32 rounds of a sure token's probability on sampled steps.
-    In bf16 five times the run's own noise: the greatest of all tensors and updates of the version, by one pass of
-    transformers, or by up to six, each rounded anew, where a gradient is not near. A length may be off by six times
-    the greatest noise of its kind, or of any tensor in the update, whichever is less; and where one pass did not show
-    it to be near, by twelve times the greatest noise of the tensor itself in six: a chance of 1.2e-6 where one
-    direction dominates, 3e-5 where the trainer's noise has three times the variance (ADR 0107). It is not
-    judged of fewer than ten tokens with a gradient. Near a clip's edge the trainer's own log-probability decides, by
-    which LSS004 judges; where routers flip, transformers takes the trainer's experts.
+    models, 12 times the greatest of up to 24 distances of transformers in float32 from float64, if that is more: a
+    chance of 1e-17 a step where one direction dominates, 3e-11 at four times the variance (ADRs 0103, 0109). More
+    by what 1e-5 nats of each log-probability change it by, of a loss with ratios or a KL term, and by what float32
+    rounds of a sure token's probability on sampled steps. In bf16 five times the run's own noise: the greatest of
+    all tensors and updates of the version, by one pass of transformers, or by up to 24, each rounded anew, where a
+    gradient is not near: a chance of 9e-10 a step where one direction dominates, 3e-5 at four times the variance
+    (ADR 0109). A length may be off by six times the greatest noise of its kind, or of any tensor in the update,
+    whichever is less; and where one pass did not show it to be near, by twelve times the greatest noise of the
+    tensor itself in all passes, as in fp32. It is not judged of fewer than ten tokens with a gradient. Near a
+    clip's edge the trainer's own log-probability decides, by which LSS004 judges; where routers flip, transformers
+    takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
     loss.
     What it does not catch: parameters that receive no gradient on these tokens, or only from sure ones; a bug that

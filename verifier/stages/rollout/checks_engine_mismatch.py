@@ -23,6 +23,7 @@ from verifier.stages.logprob.checks_logprobs import (
     FEW_TOKENS,
     GREATEST_NOISES,
     NOISES,
+    RARE,
     at_temperature,
     most_beyond,
     rounding,
@@ -52,10 +53,8 @@ SHARE = 0.9
 """Share of a step's tokens that `MOST` speaks of."""
 LEAST_UNSURE = 1e-4
 """Least 1 - p that noise is held against: below it rounding of float32 has a part."""
-ERRORS = 3
-"""Standard errors that a mean of magnitudes may be off by, as those of LGP001."""
-SIGNED_ERRORS = 5
-"""Standard errors that a signed mean or a slope may be off by: chance exceeds them less than once in a million."""
+SIGNED_ERRORS = NOISES * RARE
+"""Standard errors that a signed mean or a slope may be off by: half of them chance exceeds once in 1e6."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +110,15 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     an importance weight hides it, and the reward stops rising.
     Evidence: advantage/policy ("engine", "old", "version"); logprob/sampled-noise, which sampled steps (`verify.every`)
     measure and later steps keep.
-    Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step, and 8
-    times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and 1e-5
-    nats, divided by a temperature below 1; of random tokens where no step is sampled, and of some of the step's
-    rollouts, twice that, and 8 times for the coarsest. Chance of a false alarm below 1e-11 a token. In bf16 twice this
-    run's noise, transformers in bf16 against fp32, of 100 tokens or more; a mean has three standard errors more, a
-    signed mean and a slope five. And so many tokens beyond three times the greatest noise of all sampled steps so far,
-    more as a token is less sure than the floor's (1 - p), as chance puts beyond it with 1e-9, whatever the
-    distribution: 29 of as many as the floor's.
+    Tolerance and its source: fp32 12 times the scale of rounding at the coarsest token of the last sampled step,
+    and 8 times that of all its tokens for nine tenths of the step's, both doubled on later steps; at least 1e-4 and
+    1e-5 nats, divided by a temperature below 1; of random tokens where no step is sampled, and of some of the
+    step's rollouts, twice that, and 8 times for the coarsest. Chance of a false alarm below 1e-11 a token. In bf16,
+    of 100 tokens or more, twice the mean and root mean square of two independent sides, each of this run's noise,
+    transformers in bf16 against fp32, and of 4.9 standard errors more, which chance exceeds once in 1e6 steps; a
+    signed mean and a slope 9.8 standard errors (docs/adr/0109). And so many tokens beyond three times the greatest
+    noise of all sampled steps so far, more as a token is less sure than the floor's (1 - p), as chance puts beyond
+    it with 1e-9, whatever the distribution: 29 of as many as the floor's.
     Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
     scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
@@ -296,7 +296,7 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
     """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
     old, engine = seen.old, seen.engine
     gaps, root = old - engine, math.sqrt(len(seen))
-    source, carried = noise_source(noise), noise.measured != item.trained_version
+    source, apart = noise_source(noise), math.sqrt(1 / len(seen) + 1 / noise.tokens)
     for name, values, mean, deviation in (
         ("mean magnitude", np.abs(gaps), noise.mean, noise.deviation),
         ("root mean square", gaps**2, noise.squares, noise.squares_deviation),
@@ -304,19 +304,19 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
         square = name == "root mean square"
         if square and noise.routed:
             continue
-        times_noise = NOISES**2 if square else NOISES
+        two_sides, times_noise = (2.0, NOISES**2) if square else (math.sqrt(2), NOISES)
         shares = _unsure(old)
         own, known = ((shares**2).mean(), noise.unsure_squares) if square else (shares.mean(), noise.unsure)
         more = max(1.0, float(own) / max(float(known), LEAST_UNSURE ** (2 if square else 1)))
-        floor = float(mean) + (ERRORS * float(deviation) / math.sqrt(noise.tokens) if carried else 0.0)
-        bound = times_noise * more * floor + ERRORS * max(float(values.std()), float(deviation)) / root
+        bound = times_noise * two_sides * more * (float(mean) + RARE * float(deviation) * apart)
         value = float(values.mean())
         if square:
             value, bound = math.sqrt(value), math.sqrt(bound)
         yield _Statistic(
             name, value,
             Tolerance(
-                absolute=bound, unit="nats", source=f"{NOISES} times, and standard errors; {source}{_surer(more)}"
+                absolute=bound, unit="nats",
+                source=f"{NOISES} times that of two sides, with {RARE} standard errors; {source}{_surer(more)}",
             ), "nats",
             "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
         )  # fmt: skip
@@ -324,7 +324,7 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
     bound = NOISES * abs(float(noise.bias)) + SIGNED_ERRORS * error
     yield _Statistic(
         "signed mean", abs(float(gaps.mean())),
-        Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, and {SIGNED_ERRORS} standard errors; {source}"),
+        Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}"),
         "nats", "look at what the engine adds to each: truncation, penalties, a bias of the logits",
     )  # fmt: skip
     slope, error = slope_of(gaps, (old + engine) / 2)
@@ -333,7 +333,7 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
         "slope over log-probability", abs(slope),
         Tolerance(
             absolute=bound, unit="nats per nat",
-            source=f"{NOISES} times, and {SIGNED_ERRORS} standard errors; {source}",
+            source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}",
         ),
         "nats per nat", "look at what scales logits: temperature, the final norm, the head",
     )  # fmt: skip

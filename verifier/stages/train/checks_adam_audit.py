@@ -227,8 +227,8 @@ def step_differs_from_adam(trace: Trace) -> Iterator[Comparison]:
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 """Greatest relative error of one sum in each type."""
-SCALINGS = 3
-"""Roundings beside those of the sum: the inverse of the number of tokens, the product with it, and one to spare."""
+TIMES_ALL = 2
+"""Times all roundings of a sum over ranks, which right sums stay within (ADR 0109)."""
 
 Place = tuple[str, str, int]
 """Update, label of the ranks that hold the same bits, index of the first element."""
@@ -252,9 +252,9 @@ def gradient_not_summed(trace: Trace) -> Iterator[Comparison]:
     Why it matters: gradients of one rank, or of the last micro-batch alone, make a loss that falls as well, of a batch
     that is smaller than the config says. A norm that is wrong on all ranks alike shortens every step.
     Evidence: train/sums, train/done, and the manifest's config.
-    Tolerance and its source: half a unit in the last place of the type that gradients are added in for each addition
-    and scaling, of the sum of magnitudes (Higham 2002, section 4.2) , which chance cannot exceed. Of the norm 1e-5: 7.2
-    standard deviations of 19,500 squares that are added one after another.
+    Tolerance and its source: twice half a unit in the last place of the type that gradients are added in for each
+    addition and scaling, of the sum of magnitudes (Higham 2002, section 4.2). Right sums reach half of it at most, by
+    no chance more. Of the norm 1e-5: 7.2 standard deviations of 19,500 squares that are added one after another.
     Where to look: what zeroes the gradient buffer, its reduction over ranks, what scales it, the first and last
     elements of buckets and of shards, and their padding.
     What it does not catch: what a backward pass gives (LSS001); linears whose kernel adds to the buffer itself; tensors
@@ -316,19 +316,25 @@ def _cut(trace: Trace, item: GradientSums, name: str) -> list[np.ndarray]:
     return ragged.split(trace.array(item, name).astype(np.float64), sizes)
 
 
+def _roundings(ranks: int, passes: int = 1) -> int:
+    """Twice the number of roundings: of additions, of the inverse of the tokens' number, and of the product with it."""
+    return TIMES_ALL * ((passes - 1) + (ranks - 1) + 2)
+
+
 def _summed(
     item: GradientSums, tensor: SummedTensor, actual: np.ndarray, parts: np.ndarray, divisor: float
 ) -> Comparison:
     parts = parts[:, tensor.owned_begin : tensor.owned_begin + tensor.owned] / divisor
     expected, magnitude = parts.sum(0), np.abs(parts).sum(0)
-    bounds = (len(parts) + SCALINGS) * (ROUNDING[tensor.dtype] * magnitude + LEAST)
+    count = _roundings(len(parts))
+    bounds = count * (ROUNDING[tensor.dtype] * magnitude + LEAST)
     gap = np.abs(actual - expected)
     worst = int(np.argmax(np.where(np.isfinite(gap), gap / bounds, np.inf)))
     place, bound = tensor.begin + tensor.owned_begin + worst, float(bounds[worst])
     what = f"gradient of {tensor.name} of {item.name} on rank {item.rank}"
     subject = f"the gradient of element {place:,} of `{tensor.name}` that {item.name} gives the optimizer"
     says = "", f"what micro-batches of {len(parts)} ranks gave, divided by {divisor:,}"
-    words, same = f"{bound:.3g} ({len(parts) + SCALINGS} roundings of {tensor.dtype})", bool((gap <= bounds).all())
+    words, same = f"{bound:.3g} ({count} roundings of {tensor.dtype})", bool((gap <= bounds).all())
     found, right = float(actual[worst]), float(expected[worst])
     return compare_value(item, what, found, right, same=same, subject=subject, says=says, allowed=words, bound=bound)
 
@@ -340,7 +346,7 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divis
     times_owned, rest = divmod(sum(own.owned_size for _, own, _ in found), tensor.size)
     scale = max(times_owned, 1) / divisor
     expected, actual = float(given.sum()) * scale, float(reduced.sum())
-    count = int(passes.max()) + len(found) + SCALINGS
+    count = _roundings(len(found), int(passes.max()))
     allowed = count * (ROUNDING[tensor.dtype] * float(magnitude.sum()) * scale + LEAST * tensor.size)
     gap = abs(actual - expected)
     lost = rest or not times_owned
