@@ -273,13 +273,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: judged steps, alarms, and the table of checks, of what was held against bounds of today."""
-    rows = [of_today(row) for row in rows]
+    every, rows = rows, [of_today(row) for row in rows]
+    known = merged(rows)
+    unseen = [code for code in merged(every) if code not in known]
+    old = sum(len(row["alarms"]) for row in every) - sum(len(row["alarms"]) for row in rows)
     alarms = [f"- {row['run']}, seed {row['seed']}: {alarm}"[:110] for row in rows for alarm in row["alarms"]]
-    beyond = [code for code, found in merged(rows).items() if found[1] > HALF and code not in STATISTICAL]
+    beyond = [code for code, found in known.items() if found[1] > HALF and code not in STATISTICAL]
     runs = sorted({f"{row['run']} ({row['isa']}, {row['threads']} threads)" for row in rows})
     said = [
         f"Judged clean steps: {sum(row['steps'] for row in rows):,}, of {len(rows):,} runs. Alarms: {len(alarms):,}.",
-        f"Beyond {HALF} of a bound: {', '.join(beyond) or 'none'}.", "", *alarms[:20], *[""][: len(alarms)],
+        f"Beyond {HALF} of a bound: {', '.join(beyond) or 'none'}.",
+        f"Not judged by bounds of today yet: {', '.join(unseen) or 'none'}. Alarms of older bounds: {old:,}.",
+        "", *alarms[:20], *[""][: len(alarms)],
         *table(rows), "", f"{len(runs)} kinds of runs: [golden/margins.jsonl](../golden/margins.jsonl).",
     ]  # fmt: skip
     return "\n".join(said) + "\n"
