@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
@@ -122,27 +122,38 @@ def repeated(past: DynamicCache, times: int) -> DynamicCache:
     return found
 
 
-def alike(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, list[int]]]:
-    """Groups of sequences that begin alike: number of tokens to compute once, and their places.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens from `begin` to `end` that some sequences have in common, and the token after them."""
 
-    They have the token after these in common too, so that the same is scored after each. 0 tokens are computed once of
-    those that are in no such group.
+    begin: int
+    end: int
+    members: Sequence[int]
+    """Places of these sequences."""
+    after: int | None
+    """Index of the run that ends where this one begins; None at the first token."""
+
+
+def alike(sequences: Sequence[Sequence[int]]) -> tuple[list[Run], list[int | None]]:
+    """Runs of tokens to compute once, each after the one that it goes on from; and of each sequence its last run.
+
+    Sequences of a run have the token after it in common too, so that the same is scored after each of its tokens. None
+    stands for a sequence that is in no run.
     """
-    rest: list[int] = []
-    group: list[int] = []
-    common = 0
-    for at in [*sorted(range(len(sequences)), key=lambda at: tuple(sequences[at])), None]:
-        if group and at is not None:
-            pairs = zip(sequences[group[0]][:common], sequences[at], strict=False)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if shared > SHARED and len(group) * shared >= (len(group) - 1) * common:  # no fewer tokens are saved
-                group, common = [*group, at], shared
-                continue
-        if len(group) > 1:
-            yield common - 1, group
-        else:
-            rest += group
-        if at is not None:
-            group, common = [at], len(sequences[at])
-    if rest:
-        yield 0, rest
+    runs, last = list[Run](), list[int | None]([None] * len(sequences))
+    order = sorted(range(len(sequences)), key=lambda at: tuple(sequences[at]))
+    left: list[tuple[list[int], int, int | None]] = [(order, 0, None)]
+    while left:
+        group, begin, after = left.pop()
+        if len(group) < 2:
+            continue
+        first, final = (sequences[group[at]] for at in (0, -1))
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, final, strict=False)))
+        if common - 1 - begin >= SHARED:
+            runs.append(Run(begin, common - 1, group, after))
+            begin, after = common - 1, len(runs) - 1
+            for at in group:
+                last[at] = after
+        rest = groupby(group, key=lambda at: sequences[at][common : common + 1])
+        left += [([*members], begin, after) for key, members in rest if key]
+    return runs, last

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -124,16 +124,19 @@ def sides(
                 part.hand(found[2][2], entropy_scale(exact, other))
             if any(sampled):
                 part.describe(described, exact, sequences, sampled)
+        waiting = group.members
         for _draw in range(1, DRAWS if rounds else 1):
-            if reported is not None and all(
-                is_near(exact_rows[at], scales[at], reported[at]) for at in group.members if at < len(reported)
-            ):
+            if reported is not None:
+                asked = {at for at in waiting if at < len(reported)}
+                waiting = {at for at in asked if not is_near(exact_rows[at], scales[at], reported[at])}
+            if not waiting:
                 break
+            kept, rest = group.part(waiting)
             with moved(models[-1].model, generator):
-                again, more = group.hidden(models[-1]), _rows_of(sequences)
-            for part in group.parts(models, [hidden[0], again]):
+                again, more = rest.hidden(models[-1]), _rows_of(sequences)
+            for part in rest.parts(models, [[hidden[0][job] for job in kept], again]):
                 part.hand(more, _scale(part.nats[1], part.nats[0]))
-            for at in group.members:
+            for at in waiting:
                 scales[at] = [*map(max, scales[at], more[at])]
     return [*found, described] if sampled else found
 
@@ -243,34 +246,66 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences that are computed in one batch; or in several, after what all of them begin with."""
+class _Job:
+    """A batch, what is asked for, and what it goes on from."""
 
-    jobs: Sequence[tuple[Batch, torch.Tensor, Sequence[_Wanted]]]
-    """Tokens, [B, T] next tokens, and per row what is asked for."""
-    shared: int = 0
-    """Tokens of the first job, whose keys and values the sequences of the others go on from; 0 without."""
+    batch: Batch
+    labels: torch.Tensor
+    """[B, T] next tokens."""
+    wanted: Sequence[_Wanted]
+    """Per row."""
+    begin: int = 0
+    """Tokens before each row."""
+    after: int | None = None
+    """Index of the job, of one row, whose keys and values it attends to; None without."""
+    kept: bool = False
+    """Whether others attend to its keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences that are computed in one batch; or in several, after what some of them begin with."""
+
+    jobs: Sequence[_Job]
 
     @property
     def members(self) -> set[int]:
         """Places of its sequences among all."""
-        return {at for *_, wanted in self.jobs for item in wanted for rows in item.values() for at, _ in rows}
+        return {at for job in self.jobs for item in job.wanted for rows in item.values() for at, _ in rows}
+
+    def part(self, members: set[int]) -> tuple[list[int], _Group]:
+        """Indices of the jobs that these sequences need, and a group of them."""
+        needed = set[int]()
+        for at, job in reversed([*enumerate(self.jobs)]):
+            if at in needed or not members.isdisjoint(_Group([job]).members):
+                needed |= {at} if job.after is None else {at, job.after}
+        kept = {at: place for place, at in enumerate(sorted(needed))}
+        jobs = [
+            replace(job, after=None if job.after is None else kept[job.after])
+            for at, job in enumerate(self.jobs)
+            if at in kept
+        ]
+        return [*kept], _Group(jobs)
 
     def hidden(self, model: StreamedModel) -> list[torch.Tensor]:
         """Per job [B, T, H] that the head is given."""
-        past = DynamicCache(config=model.config) if self.shared else None
+        kept: dict[int, DynamicCache] = {}
         found = []
-        for at, (batch, labels_BT, _) in enumerate(self.jobs):
-            own = repeated(past, len(labels_BT)) if past is not None and at else past
-            found.append(hidden_of(model, batch, past=own)[:, : labels_BT.shape[1]])
+        for at, job in enumerate(self.jobs):
+            past = DynamicCache(config=model.config) if job.kept else None
+            if job.after is not None:
+                past = repeated(kept[job.after], len(job.labels))
+            if job.kept and past is not None:
+                kept[at] = past
+            found.append(hidden_of(model, job.batch, past=past)[:, : job.labels.shape[1]])
         return found
 
     def parts(self, models: Sequence[StreamedModel], hidden: Sequence[Sequence[torch.Tensor]]) -> Iterator[_Part]:
         """Distributions, some tokens at a time, from what each model's head is given."""
-        for at, ((_, labels_BT, wanted), *each) in enumerate(zip(self.jobs, *hidden, strict=True)):
-            for divisor in sorted({key for item in wanted for key in item}):
-                rows = [row for row, item in enumerate(wanted) if divisor in item]
-                kept, labels = [own[rows].flatten(0, 1) for own in each], labels_BT[rows].flatten()[:, None]
+        for job, *each in zip(self.jobs, *hidden, strict=True):
+            for divisor in sorted({key for item in job.wanted for key in item}):
+                rows = [row for row, item in enumerate(job.wanted) if divisor in item]
+                kept, labels = [own[rows].flatten(0, 1) for own in each], job.labels[rows].flatten()[:, None]
                 if not len(labels):
                     continue
                 with contextlib.ExitStack() as heads:
@@ -279,8 +314,8 @@ class _Group:
                     for some in slices_of(models[-1], len(labels)):
                         logits = (model.logits(own[some]).double() for model, own in zip(models, kept, strict=True))
                         yield _Part(
-                            members=[wanted[row][divisor] for row in rows], width=labels_BT.shape[1], begin=some.start,
-                            labels=labels[some].to(models[-1].device), offset=self.shared if at else 0,
+                            members=[job.wanted[row][divisor] for row in rows], width=job.labels.shape[1],
+                            begin=some.start, labels=labels[some].to(models[-1].device), offset=job.begin,
                             temperature=divisor,
                             nats=[torch.log_softmax(every / (divisor or 1.0), dim=-1) for every in logits],
                         )  # fmt: skip
@@ -305,21 +340,39 @@ def _groups(
     if not shares or any(routes) or not remembers(model):
         given = [routes[at] for at in places] if any(routes) else ()
         for batch in batches([sequences[at] for at in places], given):
-            yield _Group([(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places])])
+            yield _Group([_Job(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places])])
         return
-    for shared, group in alike([sequences[at] for at in places]):
-        members, jobs = [places[at] for at in group], []
-        if shared:
-            ids, every = torch.tensor([list(sequences[members[0]][: shared + 1])]), {}
-            for place in members:
-                for divisor, rows in asked[place].items():
-                    every.setdefault(divisor, []).extend((at, min(length, shared + 1)) for at, length in rows)
-            jobs.append((Batch(places=(0,), tokens=ids[:, :-1], experts={}), ids[:, 1:], [every]))
-        for batch in batches([sequences[place][shared:] for place in members]):
-            after = [asked[members[at]].items() for at in batch.places]
-            wanted = [{key: [(at, length - shared) for at, length in rows] for key, rows in item} for item in after]
-            jobs.append((batch, batch.tokens[:, 1:], wanted))
-        yield from [_Group(jobs, shared)] if shared else map(_Group, ([job] for job in jobs))
+    own = [sequences[at] for at in places]
+    runs, last = alike(own)
+
+    def rows_of(members: Sequence[int], begin: int, end: int | None = None) -> _Wanted:
+        """What is asked for of tokens from `begin` to `end`, which these begin with."""
+        every: dict[float, list[tuple[int, int]]] = {}
+        for divisor, rows in (item for member in members for item in asked[places[member]].items()):
+            every.setdefault(divisor, []).extend(
+                (at, (length if end is None else min(length, end + 1)) - begin) for at, length in rows
+            )
+        return every
+
+    groups: list[list[_Job]] = []
+    where: list[tuple[list[_Job], int]] = []  # of each run, the jobs of its group, and its own index among them
+    for run in runs:
+        jobs, after = ([], None) if run.after is None else where[run.after]
+        if run.after is None:
+            groups.append(jobs)
+        where.append((jobs, len(jobs)))
+        ids = torch.tensor([list(own[run.members[0]][run.begin : run.end + 1])])
+        batch, told = Batch(places=(0,), tokens=ids[:, :-1], experts={}), rows_of(run.members, run.begin, run.end)
+        jobs.append(_Job(batch, ids[:, 1:], [told], run.begin, after, kept=True))
+    for number in dict.fromkeys(last):
+        members, begin = [at for at, run in enumerate(last) if run == number], 0 if number is None else runs[number].end
+        for batch in batches([own[at][begin:] for at in members]):
+            jobs, after = ([], None) if number is None else where[number]
+            if number is None:
+                groups.append(jobs)
+            wanted = [rows_of([members[at]], begin) for at in batch.places]
+            jobs.append(_Job(batch, batch.tokens[:, 1:], wanted, begin, after))
+    yield from map(_Group, groups)
 
 
 @contextlib.contextmanager

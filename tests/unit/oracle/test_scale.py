@@ -90,9 +90,12 @@ def test_what_sequences_begin_with_alike_is_computed_once_and_scored_the_same(pa
     first, second, third = SEQUENCES[:3]
     asked = [[*first[:30], *second[:at]] for at in (3, 9, 20)] + [[*second[:40], *third[at : at + 8]] for at in (0, 4)]
     asked += [[*first[:30], *third[:6]], third, first[:30]]
-    groups = {shared: sorted(places) for shared, places in alike(asked[:7])}
-    assert groups == {0: [6], 29: [0, 1, 2, 5], 39: [3, 4]}
-    temperatures = [1.0, 0.5, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0]
+    asked += [[*first[:30], *second[:12], *third[:9]], [*first[:30], *second[:12], *third[9:30]]]
+    runs, last = alike([*asked[:7], *asked[8:]])
+    spans = [(run.begin, run.end, sorted(run.members), run.after) for run in runs]
+    assert spans == [(0, 29, [0, 1, 2, 5, 7, 8], None), (29, 38, [1, 2, 7, 8], 0), (0, 39, [3, 4], None)]
+    assert last == [0, 1, 1, 2, 2, 0, None, 1, 1]
+    temperatures = [1.0, 0.5, 1.0, 2.0, 0.0, 1.0, 1.0, 1.0, 0.5, 1.0]
     ends = (3, 17)
     together = sides(None, str(path), asked, "float64", temperature=temperatures, reported=())
     described = sides(None, str(path), asked, "float64", temperature=0.7, ends=ends, reported=())
@@ -145,6 +148,28 @@ def test_passes_are_made_until_what_others_gave_is_near(path: Path, monkeypatch:
     assert of([[[far]]])[2] == [six]
     assert of([[[far + 1]]])[2] == [one]  # no rounding explains it
     assert (1 < passes[2] <= DRAWS, passes[3:]) == (True, [DRAWS, 1])
+
+
+def test_a_further_pass_computes_what_is_not_near_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences go on from one beginning, two of them from a longer one; one of these two is not near."""
+    first, second, third = SEQUENCES[:3]
+    asked = [[*first[:30], *third[:6]], *([*first[:30], *second[:12], *third[at : 2 * at + 8]] for at in (0, 9))]
+    exact, _, once = sides(None, str(path), asked, "float64", reported=[[[]]] * 3)[0]
+    sizes: list[list[int]] = []
+    compute = module._Group.hidden
+
+    def counted(group: module._Group, model: Any) -> list[torch.Tensor]:
+        sizes.append([job.labels.numel() for job in group.jobs])
+        return compute(group, model)
+
+    monkeypatch.setattr(module._Group, "hidden", counted)
+    reported = [[[exact[at][-1] + (2 * NEAR * max(once[at]) if at == 1 else 0.0)]] for at in range(3)]
+    _, _, scales = sides(None, str(path), asked, "float64", reported=reported)[0]
+    assert sizes[:2] == [[29, 12, 6, 8, 17]] * 2
+    assert sizes[2:] == [[29, 12, 8]] * (len(sizes) - 2) != []
+    assert (scales[0], scales[2]) == (once[0], once[2])
+    assert all(a <= b for a, b in zip(once[1], scales[1], strict=True))
+    assert scales[1] != once[1]
 
 
 def test_the_distribution_of_each_sampled_token_is_described(path: Path) -> None:
