@@ -20,8 +20,8 @@ from verifier.plan.digest import dtype_name
 from verifier.stages.logprob.records import ROUNDINGS as FLOAT32_ROUNDINGS
 from verifier.stages.loss.records import in_all_layers
 
-ELEMENTS = 2**18
-"""Elements of a tensor that are computed with at once: 2 MiB in float64, which a core's cache holds."""
+ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+"""Device -> elements of a tensor that are computed with at once: 2 MiB in float64, as a core's cache holds, or 128."""
 NEAR = 1e-5
 """Share of a tensor's greatest gradient within which the trainer's lies far inside of what LSS001 allows, 3e-5."""
 NEAR_ROUNDED = 2
@@ -68,36 +68,41 @@ class Beside:
     """Greatest distance of the trainer's; None where it has none."""
 
 
-def beside(exact: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> dict[str, Beside]:
-    """Put the trainer's gradients, `actual`, beside exact ones, by checkpoint name."""
+def beside(
+    exact: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], device: str = "cpu"
+) -> dict[str, Beside]:
+    """Put the trainer's gradients, `actual`, beside exact ones, by checkpoint name; computed on a device."""
     found = {}
     for name, right in exact.items():
-        scale = float(torch.stack([part.abs().max() for (part,) in parts_of(right)]).max())
+        scale = float(torch.stack([part.abs().max() for (part,) in parts_of(right, device=device)]).max())
         along, gap = 0.0, None
         if (own := actual.get(name)) is not None:
-            along = sum(float((one.double() * other.double()).sum()) for one, other in parts_of(own, right))
-            gap = apart(own, right)[0]
-        found[name] = Beside(scale, _square(right), along, gap)
+            along = sum(
+                float((one.double() * other.double()).sum()) for one, other in parts_of(own, right, device=device)
+            )
+            gap = apart(own, right, device)[0]
+        found[name] = Beside(scale, _square(right, device), along, gap)
     return found
 
 
-def _square(tensor: torch.Tensor) -> float:
-    return sum(float(part.double().square().sum()) for (part,) in parts_of(tensor))
+def _square(tensor: torch.Tensor, device: str) -> float:
+    return sum(float(part.double().square().sum()) for (part,) in parts_of(tensor, device=device))
 
 
-def parts_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same `ELEMENTS` of tensors of one shape, flat, one slice after the other."""
-    return zip(*(tensor.flatten().split(ELEMENTS) for tensor in tensors), strict=True)
+def parts_of(*tensors: torch.Tensor, device: str = "cpu") -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same `ELEMENTS` of tensors of one shape, flat, on a device, one slice after the other."""
+    for parts in zip(*(tensor.flatten().split(ELEMENTS[device]) for tensor in tensors), strict=True):
+        yield tuple(part.to(device) for part in parts)
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> tuple[Greatest, float]:
+def apart(one: torch.Tensor, other: torch.Tensor, device: str = "cpu") -> tuple[Greatest, float]:
     """Greatest distance of two tensors' elements, with its index, and the sum of the squares of all, in float64."""
     found, square = [], 0.0
-    for mine, right in parts_of(one, other):
+    for mine, right in parts_of(one, other, device=device):
         gap = mine.double() - right.double()
         found.append(greatest(gap.abs()))
         square += float(gap.square().sum())
-    return greatest_of(found, one.shape), square
+    return greatest_of(found, one.shape, device), square
 
 
 def greatest(gaps: torch.Tensor) -> Greatest:
@@ -106,19 +111,21 @@ def greatest(gaps: torch.Tensor) -> Greatest:
     return float(gaps.flatten()[at]), [int(place) for place in torch.unravel_index(torch.tensor(at), gaps.shape)]
 
 
-def greatest_of(parts: Sequence[Greatest], shape: torch.Size) -> Greatest:
-    """The greatest of the slices of a tensor of a shape, see `parts_of`."""
+def greatest_of(parts: Sequence[Greatest], shape: torch.Size, device: str = "cpu") -> Greatest:
+    """The greatest of the slices of a tensor of a shape that were on a device, see `parts_of`."""
     part = int(torch.tensor([value for value, _ in parts], dtype=torch.float64).argmax())
-    at = torch.tensor(part * ELEMENTS + parts[part][1][0])
+    at = torch.tensor(part * ELEMENTS[device] + parts[part][1][0])
     return parts[part][0], [int(place) for place in torch.unravel_index(at, shape)]
 
 
-def distances(exact: Mapping[str, torch.Tensor], run: Callable[[Take], Any]) -> tuple[Distances, Any]:
+def distances(
+    exact: Mapping[str, torch.Tensor], run: Callable[[Take], Any], device: str = "cpu"
+) -> tuple[Distances, Any]:
     """Measure how far a pass's gradients are from the exact ones, each when it comes; and what the pass gives."""
     found = Distances()
 
     def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-        (gap, _), square = apart(parts[0], exact[name])
+        (gap, _), square = apart(parts[0], exact[name], device)
         found[name] = gap, square
 
     given = run(take)
@@ -157,9 +164,9 @@ def of_adapter(
     return taken
 
 
-def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float) -> tuple[float, float]:
+def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float, device: str = "cpu") -> tuple[float, float]:
     """Norm of all gradients, and the factor by which they are clipped; a `clip_grad` of 0 clips none."""
-    norm = math.sqrt(sum(map(_square, actual.values())))
+    norm = math.sqrt(sum(_square(each, device) for each in actual.values()))
     return norm, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
 
 

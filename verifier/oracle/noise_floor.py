@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,8 +63,13 @@ def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[
         longest: upper edge of the bucket, tokens.
         rounded: log-probabilities in bf16, one list per sequence, nats.
         exact: the same in fp32.
+
+    Raises:
+        UsageError: a difference is not finite.
     """
     gaps = sorted(abs(x - y) for low, high in zip(rounded, exact, strict=True) for x, y in zip(low, high, strict=True))
+    if not all(map(math.isfinite, gaps)):
+        raise UsageError("log-probabilities of this model are not finite: there is no noise to measure")
 
     def quantile(share: float) -> float:
         return gaps[min(len(gaps) - 1, int(share * len(gaps)))]

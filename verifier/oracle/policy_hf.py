@@ -120,7 +120,7 @@ def judge_updates(
 
         def again(draw: int) -> Distances:
             within = margin if dtype == torch.float32 else math.inf  # noqa: B023
-            return distances(exact, lambda take: run(take, dtype, within, draw))[0]  # noqa: B023
+            return distances(exact, lambda take: run(take, dtype, within, draw), device)[0]  # noqa: B023
 
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:
             exact[name] = spooled(path, parts[0])  # noqa: B023
@@ -130,15 +130,15 @@ def judge_updates(
         right = rounded = run(take, torch.float32)
         stepped, passed = tensors_of(path / f"gradients-{number}"), Distances()
         actual = tensors_of(sampled) if (sampled := path / f"sampled-{number}").is_dir() else stepped
-        found = beside(exact, actual)
+        found = beside(exact, actual, device)
         if dtype != torch.float32:
-            passed, rounded = distances(exact, lambda take: run(take, dtype, math.inf))  # noqa: B023
+            passed, rounded = distances(exact, lambda take: run(take, dtype, math.inf), device)  # noqa: B023
         elif not all_near(found, doubts):
             exact.clear()
             run(take, torch.float64)
-            found = beside(exact, actual)
+            found = beside(exact, actual, device)
             roundings = rounded_anew(found, doubts, again)
-        norm, scale = clip_of(stepped, rule["clip_grad"])
+        norm, scale = clip_of(stepped, rule["clip_grad"], device)
         spread = Spread.of(found, passed, again)
         noise = torch.where(rounded.told & ~right.told, 0.0, rounded.nats - right.nats).abs()
         off = [noise.sum(), *((part - right.nats).abs().sum() for part in right.shifted)]
@@ -155,7 +155,7 @@ def judge_updates(
         for row, _ in measured(old, found, spread.groups, actual):
             name = row["name"]
             if has_moments and name in stepped:
-                adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
+                adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], device)
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 rates = (update["learning_rate"], rule["weight_decay"])
                 row["step"] = adam.gap(name, old[name], new[name], stepped[name], number, *rates, clip=scale)

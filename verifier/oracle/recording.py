@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -362,8 +361,9 @@ def scales_of(scales: Scored) -> dict[str, Real]:
 
 
 def _noise_of(kind: type[Any], name: str, version: int, gaps: Sequence[float]) -> Any:
-    mean, deviation = real(statistics.fmean(gaps)), real(statistics.pstdev(gaps))
-    return kind(name=name, version=version, greatest=real(max(gaps)), mean=mean, deviation=deviation)
+    off = np.array(gaps, np.float64)  # of weights that are not finite neither is this
+    mean, deviation = real(float(off.mean())), real(float(off.std()))
+    return kind(name=name, version=version, greatest=real(float(off.max())), mean=mean, deviation=deviation)
 
 
 def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:

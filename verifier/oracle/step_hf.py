@@ -237,11 +237,12 @@ class Adam:
     Matrices decay (Loshchilov and Hutter 2019, algorithm 2); vectors, which are norms and biases, do not, nor do the
     biases of all experts of a layer, which GPT-OSS keeps in one tensor. Of weights that are rounded to less than
     float32 it keeps the unrounded ones too, as a trainer's masters do. Each weight may be off by `ROUNDINGS` to float32
-    of its own size, which matter where the learning rate is small beside it.
+    of its own size, which matter where the learning rate is small beside it. What it keeps from step to
+    step it keeps on the host; on another `device` each step begins with `begin`.
     """
 
-    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
-        self._betas, self._epsilon = (beta_1, beta_2), epsilon
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float, device: str = "cpu") -> None:
+        self._betas, self._epsilon, self._device = (beta_1, beta_2), epsilon, device
         self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._masters: dict[str, torch.Tensor] = {}
 
@@ -268,7 +269,7 @@ class Adam:
         kept = 1 - learning_rate * decay if old.ndim > 1 and not name.endswith("bias") else 1.0
         whole = (self._masters[name] if rounded else old, live, gradient, *self._moments[name])
         found = []
-        for begin, new, part, *moments in parts_of(*whole):
+        for begin, new, part, *moments in parts_of(*whole, device=self._device):
             slope = part.double() * clip
             first, second = (each.double() for each in moments)  # its own, in float64, are kept
             first.mul_(self._betas[0]).add_(slope, alpha=1 - self._betas[0])
@@ -284,7 +285,7 @@ class Adam:
                     begin.copy_(stepped)
             excess = (new.double() - stepped).abs_().sub_(allowed).clamp_(min=0)
             found.append(greatest(torch.where(excess == 0, 0.0, excess / learning_rate)))
-        return greatest_of(found, live.shape)
+        return greatest_of(found, live.shape, self._device)
 
 
 def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:

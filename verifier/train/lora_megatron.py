@@ -27,6 +27,8 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
 """Beginning of every name in an adapter's file."""
+SKIPPED = "skipped: "
+"""Beginning of the name of a matrix that a reader skips."""
 _READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 """Keys of an adapter's configuration that `read_adapter` follows."""
 _NOT_OF_THE_ADAPTER = {
@@ -109,7 +111,7 @@ def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     """Read a directory; return the matrices under the names of `export_adapter`, and alpha over rank.
 
     As the peft library does, which skips matrices of modules that the configuration does not name, and those whose
-    names do not begin as its own do.
+    names do not begin as its own do: here these have `SKIPPED` before their names.
     """
     from safetensors.torch import load_file
 
@@ -117,9 +119,9 @@ def read_adapter(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     found = load_file(path / "adapter_model.safetensors")
     targets = tuple(f".{name}{half}" for name in config["target_modules"] for half in (_A, _B))
     named = {
-        name.removeprefix(_PREFIX): tensor for name, tensor in found.items()
-        if name.startswith(_PREFIX) and name.endswith(targets)
-    }  # fmt: skip
+        name.removeprefix(_PREFIX) if name.startswith(_PREFIX) and name.endswith(targets) else SKIPPED + name: tensor
+        for name, tensor in found.items()
+    }
     by = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]  # as the peft library scales
     return named, config["lora_alpha"] / by
 

@@ -49,6 +49,8 @@ def test_statistics_of_a_bucket() -> None:
     found = bucket_of(64, [gaps[:500], gaps[500:]], [[0.0] * 500] * 2)
     assert (found.tokens, found.median, found.p90, found.p99, found.max) == (1000, 0.5, 0.9, 0.99, 0.999)
     assert found.mean == pytest.approx(0.4995)
+    with pytest.raises(UsageError, match="not finite"):
+        bucket_of(64, [[-1.0, float("nan")]], [[-1.0, -2.0]])
 
 
 def test_sequences_are_the_same_on_every_machine_and_fill_the_bucket() -> None:

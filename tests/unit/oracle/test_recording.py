@@ -21,7 +21,7 @@ from verifier.export.names import layout_of
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.tiny import write_tiny
 from verifier.oracle.oracle import Sides
-from verifier.oracle.recording import record_oracle
+from verifier.oracle.recording import noise_of_logprobs, record_oracle
 from verifier.stages.logprob.records import (
     DtypeNoise,
     OracleLogprobs,
@@ -196,3 +196,9 @@ def test_routes_of_too_few_experts_are_not_told(tmp_path: Path, source: Checkpoi
     dropped = (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=1"), [[1, 0, 2, 4, -1]])
     _, _, routes, _ = record(tmp_path / "trace", source, *OWN, dropped).steps
     assert routes == [[]]
+
+
+def test_noise_of_weights_that_are_not_finite_is_not_finite() -> None:
+    """A fault that makes weights NaN is a violated check, and not the end of the oracle."""
+    noise = noise_of_logprobs("scored", 1, Sides([[-1.0, math.nan]], [[-1.5, -2.0]], [[]]))
+    assert [math.isnan(float(value)) for value in (noise.greatest, noise.mean, noise.deviation)] == [True] * 3

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from verifier.core.stage import Stage
+from verifier.data.rollout import load_rollouts
 from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault, held
 
 ENCODE = "verifier.trainer.batches:encode_example(example, tokenizer)"
@@ -124,7 +125,8 @@ def gold_answer_of_the_neighbour(call: Call) -> Any:
 )  # fmt: skip
 def filter_applied_to_another_rollout(call: Call) -> Any:
     """The places that a filter found are those of another order: as many tokens of another answer leave the loss."""
-    given, kept = call.self.scored.rollouts, [*call.kept]
+    files = [call.self._file(call.step, number) for number in range(len(call.parts))]
+    given, kept = [item for file in files for item in load_rollouts(file)[0]], [*call.kept]
     for gone, item in enumerate(kept):
         for other, stays in enumerate(kept):
             same = given[gone].mask.sum() == given[other].mask.sum()
@@ -246,10 +248,11 @@ def tool_output_trained(call: Call) -> Any:
     )  # fmt: skip
 
 
-@on_turns("modelscope/ms-swift#9168", "verifier.trainer.episodes:Message(role, content, in_loss)")
+@on_turns("modelscope/ms-swift#9168", REPLIED)
 def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
-    return call.faulty(role="user") if call.role == "tool" else call.original()
+    said = [{**item, "role": "user"} for item in call.said]
+    return call.faulty(said=said) if said != [*call.said] else call.original()
 
 
 @on_turns(
