@@ -259,7 +259,7 @@ class _Job:
     after: int | None = None
     """Index of the job, of one row, whose keys and values it attends to; None without."""
     kept: bool = False
-    """Whether others attend to its keys and values."""
+    """True if others attend to its keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ def _groups(
     runs, last = alike(own)
 
     def rows_of(members: Sequence[int], begin: int, end: int | None = None) -> _Wanted:
-        """What is asked for of tokens from `begin` to `end`, which these begin with."""
+        """Questions on tokens from `begin` to `end`, which these begin with."""
         every: dict[float, list[tuple[int, int]]] = {}
         for divisor, rows in (item for member in members for item in asked[places[member]].items()):
             every.setdefault(divisor, []).extend(

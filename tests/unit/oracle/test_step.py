@@ -206,7 +206,7 @@ def test_no_pass_is_made_of_gradients_in_float32() -> None:
 
 
 def test_of_a_tensor_in_slices_the_greatest_gap_has_its_index_and_one_that_is_not_a_number_goes_first() -> None:
-    one, other = torch.zeros(3, ELEMENTS), torch.zeros(3, ELEMENTS)
+    one, other = torch.zeros(3, ELEMENTS["cpu"]), torch.zeros(3, ELEMENTS["cpu"])
     one[1, 5], one[2, 7] = -3.0, 2.0
     assert apart(one, other) == ((3.0, [1, 5]), 13.0)
     one[2, 7] = math.nan
