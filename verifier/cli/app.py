@@ -175,8 +175,7 @@ def train(
 
         show(fitting.dry_run(config, owners))
         return ExitCode.HOLDS
-    from verifier.report.live_view import live_view
-    from verifier.report.progress import shown_progress
+    from verifier.report.progress import live_view, shown_progress
 
     if replay is None and not preflight:
         with cli_report.page_of_training(config.run, html), live_view("train") as (progress, view):

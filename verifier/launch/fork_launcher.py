@@ -18,6 +18,7 @@ from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import watchdog
 from verifier.launch.failures import (
+    PEER_LOST,
     CollectiveTimeout,
     JobTimeout,
     LaunchError,
@@ -28,7 +29,6 @@ from verifier.launch.failures import (
 from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
-from verifier.launch.stack_failure import PEER_LOST
 from verifier.launch.watchdog import Vigil
 
 JSON = Any
@@ -77,13 +77,7 @@ class Ranks(Protocol):
 
 
 class ForkJob:
-    """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`.
-
-    Args:
-        nodes: the ranks of each node, in rank order.
-        spec: the job.
-        on_progress: called with (rank, text) for each `context.progress`.
-    """
+    """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`."""
 
     def __init__(
         self, nodes: Sequence[Ranks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None

@@ -96,11 +96,7 @@ class Ownership:
     """A sentence on each label whose copies are not the same part of the checkpoint."""
 
     def errors(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-        """Yield a sentence on each way in which the owners do not hold every tensor exactly once.
-
-        Args:
-            shapes: name -> shape of every tensor of the checkpoint.
-        """
+        """Yield a sentence on each way in which the owners do not hold every tensor exactly once."""
         yield from self.differing
         held: dict[str, tuple[int, ...]] = {}
         for item in self.replicas.values():

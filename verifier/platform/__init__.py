@@ -32,3 +32,18 @@ def install_for(tier: Tier) -> None:
     else:
         raise UsageError(f"unknown tier `{tier}`: one of {', '.join(get_args(Tier))}")
     install()
+
+
+def import_megatron(tier: Tier) -> None:
+    """Prepare this process for a tier and import what of Megatron a model's build, passes and training need.
+
+    No CUDA context is started, so a fork afterwards is safe.
+    """
+    from verifier.platform.cuda import CUTLASS, FLASHINFER, leave_out
+
+    leave_out(FLASHINFER, CUTLASS)  # Megatron's own inference and Mamba-3's decoding use them: no rank runs either
+    install_for(tier)
+    from megatron.bridge import AutoBridge  # noqa: F401
+    from megatron.core.distributed import finalize_model_grads  # noqa: F401
+    from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401

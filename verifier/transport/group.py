@@ -1,4 +1,4 @@
-"""Interface of transfer groups, and the common part of groups that broadcast."""
+"""Interface of transfer groups, the common part of groups that broadcast, and the choice of one by its address."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import BroadcastOptions
 
+from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
 
 if TYPE_CHECKING:
-    from verifier.transport.control_channel import ControlChannel
+    from verifier.transport.cuda_ipc import TrainerRounds
+    from verifier.transport.gloo import ControlChannel, GlooGroup
 
 
 class TransferGroup(ABC):
@@ -155,3 +157,27 @@ class BroadcastGroup(TransferGroup):
         buffer, wait = self._pending.popleft()
         wait()
         return buffer
+
+
+def bulk_group(control: GlooGroup, rounds: TrainerRounds | None = None) -> TransferGroup:
+    """Return the group that moves the bytes among members that are already connected.
+
+    Args:
+        control: joined group of the members.
+        rounds: exchange among trainer ranks; for IPC on trainer rank 0 only.
+
+    Raises:
+        ContractError: the address has an unknown kind.
+    """
+    kind = control.address.kind
+    if kind == "gloo":
+        return control
+    if kind == "nccl":
+        from verifier.transport.nccl import NcclGroup
+
+        return NcclGroup(control)
+    if kind == "ipc":
+        from verifier.transport.cuda_ipc import IpcGroup
+
+        return IpcGroup(control, rounds)
+    raise ContractError(f"there is no transport `{kind}`: use gloo, nccl or ipc")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from verifier.campaign.upgrade import environments
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 
 REPORT = """
 import json, sys

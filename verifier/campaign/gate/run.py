@@ -220,12 +220,7 @@ class _Node:
 
 
 class NodePool:
-    """One worker a node; see `WorkerPool`.
-
-    Args:
-        actors: of the nodes, each a `CellNode`.
-        folder: of the gate.
-    """
+    """One worker a node; see `WorkerPool`."""
 
     def __init__(self, actors: Sequence[Actor], folder: Path) -> None:
         self._nodes, self._folder = [_Node(number, actor) for number, actor in enumerate(actors)], folder

@@ -20,9 +20,8 @@ from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
 from verifier.errors import ContractError, InternalError, UsageError
-from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
+from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed, StackFailed
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.provenance import TRAINER, require_installed

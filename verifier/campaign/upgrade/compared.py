@@ -13,7 +13,7 @@ from verifier.campaign.upgrade.environments import EnvironmentResult, Ran, looke
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import UsageError
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 from verifier.platform.provenance import host, this_code
 from verifier.report.changed_results import VerdictChange, changed_verdicts
 from verifier.report.progress import Progress, columns

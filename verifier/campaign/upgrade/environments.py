@@ -13,7 +13,7 @@ from typing import Any
 
 from verifier.core.finding import ExitCode
 from verifier.errors import InternalError, UsageError
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 from verifier.report.progress import Progress
 
 WITH_ENV = Path(__file__).parents[3] / "ci" / "with-env"
