@@ -182,12 +182,6 @@ def run_and_judge(what: str, run: Callable[[Progress], object], trace: Path, res
     A run that broke begins with its reason, and is a violation where its trace already shows one; of any other, the
     exit code is that of its error.
 
-    Args:
-        what: the command, for the progress display.
-        run: leaves its trace at `trace`.
-        trace: trace directory.
-        results: as in `judge_trace`; at the shortest text, no progress is shown.
-
     Raises:
         UsageError: nothing was run.
         VerifierError: the run broke and left no trace.

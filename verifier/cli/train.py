@@ -180,12 +180,6 @@ def config_of(run: Path) -> Path:
 def require_replay(owners: Mapping[str, str], run: Path | None, step: int | None, others: Mapping[str, bool]) -> None:
     """Refuse options that contradict each other.
 
-    Args:
-        owners: key -> who gave its value.
-        run: of --replay.
-        step: of --step.
-        others: other ways to end before a run -> asked for.
-
     Raises:
         UsageError: names the two.
     """

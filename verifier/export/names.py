@@ -193,11 +193,6 @@ class ModelLayout:
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
         """List the parameters and checkpointed buffers of one model chunk of a rank, in the model's order.
 
-        Args:
-            mesh: parallel sizes.
-            rank: trainer rank, 0 <= rank < mesh.world_size.
-            chunk: virtual pipeline chunk, 0 <= chunk < mesh.vpp.
-
         Raises:
             UsageError: the mesh does not divide the layers, the experts or a tensor.
         """

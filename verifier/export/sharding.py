@@ -199,12 +199,7 @@ def _uncovered(
 
 
 class Owners:
-    """Owner of every element of every checkpoint tensor; of several copies the lowest rank.
-
-    Args:
-        placements: placements of a model or an adapter, by mesh, rank and virtual chunk, as those of a layout.
-        mesh: parallel sizes.
-    """
+    """Owner of every element of every checkpoint tensor; of several copies the lowest rank."""
 
     def __init__(self, placements: Callable[[Mesh, int, int], list[ParamPlacement]], mesh: Mesh) -> None:
         self._boxes: dict[str, list[tuple[int, Box, int]]] = {}

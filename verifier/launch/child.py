@@ -218,11 +218,7 @@ def last_lines(log: Path | IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """Have all processes that descend from this one now, and a folder, removed if this process is killed.
-
-    Args:
-        folder: removed after them.
-    """
+    """Have all processes that descend from this one now, and a folder, removed if this process is killed."""
     theirs, ours = os.pipe()
     pids = [str(pid) for pid in descendants(os.getpid())]
     with tempfile.TemporaryFile() as log:

@@ -174,13 +174,7 @@ def known_error(
 
 
 def error_from(record: Mapping[str, JSON], what: str, party: str = "") -> VerifierError:
-    """The error of a record as itself, or an InternalError with its cause.
-
-    Args:
-        record: see `to_record`.
-        what: begins the sentence about an error that is not one of ours.
-        party: see `known_error`.
-    """
+    """The error of a record as itself, or an InternalError with its cause."""
     known = known_error(record, party=party)
     return known or InternalError(f"{what}: {record['cause']}\n{record['traceback']}".rstrip())
 

@@ -119,11 +119,6 @@ class ForkJob:
     def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
         """Call a method that every rank serves (`RankContext.serve`), and wait for all answers.
 
-        Args:
-            name: the method.
-            deadline_s: seconds until the last answer.
-            arguments: of the method, the same for all ranks; JSON values.
-
         Returns:
             Each rank's answer, in rank order.
 
@@ -299,10 +294,6 @@ class ForkLauncher(ForkServer):
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
         """Start a job. Several may be alive at once.
-
-        Args:
-            spec: the job.
-            on_progress: called with (rank, text) for each `context.progress`, while the job is waited for.
 
         Raises:
             UsageError: more ranks than can be started, or a library that is not supported.

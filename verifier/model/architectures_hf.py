@@ -63,10 +63,6 @@ def _causal_models() -> list[tuple[str, str | tuple[str, ...]]]:
 def architecture_of(name: str, others: Collection[str] = ()) -> str:
     """Return the architecture that `name` means, which is a model type or an architecture itself.
 
-    Args:
-        name: what stands behind "tiny:".
-        others: further names that exist, to be proposed for one that does not.
-
     Raises:
         UsageError: only one of transformers and megatron-bridge knows it, or neither does.
     """

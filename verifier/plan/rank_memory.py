@@ -50,13 +50,6 @@ def rank_bytes(
 ) -> RankBytes:
     """Return the bytes of each rank of a holding.
 
-    Args:
-        holding: shards of the ranks.
-        config: of the plan.
-        dtype_of: dtype of a checkpoint tensor on a rank, by its name.
-        transfer: bytes of a transfer's buffers.
-        activations: bytes of activations.
-
     Source:
         megatron-core 0.19.2: distributed/param_and_grad_buffer.py (gradients in fp32 or the parameters' dtype, of all
         of a rank's parameters), optimizer/distrib_optimizer.py (a data-parallel rank holds masters and moments of its

@@ -146,13 +146,7 @@ class LiveView:
 
 
 def table_of(values: Mapping[str, Any], steps: int, verdict: str) -> RenderableType:
-    """Table of the metrics of a step.
-
-    Args:
-        values: a line of metrics.jsonl.
-        steps: of the whole run.
-        verdict: on the last step that was judged; empty for none.
-    """
+    """Table of the metrics of a step."""
     from rich.table import Table
     from rich.text import Text
 

@@ -178,14 +178,7 @@ class CellNode(NodeServer):
         return list(gpu_names(select()))
 
     def begin(self, cell: Mapping[str, Any], deadline_s: float, folder: str, node: int) -> None:
-        """Run a cell, as `CellWorker.begin` does.
-
-        Args:
-            cell: as msgspec's builtins.
-            deadline_s: of the cell.
-            folder: of the gate.
-            node: its number, by which its logs are called.
-        """
+        """Run a cell, as `CellWorker.begin` does."""
         if self._worker is None:
             log = next_log(Path(folder), f"node-{node}")
             self._worker = CellWorker(places_of(len(self.gpus())), Path(folder), log)
@@ -277,11 +270,6 @@ class NodePool:
 @contextlib.contextmanager
 def node_pool(options: RayOptions, folder: Path, gpus: Sequence[str]) -> Iterator[NodePool]:
     """Join the cluster and start an actor on each of its nodes; to leave ends all of them.
-
-    Args:
-        options: with the address and the number of nodes.
-        folder: of the gate.
-        gpus: names of this machine's, by which the cells were planned.
 
     Raises:
         UsageError: nobody answers, too few nodes, or one with other files, versions or GPUs.

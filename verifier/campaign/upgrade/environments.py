@@ -86,12 +86,6 @@ def made(asked: Sequence[str]) -> list[str]:
 def looked_at(python: Sequence[str], model: str, folder: Path, progress: Progress) -> EnvironmentResult:
     """Look at the contracts of an environment, and run the gate in it.
 
-    Args:
-        python: beginning of commands that run its interpreter.
-        model: of the gate.
-        folder: new, for traces.
-        progress: told what runs.
-
     Raises:
         InternalError: the contracts could not be looked at.
     """
