@@ -84,8 +84,6 @@ def _recurrence(mixer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mixer.out_proj(normed.float())[None]
 
 
-
-
 def ends_are_those_of_sequences_that_end() -> None:
     """An end token at a place is as likely as a sequence that ends there, in a dense model and in a mixture."""
     for family in ("qwen3", "qwen3-moe"):

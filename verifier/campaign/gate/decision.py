@@ -41,7 +41,7 @@ EXIT_CODES: dict[Decision, ExitCode] = {
 
 
 def require_known_waivers(waivers: Sequence[Waiver], families: Collection[str]) -> None:
-    """Refuse a waiver of a check, or of a family of neither table nor gate; the registry of checks is filled by the caller.
+    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then.
 
     Raises:
         UsageError: names the waiver.
