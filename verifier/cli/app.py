@@ -362,14 +362,13 @@ def upgrade(
 ) -> int:
     """Try other upstream versions beside those that run here; report what changes."""
     require_results(json)
-    from verifier.campaign.upgrade import compared
-    from verifier.campaign.upgrade.environments import require_versions
+    from verifier.campaign import upgrade as upgrades
     from verifier.report.progress import shown_progress
 
-    require_versions(asked)
+    upgrades.require_versions(asked)
     with shown_progress("upgrade") as progress:
-        change = compared.compare(asked, model, progress)
-    show_results(lambda: compared.render_text(change), (json, lambda: compared.render_json(change)))
+        change = upgrades.compare(asked, model, progress)
+    show_results(lambda: upgrades.render_text(change), (json, lambda: upgrades.render_json(change)))
     return ExitCode.VIOLATED if change.worse else ExitCode.HOLDS
 
 

@@ -31,7 +31,7 @@ from verifier.launch.child import described
 from verifier.launch.failures import StackFailed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.platform.cuda import FLASHINFER, leave_out
+from verifier.platform import FLASHINFER, leave_out
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 

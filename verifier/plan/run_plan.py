@@ -22,8 +22,18 @@ from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if
 from verifier.model.mesh_fit import architecture_of, misfits
 from verifier.plan.chunk_plan import DTYPE_BYTES, ChunkPlan, chunk_bytes_of
 from verifier.plan.export_stream import RanksPlan, Streams, plans_of
-from verifier.plan.held_shards import Holding, Ownership, holdings_of, listed, ownership_of
-from verifier.plan.rank_memory import BUFFERS, RankBytes, activation_bytes, join_bytes, rank_bytes
+from verifier.plan.held_shards import (
+    BUFFERS,
+    Holding,
+    Ownership,
+    RankBytes,
+    activation_bytes,
+    holdings_of,
+    join_bytes,
+    listed,
+    ownership_of,
+    rank_bytes,
+)
 
 GIB = 1 << 30
 MEASURED_GB_S = {"nccl": 312.3, "ipc": 248.6}

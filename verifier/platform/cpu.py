@@ -2,7 +2,7 @@
 
 Installed once per process, before Megatron is imported. Reference modules with the same parameters replace Transformer
 Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`). All
-other code, parallelism included, is upstream's over gloo (`cpu_collectives` has what gloo lacks).
+other code, parallelism included, is upstream's over gloo, with what gloo lacks (`cpu_cuda_shims`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def install() -> None:
     if getattr(sys.modules.get("transformer_engine"), "__version__", None):
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
     require_installed(*TRAINER)
-    from verifier.platform.cpu_collectives import mapping_patches
-    from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
+    from verifier.platform.cpu_cuda_shims import core_patches, mapping_patches, torch_patches
     from verifier.platform.cpu_mamba import mixer_patches
 
     apply(torch_patches())

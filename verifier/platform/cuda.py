@@ -1,13 +1,9 @@
-"""The GPU tier: checks that all is there and sets this process's device; nothing is replaced.
-
-Packages whose import starts CUDA are left out of processes that others are forked from.
-"""
+"""The GPU tier: checks that all is there and sets this process's device; nothing is replaced."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 from verifier.errors import InternalError, UsageError
@@ -17,10 +13,6 @@ _CUDA_NOT_STARTED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED."""
 LOCAL_RANK = "LOCAL_RANK"
 """Environment variable with this process's GPU number, as torchrun sets it."""
-FLASHINFER = "flashinfer"
-"""flashinfer-python. Asks the GPU for its number of multiprocessors when it is imported (0.6.8.post1)."""
-CUTLASS = "cutlass"
-"""nvidia-cutlass-dsl. Asks the GPU for its compute capability when it is imported (4.4.2)."""
 
 
 def install() -> None:
@@ -73,13 +65,3 @@ def require_not_started() -> None:
     """
     if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_STARTED:
         raise InternalError("an import has started CUDA in the process that ranks are forked from")
-
-
-def leave_out(*packages: str) -> None:
-    """Let every later import of these here, and in what is forked from here, raise ModuleNotFoundError.
-
-    Megatron, mamba-ssm and vLLM take that for a package that is not installed, and use kernels of their own (ADR 0056).
-    One that was imported before stays.
-    """
-    for package in packages:
-        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
