@@ -31,7 +31,7 @@ from verifier.plan.chunk_plan import MAX_GPU_CHUNK_BYTES, TensorMeta, build_plan
 from verifier.transport import buffer
 from verifier.transport.cuda_ipc import TrainerRounds
 from verifier.transport.gloo import Listener
-from verifier.transport.group import bulk_group
+from verifier.transport.groups import bulk_group
 from verifier.transport.wire import Receipt
 
 ROUNDS = 31

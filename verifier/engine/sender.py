@@ -101,7 +101,7 @@ def _shown(tensors: Iterator[tuple[str, torch.Tensor]], watch: TransferWatch) ->
 
 def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | None = None) -> TransferGroup:
     """Connect the engine's ranks to the sender, once, by the kind of the listener's address; `rounds` for CUDA IPC."""
-    from verifier.transport.group import bulk_group
+    from verifier.transport.groups import bulk_group
 
     answer = engine.connect(listener.address)
     with _engine_first(answer):

@@ -1,4 +1,4 @@
-"""Interface of transfer groups, the common part of groups that broadcast, and the choice of one by its address."""
+"""Interface of transfer groups, and the common part of groups that broadcast."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import BroadcastOptions
 
-from verifier.errors import ContractError
 from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
 
 if TYPE_CHECKING:
-    from verifier.transport.cuda_ipc import TrainerRounds
-    from verifier.transport.gloo import ControlChannel, GlooGroup
+    from verifier.transport.gloo import ControlChannel
 
 
 class TransferGroup(ABC):
@@ -157,25 +155,3 @@ class BroadcastGroup(TransferGroup):
         buffer, wait = self._pending.popleft()
         wait()
         return buffer
-
-
-def bulk_group(control: GlooGroup, rounds: TrainerRounds | None = None) -> TransferGroup:
-    """Return the group that moves the bytes among members that are already connected.
-
-    `rounds` is the exchange among trainer ranks, for IPC on trainer rank 0 alone.
-
-    Raises:
-        ContractError: the address has an unknown kind.
-    """
-    kind = control.address.kind
-    if kind == "gloo":
-        return control
-    if kind == "nccl":
-        from verifier.transport.nccl import NcclGroup
-
-        return NcclGroup(control)
-    if kind == "ipc":
-        from verifier.transport.cuda_ipc import IpcGroup
-
-        return IpcGroup(control, rounds)
-    raise ContractError(f"there is no transport `{kind}`: use gloo, nccl or ipc")

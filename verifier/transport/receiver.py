@@ -14,7 +14,8 @@ from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.plan.digest import Digests, digest_tensors
 from verifier.transport.buffer import unpack
 from verifier.transport.gloo import join
-from verifier.transport.group import TransferGroup, bulk_group
+from verifier.transport.group import TransferGroup
+from verifier.transport.groups import bulk_group
 from verifier.transport.wire import AHEAD, Address, Agreement, Receipt, TransferFailed, chunk_message, disagreement
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Iterable[str]]
