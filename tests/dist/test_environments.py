@@ -15,7 +15,7 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.core import store
-from verifier.data.characters import VOCABULARY, tokenizer_files
+from verifier.data.arithmetic import VOCABULARY, tokenizer_files
 from verifier.data.text_dataset import load_examples
 from verifier.environments.verifiers_episodes import VerifiersEnvironment, verifiers_reward
 from verifier.errors import UsageError

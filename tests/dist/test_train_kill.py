@@ -21,7 +21,7 @@ import pytest
 
 from tests.meta.sources import ROOT
 from tests.processes import alive, children, command_line
-from verifier.launch.keeper import descendants
+from verifier.launch.child import descendants
 
 STEPS, AT = 6, 4
 """Steps of the run, and the one in which a process is killed; the checkpoint of step 2 is whole by then."""

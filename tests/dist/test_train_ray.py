@@ -29,8 +29,8 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.errors import UsageError
 from verifier.faults.training_trial import DeferredJudge
+from verifier.launch.child import descendants
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.launch.keeper import descendants
 from verifier.launch.rank import JobSpec
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import alive
-from verifier.launch.keeper import descendants
+from verifier.launch.child import descendants
 from verifier.model.tiny import write_tiny
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from verifier.engine.process import VLLM_ENVIRONMENT
 
 LOOK = """
 from verifier.engine import server
-from verifier.platform.imports_megatron import import_megatron
+from verifier.platform import import_megatron
 
 server.preload()
 from vllm.utils.flashinfer import has_flashinfer

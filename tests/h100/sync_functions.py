@@ -122,7 +122,7 @@ def follow_rank_0(conn: Connection, rank: int, count: int, store: str) -> None:
 
 def without_digests_of_packed() -> contextlib.AbstractContextManager[Any]:
     """Within, nothing that is packed is digested."""
-    return mock.patch.object(buffer, "_has_triton", return_value=False)
+    return mock.patch.object(buffer, "has_triton", return_value=False)
 
 
 def receive(conn: Connection, rank: int, device: int, address: dict[str, Any], port: int) -> None:

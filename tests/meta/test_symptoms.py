@@ -9,8 +9,7 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from tests.meta.sources import ROOT
 from verifier.core.check import REGISTRY
 from verifier.core.condition import Parts
-from verifier.probe import opened
-from verifier.probe.recorder import LoopRecorder
+from verifier.probe import recorder
 
 TEXT = (ROOT / "docs" / "symptoms.md").read_text()
 FIRST = TEXT.split("## Symptoms\n")[1].split("\n## ")[0]
@@ -40,7 +39,7 @@ def test_checks_of_a_recorded_loop_are_those_that_a_loop_can_give_evidence_of():
 
 
 def test_calls_exist_with_these_arguments():
-    kinds = (LoopRecorder, opened)
+    kinds = (recorder.LoopRecorder, recorder)
     for row in ROWS:
         for name, words in re.findall(r"`(?:probe\.)?([a-z_]+)(?:\(([^)`]*)\))?`", row[1]):
             found = next((getattr(kind, name) for kind in kinds if hasattr(kind, name)), None)

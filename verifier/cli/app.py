@@ -175,8 +175,7 @@ def train(
 
         show(fitting.dry_run(config, owners))
         return ExitCode.HOLDS
-    from verifier.report.live_view import live_view
-    from verifier.report.progress import shown_progress
+    from verifier.report.progress import live_view, shown_progress
 
     if replay is None and not preflight:
         with cli_report.page_of_training(config.run, html), live_view("train") as (progress, view):
@@ -363,14 +362,13 @@ def upgrade(
 ) -> int:
     """Try other upstream versions beside those that run here; report what changes."""
     require_results(json)
-    from verifier.campaign.upgrade import compared
-    from verifier.campaign.upgrade.environments import require_versions
+    from verifier.campaign import upgrade as upgrades
     from verifier.report.progress import shown_progress
 
-    require_versions(asked)
+    upgrades.require_versions(asked)
     with shown_progress("upgrade") as progress:
-        change = compared.compare(asked, model, progress)
-    show_results(lambda: compared.render_text(change), (json, lambda: compared.render_json(change)))
+        change = upgrades.compare(asked, model, progress)
+    show_results(lambda: upgrades.render_text(change), (json, lambda: upgrades.render_json(change)))
     return ExitCode.VIOLATED if change.worse else ExitCode.HOLDS
 
 

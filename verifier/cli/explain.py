@@ -7,7 +7,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from verifier.contracts.table import resting_on
+from verifier.contracts.table import CONTRACTS
 from verifier.core.check import REGISTRY, Check, needed
 from verifier.errors import UsageError
 
@@ -39,7 +39,7 @@ def page_of(text: str) -> str:
     item = find_check(text)
     needs = ", ".join(map(needed, item.needs))
     caught = [f"{fault.id} ({fault.reproduces})" for fault in CATALOG.values() if item.code in fault.caught_by]
-    contracts = ", ".join(f"{row.name} ({row.package})" for row in resting_on(item.code))
+    contracts = ", ".join(f"{row.name} ({row.package})" for row in CONTRACTS if item.code in row.checks)
     parts = [
         f"{item.code} {item.name}",
         inspect.cleandoc(item.page),

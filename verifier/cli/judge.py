@@ -59,13 +59,7 @@ def failure_of_trace(trace: Path, *, oracle: bool = False) -> str:
 
 
 def failure_of_run(command: str, knobs: Sequence[str], trace: Path) -> str:
-    """Run `golden` or `roundtrip` with knobs as the command takes them, and say what does not hold.
-
-    Args:
-        command: name of the command.
-        knobs: "key=value" each.
-        trace: absent or empty.
-    """
+    """Run `golden` or `roundtrip` with knobs as the command takes them, and say what does not hold."""
     from verifier.config.load import load
     from verifier.runs.runner import Runner, run_once
 

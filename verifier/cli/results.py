@@ -17,8 +17,8 @@ import typer
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable, require_writable, write_whole
 from verifier.errors import UsageError, VerifierError
-from verifier.report.detail import Detail
 from verifier.report.progress import Progress, shown_progress
+from verifier.report.render_text import Detail
 
 if TYPE_CHECKING:
     from verifier.report import Report
@@ -147,12 +147,6 @@ def show_results(text: Callable[[], str], *files: tuple[Path | None, Callable[[]
 def judge_trace(path: Path, results: Results, *, codes: Sequence[str] = (), names: str = "") -> int:
     """Read a trace, run its checks, print and write what they found; returns the exit code that this calls for.
 
-    Args:
-        path: trace directory.
-        results: files and length of the report.
-        codes: run just these checks.
-        names: keep only comparisons whose subject contains this text.
-
     Raises:
         UsageError: there is no trace, or nothing in it has such a name.
     """
@@ -187,12 +181,6 @@ def run_and_judge(what: str, run: Callable[[Progress], object], trace: Path, res
 
     A run that broke begins with its reason, and is a violation where its trace already shows one; of any other, the
     exit code is that of its error.
-
-    Args:
-        what: the command, for the progress display.
-        run: leaves its trace at `trace`.
-        trace: trace directory.
-        results: as in `judge_trace`; at the shortest text, no progress is shown.
 
     Raises:
         UsageError: nothing was run.

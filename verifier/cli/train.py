@@ -18,8 +18,7 @@ from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.core.plugins import installed_plugins
 from verifier.errors import UsageError, VerifierError, ViolationFound
-from verifier.report.live_view import LiveView
-from verifier.report.progress import Progress
+from verifier.report.progress import LiveView, Progress
 
 if TYPE_CHECKING:
     from verifier.probes.training.run_evidence import RunEvidence
@@ -70,14 +69,8 @@ def started_judge() -> Iterator[ProcessJudge]:
 
 
 def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:
-    """Run the config, in a view if there is one, print how it ended, and return the exit code.
-
-    Args:
-        config: of the run.
-        progress: called with a line of text.
-        view: shows metrics and verdicts; None for none.
-    """
-    from verifier.launch.stack_failure import StackFailed
+    """Run the config, in a view if there is one, print how it ended, and return the exit code."""
+    from verifier.launch.failures import StackFailed
     from verifier.trainer.controller import Trainer
     from verifier.trainer.first_run import first_of, going_on
     from verifier.trainer.observer import SILENT
@@ -186,12 +179,6 @@ def config_of(run: Path) -> Path:
 
 def require_replay(owners: Mapping[str, str], run: Path | None, step: int | None, others: Mapping[str, bool]) -> None:
     """Refuse options that contradict each other.
-
-    Args:
-        owners: key -> who gave its value.
-        run: of --replay.
-        step: of --step.
-        others: other ways to end before a run -> asked for.
 
     Raises:
         UsageError: names the two.

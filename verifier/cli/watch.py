@@ -31,11 +31,6 @@ _NAMED = 3
 def loop(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, results: Results) -> int:
     """Run the command that this process was started with in rounds, until a signal ends it.
 
-    Args:
-        config: of the first round; each reads its own.
-        paths: files and folders to watch beside those that the command implies.
-        results: files that reports were asked for in.
-
     Raises:
         UsageError: what was asked makes no sense in rounds.
     """

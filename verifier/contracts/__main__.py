@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from verifier.contracts.table import by_module, contracts_of
-from verifier.launch.stack_failure import place_of
+from verifier.launch.failures import place_of
 from verifier.platform import Tier, install_for
 
 ON_A_TIER = ("platform_megatron",)

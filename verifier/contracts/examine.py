@@ -17,7 +17,7 @@ import msgspec
 from verifier.contracts.table import Contract, by_module, contracts_of
 from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 from verifier.platform import Tier
 from verifier.platform.provenance import code_digest, differing, installed_versions, running_set
 

@@ -109,14 +109,14 @@ CONTRACTS = (
         _keeps("our_engine_takes_what_the_worker_passes", *_SYNCED),
     ),
     *_of(
-        "state_space_hf",
+        "forward_hf",
         "transformers",
         _has("transformers_loses_the_state_between_chunks", "transformers #47246"),
         _mends("an_engine_has_the_fix_of_the_state", TRANSFORMERS_SCAN),
         _keeps("the_oracle_keeps_the_state", "LGP001", "LGP002", "LGP003", "LSS001"),
         _keeps("the_oracle_raises_no_time_step", "LGP001", "LGP002", "LGP003", "LSS001"),
+        _keeps("ends_are_those_of_sequences_that_end", "LGP014"),
     ),
-    *_of("end_probabilities_hf", "transformers", _keeps("ends_are_those_of_sequences_that_end", "LGP014")),
 )
 
 
@@ -131,8 +131,3 @@ def by_module(contracts: Sequence[Contract]) -> dict[str, list[Contract]]:
     for item in contracts:
         found.setdefault(item.module, []).append(item)
     return found
-
-
-def resting_on(code: str) -> list[Contract]:
-    """Contracts on which a check rests."""
-    return [item for item in CONTRACTS if code in item.checks]

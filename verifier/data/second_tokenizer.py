@@ -42,10 +42,6 @@ def why_unread(folder: Path) -> str:
 class SecondTokenizer:
     """Tokens of examples, and texts of tokens, by tokenizer.json, tokenizer_config.json and the chat template.
 
-    Args:
-        folder: of the checkpoint; see `why_unread`.
-        chat: file and arguments of the chat template, as the run asks for them.
-
     Raises:
         UsageError: its files cannot be read.
     """

@@ -28,10 +28,10 @@ from verifier.engine.worker_failures import WorkerFailures
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import described
-from verifier.launch.stack_failure import StackFailed
+from verifier.launch.failures import StackFailed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.platform.left_out import FLASHINFER, leave_out
+from verifier.platform import FLASHINFER, leave_out
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 

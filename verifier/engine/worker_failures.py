@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from verifier.launch.stack_failure import failure_of
+from verifier.launch.failures import failure_of
 from verifier.stages.load.records import StackFailure
 
 LOGGER = "vllm"

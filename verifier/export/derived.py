@@ -121,13 +121,7 @@ class DerivedLayout:
 
 
 def derive(mesh: Mesh, ranks: Sequence[Sequence[Held]], numbering: Numbering) -> DerivedLayout:
-    """Put together what all ranks hold, and prove what can be proven without Megatron-Bridge.
-
-    Args:
-        mesh: of the trainer.
-        ranks: per rank what it holds.
-        numbering: of the checkpoint that it was loaded from.
-    """
+    """Put together what all ranks hold, and prove what can be proven without Megatron-Bridge."""
     pieces = [_Piece.of(mesh, rank, held) for rank, rows in enumerate(ranks) for held in rows if not held.why_not]
     gaps = [f"`{held.name}` on rank {rank}: {held.why_not}"
             for rank, rows in enumerate(ranks) for held in rows if held.why_not]  # fmt: skip

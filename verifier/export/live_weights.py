@@ -19,7 +19,7 @@ from verifier.model.checkpoint import write_shard
 if TYPE_CHECKING:
     import torch
 
-    from verifier.export.adapters import AdapterLayout
+    from verifier.export.names import AdapterLayout
 
 IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""

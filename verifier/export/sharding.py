@@ -139,8 +139,7 @@ def unshard(
     import torch
 
     shards = sorted(shards, key=lambda item: item[0].sources)
-    error = tiling_error([placement for placement, _ in shards])
-    if error is not None:
+    for error in tiling_errors(placement for placement, _ in shards).values():
         raise ContractError(error)
     whole: dict[str, torch.Tensor] = {}
     left: dict[str, int] = {}
@@ -162,13 +161,8 @@ def unshard(
                 yield box.source, whole.pop(box.source)
 
 
-def tiling_error(placements: Iterable[ParamPlacement]) -> str | None:
-    """Return why placements, one of each group of replicas, do not hold every index of their tensors exactly once."""
-    return next(iter(tiling_errors(placements).values()), None)
-
-
 def tiling_errors(placements: Iterable[ParamPlacement]) -> dict[str, str]:
-    """Return what `tiling_error` says of each tensor that is not held exactly once, by its name."""
+    """Return why placements, one of each group of replicas, do not hold every index of a tensor once, by its name."""
     held: dict[str, dict[int | None, list[tuple[int, int, int]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for placement in placements:
@@ -205,12 +199,7 @@ def _uncovered(
 
 
 class Owners:
-    """Owner of every element of every checkpoint tensor; of several copies the lowest rank.
-
-    Args:
-        placements: placements of a model or an adapter, by mesh, rank and virtual chunk, as those of a layout.
-        mesh: parallel sizes.
-    """
+    """Owner of every element of every checkpoint tensor; of several copies the lowest rank."""
 
     def __init__(self, placements: Callable[[Mesh, int, int], list[ParamPlacement]], mesh: Mesh) -> None:
         self._boxes: dict[str, list[tuple[int, Box, int]]] = {}

@@ -24,11 +24,7 @@ class DeadlinePassed(Exception):
 
 
 class Channel:
-    """One end of a stream socket. Not for several threads.
-
-    Args:
-        wire: connected; closed with the channel.
-    """
+    """One end of a stream socket. Not for several threads."""
 
     def __init__(self, wire: connection.Connection) -> None:
         self.wire = wire

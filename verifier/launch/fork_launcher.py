@@ -18,6 +18,7 @@ from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
 from verifier.launch import watchdog
 from verifier.launch.failures import (
+    PEER_LOST,
     CollectiveTimeout,
     JobTimeout,
     LaunchError,
@@ -28,7 +29,6 @@ from verifier.launch.failures import (
 from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
-from verifier.launch.stack_failure import PEER_LOST
 from verifier.launch.watchdog import Vigil
 
 JSON = Any
@@ -77,13 +77,7 @@ class Ranks(Protocol):
 
 
 class ForkJob:
-    """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`.
-
-    Args:
-        nodes: the ranks of each node, in rank order.
-        spec: the job.
-        on_progress: called with (rank, text) for each `context.progress`.
-    """
+    """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`."""
 
     def __init__(
         self, nodes: Sequence[Ranks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
@@ -124,11 +118,6 @@ class ForkJob:
 
     def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
         """Call a method that every rank serves (`RankContext.serve`), and wait for all answers.
-
-        Args:
-            name: the method.
-            deadline_s: seconds until the last answer.
-            arguments: of the method, the same for all ranks; JSON values.
 
         Returns:
             Each rank's answer, in rank order.
@@ -305,10 +294,6 @@ class ForkLauncher(ForkServer):
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
         """Start a job. Several may be alive at once.
-
-        Args:
-            spec: the job.
-            on_progress: called with (rank, text) for each `context.progress`, while the job is waited for.
 
         Raises:
             UsageError: more ranks than can be started, or a library that is not supported.

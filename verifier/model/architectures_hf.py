@@ -21,13 +21,14 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from verifier.data.characters import tokenizer_files
+from verifier.data.arithmetic import tokenizer_files
 from verifier.errors import UsageError
 from verifier.model import bridges
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import JSON, Content, TensorSpec
 from verifier.model.generated import generate, require_dtype, write_once
 from verifier.model.scaling import scaled
+from verifier.platform.provenance import installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,10 +63,6 @@ def _causal_models() -> list[tuple[str, str | tuple[str, ...]]]:
 def architecture_of(name: str, others: Collection[str] = ()) -> str:
     """Return the architecture that `name` means, which is a model type or an architecture itself.
 
-    Args:
-        name: what stands behind "tiny:".
-        others: further names that exist, to be proposed for one that does not.
-
     Raises:
         UsageError: only one of transformers and megatron-bridge knows it, or neither does.
     """
@@ -75,14 +72,14 @@ def architecture_of(name: str, others: Collection[str] = ()) -> str:
     if name in theirs or name in theirs.values():
         architecture = theirs.get(name, name)
         raise UsageError(
-            f"no `tiny:{name}`: megatron-bridge {bridges.version()} has no bridge for {architecture}, which "
+            f"no `tiny:{name}`: megatron-bridge {installed('megatron-bridge')} has no bridge for {architecture}, which "
             f"transformers {transformers.__version__} knows"
         )
     for architecture in sorted(bridges.bridged()):
         if _plain(name) in (_plain(architecture), _plain(architecture.removesuffix(_CAUSAL))):
             raise UsageError(
                 f"no `tiny:{name}`: transformers {transformers.__version__} has no causal language model "
-                f"{architecture}, which megatron-bridge {bridges.version()} has a bridge for"
+                f"{architecture}, which megatron-bridge {installed('megatron-bridge')} has a bridge for"
             )
     names = list(dict.fromkeys([*others, *known]))
     if not name:

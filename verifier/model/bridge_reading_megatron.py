@@ -65,12 +65,7 @@ class BridgeReading:
 
 
 def read_bridge(path: Path, names: Collection[str]) -> BridgeReading:
-    """Return what the bridge of a checkpoint's architecture makes of it.
-
-    Args:
-        path: the checkpoint's folder.
-        names: its tensors that an export is to hold.
-    """
+    """Return what the bridge of a checkpoint's architecture makes of it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -156,12 +151,7 @@ def dropouts_of(provider: Any, config: Any) -> tuple[tuple[str, float], ...]:
 
 
 def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
-    """Keys that only transformers' model reads, and those that only the bridge's provider does, with their values.
-
-    Args:
-        kind: the config's class.
-        fields: config.json.
-    """
+    """Keys that only transformers' model reads, and those that only the bridge's provider does, with their values."""
     from huggingface_hub.errors import StrictDataclassError
 
     names = (read_by_model(kind) | {"tie_word_embeddings"}) - _NOT_COMPUTED

@@ -35,14 +35,6 @@ def require_bridge(architecture: str, model: object) -> None:
         raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {model} holds")
 
 
-def version() -> str:
-    """Return megatron-bridge's version, or "(not installed)"."""
-    try:
-        return metadata.version(_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _registered(tree: ast.Module) -> list[str]:
     """Sources of a module's registrations: strings, constants of the module, and classes by their name."""
     constants = {

@@ -249,9 +249,6 @@ def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
 def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
     """Return the scopes of the rows that each layer has, in layer order.
 
-    Args:
-        config: config.json of a checkpoint that has a family row.
-
     Raises:
         UsageError: a hybrid's pattern has an unknown letter, or another length than the model has layers.
     """
@@ -282,11 +279,7 @@ def moe_layers_of(config: Mapping[str, JSON]) -> tuple[int, ...]:
 
 
 def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
-    """Return the sizes that tensor rows and Megatron placements refer to by name; absent where none applies.
-
-    Args:
-        config: config.json of a checkpoint that has a family row.
-    """
+    """Return the sizes that tensor rows and Megatron placements refer to by name; absent where none applies."""
     size = partial(_size, config)
     heads = size("num_attention_heads")
     sizes = {

@@ -189,11 +189,6 @@ def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
 
     Values come from the raw 64-bit stream of Philox, whose bits NumPy keeps stable, by exact float64 arithmetic and
     one rounding; no transcendental function is involved, so no CPU differs.
-
-    Args:
-        spec: name, shape and content.
-        dtype: "float32" or "bfloat16", dtype of the checkpoint.
-        stream: part of the key besides the name.
     """
     import numpy
     import torch

@@ -11,8 +11,8 @@ class ModulePoint:
 
     name: str
     """Megatron's name of the module within its layer, or of what happens there where no module has it."""
-    module: str
-    """Attribute path of the module in Megatron."""
+    elsewhere: str | None = None
+    """Attribute path of the module in Megatron, where it is not the name."""
     side: str = "output"
     """"output", or "input" with the number of the argument."""
     argument: int = 0
@@ -26,83 +26,64 @@ class ModulePoint:
     or "model", with "<" behind where the value is the module's input; "attention:query" and "attention:key" are what
     attention gets, "experts:gates" the weight of each expert."""
 
+    @property
+    def module(self) -> str:
+        """Attribute path of the module in Megatron."""
+        return self.name if self.elsewhere is None else self.elsewhere
+
 
 LAYER_POINTS = (
-    ModulePoint(name="input_layernorm", module="input_layernorm", needs="Norm", theirs=("layer.input_layernorm",)),
+    ModulePoint(name="input_layernorm", needs="Norm", theirs=("layer.input_layernorm",)),
+    ModulePoint(name="self_attention.linear_q_down_proj", theirs=("attention.q_a_proj",)),
+    ModulePoint(name="self_attention.linear_kv_down_proj", theirs=("attention.kv_a_proj_with_mqa",)),
+    ModulePoint(name="self_attention.linear_q_up_proj", columns="split", theirs=("attention.q_b_proj",)),
+    ModulePoint(name="self_attention.linear_kv_up_proj", columns="split", theirs=("attention.kv_b_proj",)),
     ModulePoint(
-        name="self_attention.linear_q_down_proj", module="self_attention.linear_q_down_proj",
-        theirs=("attention.q_a_proj",),
-    ),
-    ModulePoint(
-        name="self_attention.linear_kv_down_proj", module="self_attention.linear_kv_down_proj",
-        theirs=("attention.kv_a_proj_with_mqa",),
-    ),
-    ModulePoint(
-        name="self_attention.linear_q_up_proj", module="self_attention.linear_q_up_proj", columns="split",
-        theirs=("attention.q_b_proj",),
-    ),
-    ModulePoint(
-        name="self_attention.linear_kv_up_proj", module="self_attention.linear_kv_up_proj", columns="split",
-        theirs=("attention.kv_b_proj",),
-    ),
-    ModulePoint(
-        name="self_attention.linear_qkv", module="self_attention.linear_qkv", columns="qkv",
+        name="self_attention.linear_qkv", columns="qkv",
         theirs=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     ),
+    ModulePoint(name="self_attention.q_layernorm", columns="split", needs="Norm", theirs=("attention.q_norm",)),
+    ModulePoint(name="self_attention.k_layernorm", columns="keys", needs="Norm", theirs=("attention.k_norm",)),
     ModulePoint(
-        name="self_attention.q_layernorm", module="self_attention.q_layernorm", columns="split", needs="Norm",
-        theirs=("attention.q_norm",),
-    ),
-    ModulePoint(
-        name="self_attention.k_layernorm", module="self_attention.k_layernorm", columns="keys", needs="Norm",
-        theirs=("attention.k_norm",),
-    ),
-    ModulePoint(
-        name="self_attention.rotary_query", module="self_attention.core_attention", side="input", columns="split",
+        name="self_attention.rotary_query", elsewhere="self_attention.core_attention", side="input", columns="split",
         theirs=("attention:query",),
     ),
     ModulePoint(
-        name="self_attention.rotary_key", module="self_attention.core_attention", side="input", argument=1,
+        name="self_attention.rotary_key", elsewhere="self_attention.core_attention", side="input", argument=1,
         columns="keys", theirs=("attention:key",),
     ),
     ModulePoint(
-        name="self_attention.core_attention", module="self_attention.linear_proj", side="input", columns="split",
+        name="self_attention.core_attention", elsewhere="self_attention.linear_proj", side="input", columns="split",
         theirs=("attention.o_proj<",),
     ),
+    ModulePoint(name="self_attention.linear_proj", needs="Linear", theirs=("attention.o_proj",)),
+    ModulePoint(name="mixer.in_proj", columns="mixer", theirs=("mamba.in_proj",)),
     ModulePoint(
-        name="self_attention.linear_proj", module="self_attention.linear_proj", needs="Linear",
-        theirs=("attention.o_proj",),
+        name="mixer.scan", elsewhere="mixer.out_proj", side="input", columns="split", theirs=("mamba.out_proj<",)
     ),
-    ModulePoint(name="mixer.in_proj", module="mixer.in_proj", columns="mixer", theirs=("mamba.in_proj",)),
+    ModulePoint(name="mixer.out_proj", theirs=("mamba.out_proj",)),
     ModulePoint(
-        name="mixer.scan", module="mixer.out_proj", side="input", columns="split", theirs=("mamba.out_proj<",)
+        name="self_attn_bda", elsewhere="pre_mlp_layernorm", side="input", theirs=("layer.post_attention_layernorm<",)
     ),
-    ModulePoint(name="mixer.out_proj", module="mixer.out_proj", theirs=("mamba.out_proj",)),
+    ModulePoint(name="pre_mlp_layernorm", needs="Norm", theirs=("layer.post_attention_layernorm",)),
+    ModulePoint(name="mlp.router", theirs=("experts:gates",)),
+    ModulePoint(name="mlp.shared_experts", theirs=("mlp.shared_experts",)),
+    ModulePoint(name="mlp.linear_fc1", columns="gated", theirs=("mlp.gate_proj", "mlp.up_proj")),
+    ModulePoint(name="mlp.linear_fc1", columns="split", theirs=("mlp.up_proj",)),
     ModulePoint(
-        name="self_attn_bda", module="pre_mlp_layernorm", side="input", theirs=("layer.post_attention_layernorm<",)
+        name="mlp.activation_func", elsewhere="mlp.linear_fc2", side="input", columns="split",
+        theirs=("mlp.down_proj<",),
     ),
-    ModulePoint(
-        name="pre_mlp_layernorm", module="pre_mlp_layernorm", needs="Norm", theirs=("layer.post_attention_layernorm",)
-    ),
-    ModulePoint(name="mlp.router", module="mlp.router", theirs=("experts:gates",)),
-    ModulePoint(name="mlp.shared_experts", module="mlp.shared_experts", theirs=("mlp.shared_experts",)),
-    ModulePoint(
-        name="mlp.linear_fc1", module="mlp.linear_fc1", columns="gated", theirs=("mlp.gate_proj", "mlp.up_proj")
-    ),
-    ModulePoint(name="mlp.linear_fc1", module="mlp.linear_fc1", columns="split", theirs=("mlp.up_proj",)),
-    ModulePoint(
-        name="mlp.activation_func", module="mlp.linear_fc2", side="input", columns="split", theirs=("mlp.down_proj<",)
-    ),
-    ModulePoint(name="mlp.linear_fc2", module="mlp.linear_fc2", needs="Linear", theirs=("mlp.down_proj",)),
-    ModulePoint(name="mlp.experts", module="mlp", needs="MoELayer", theirs=("mlp",)),
-    ModulePoint(name="output", module="", theirs=("layer",)),
+    ModulePoint(name="mlp.linear_fc2", needs="Linear", theirs=("mlp.down_proj",)),
+    ModulePoint(name="mlp.experts", elsewhere="mlp", needs="MoELayer", theirs=("mlp",)),
+    ModulePoint(name="output", elsewhere="", theirs=("layer",)),
 )  # fmt: skip
 """Points of each layer, in the order of the data flow."""
-EMBEDDING = ModulePoint(name="embedding", module="embedding", theirs=("model.embed_tokens", "model.embeddings"))
+EMBEDDING = ModulePoint(name="embedding", theirs=("model.embed_tokens", "model.embeddings"))
 LAST_POINTS = (
-    ModulePoint(name="final_layernorm", module="decoder.final_layernorm", theirs=("model.norm",)),
-    ModulePoint(name="final_layernorm", module="decoder.final_norm", theirs=("model.norm_f",)),
-    ModulePoint(name="output_layer", module="output_layer", columns="split", theirs=("lm_head",)),
+    ModulePoint(name="final_layernorm", elsewhere="decoder.final_layernorm", theirs=("model.norm",)),
+    ModulePoint(name="final_layernorm", elsewhere="decoder.final_norm", theirs=("model.norm_f",)),
+    ModulePoint(name="output_layer", columns="split", theirs=("lm_head",)),
 )
 OF_THE_LOSS = ("logprob", "entropy")
 """Points behind the model: log-probability of each label and entropy of its distribution, nats."""

@@ -50,7 +50,7 @@ def config_of(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
         return tiny.tiny_config(model.removeprefix(tiny.PREFIX), dtype)
     if model.startswith(wide.PREFIX):
         wide.require_published_dtype(model.removeprefix(wide.PREFIX), dtype)
-        return generated_config(model, wide.wide_models(), dtype)
+        return generated_config(model, wide.WIDE_MODELS, dtype)
     if model.startswith(published.PREFIX):
         return published.published_config(model.removeprefix(published.PREFIX), dtype)
     checkpoint = open_checkpoint(_local(model))

@@ -132,12 +132,6 @@ def numbering_of(checkpoint: Checkpoint, dtype: str) -> Numbering | str:
 def write_numbered(folder: Path, checkpoint: Checkpoint, numbering: Numbering, which: str) -> None:
     """Write one pass: the checkpoint's config and names, shapes and dtypes of its tensors, other contents.
 
-    Args:
-        folder: of the new checkpoint; made here.
-        checkpoint: the real one.
-        numbering: of its elements.
-        which: one of `Numbering.passes`.
-
     Raises:
         UsageError: it cannot be written.
     """

@@ -23,8 +23,7 @@ from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, misfit, validate
-from verifier.platform import Tier, install_for, select, upstream_fixes_megatron
-from verifier.platform.imports_megatron import import_megatron
+from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 
 DTYPES = ("float32", "bfloat16")

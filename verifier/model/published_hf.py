@@ -30,11 +30,6 @@ Source:
 def convert(source: Path, folder: Path, dtype: str) -> None:
     """Write model.safetensors and the tokenizer's files beside the config.json that is in `folder`.
 
-    Args:
-        source: GGUF file.
-        folder: gets the files.
-        dtype: "float32", or "bfloat16" for one rounding of each weight.
-
     Raises:
         ContractError: the file's metadata say otherwise than config.json.
     """

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID
+from verifier.data.arithmetic import BOS_ID, EOS_ID, PAD_ID
 from verifier.model.families import JSON
 
 _LAYERS = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from verifier.data.characters import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, tokenizer_files
+from verifier.data.arithmetic import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, tokenizer_files
 from verifier.model.families import JSON
 from verifier.model.generated import (
     DECODER,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
 from verifier.model.families import JSON, Content, TensorSpec
-from verifier.model.generated import DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, Models, generate, write_checkpoint
+from verifier.model.generated import DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +52,8 @@ WIDE: dict[str, tuple[str, dict[str, JSON]]] = {
     }),
 }  # fmt: skip
 """Model id without "wide:" -> (family, keys of config.json)."""
-
-
-def wide_models() -> Models:
-    """Return the wide models by their full ids."""
-    return {PREFIX + item: row for item, row in WIDE.items()}
+WIDE_MODELS = {PREFIX + item: row for item, row in WIDE.items()}
+"""The same by their full ids."""
 
 
 def require_published_dtype(name: str, dtype: str) -> None:
@@ -72,7 +69,7 @@ def write_wide(name: str, directory: Path, dtype: str = DTYPE) -> Path:
         UsageError: as there, and another dtype than bfloat16.
     """
     require_published_dtype(name, dtype)
-    return write_checkpoint(PREFIX + name, wide_models(), directory, dtype=dtype, seed=1, values=hashed)
+    return write_checkpoint(PREFIX + name, WIDE_MODELS, directory, dtype=dtype, seed=1, values=hashed)
 
 
 def hashed(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
@@ -80,11 +77,6 @@ def hashed(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
 
     A matrix element is its index, hashed together with the tensor's name in 32-bit integer arithmetic and rounded once
     to float32 and once to bf16. So it is the same on every machine.
-
-    Args:
-        spec: name, shape and content.
-        dtype: "bfloat16".
-        stream: part of the key besides the name.
     """
     if spec.content is not Content.MATRIX:
         return generate(spec, dtype, stream)

@@ -23,9 +23,8 @@ from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Measurement, Real, Record, real
 from verifier.core.trace import Trace
-from verifier.export.adapters import adapters_of
 from verifier.export.derived import DerivedLayout
-from verifier.export.names import ModelLayout
+from verifier.export.names import ModelLayout, adapters_of
 from verifier.export.sharding import Owners
 from verifier.knob import flat
 from verifier.mesh import Mesh

@@ -71,7 +71,7 @@ def _digests_of(data: Sequence[Any]) -> list[str]:
     """Return the digests of uint8 vectors of one device, or of arrays."""
     sizes = [item.nbytes for item in data]
     are_arrays = isinstance(data[0], np.ndarray)
-    if not are_arrays and data[0].is_cuda and _has_triton():
+    if not are_arrays and data[0].is_cuda and has_triton():
         from verifier.plan.digest_triton import LINE_BYTES, lane_sums_of_pieces, table_of
 
         aligned = [item if item.data_ptr() % LINE_BYTES == 0 else item.clone() for item in data]
@@ -86,7 +86,8 @@ def _digests_of(data: Sequence[Any]) -> list[str]:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Test for the library that compiles the GPU's kernels."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -132,7 +133,7 @@ class Pieces:
         Args:
             buffer: uint8 vector; on a GPU its address is a multiple of 16 bytes.
         """
-        if buffer.is_cuda and _has_triton():
+        if buffer.is_cuda and has_triton():
             from verifier.plan.digest_triton import lane_sums_of_pieces, table_of
 
             if self._table is None or self._table.device != buffer.device:

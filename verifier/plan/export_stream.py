@@ -38,13 +38,7 @@ def sort_key(global_name: str) -> tuple[list[int], str]:
 
 
 class Streams:
-    """Export streams of the ranks of a mesh.
-
-    Args:
-        mesh: parallel sizes.
-        holdings: what its ranks hold.
-        tied: the output layer is the embedding, and is not exported.
-    """
+    """Export streams of the ranks of a mesh; a tied output layer is not exported."""
 
     def __init__(self, mesh: Mesh, holdings: Sequence[Holding], tied: bool) -> None:
         self._mesh, self._tied = mesh, tied
@@ -110,13 +104,7 @@ class RanksPlan:
 
 
 def plans_of(streams: Streams, dtype_of: Callable[[str], str], chunk_bytes: int) -> list[RanksPlan]:
-    """Return the plans of all ranks, most ranks first; equal plans once.
-
-    Args:
-        streams: export streams of the ranks.
-        dtype_of: dtype in which a tensor travels, by its name.
-        chunk_bytes: greatest size of a chunk, in bytes.
-    """
+    """Return the plans of all ranks, most ranks first; equal plans once."""
     distinct: list[tuple[list[Named], list[int]]] = []
     for ranks, within in streams.pipelines():
         stream = streams.of(within)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal, get_args
 
 from verifier.errors import UsageError
 
 Tier = Literal["cpu", "cuda"]
+FLASHINFER = "flashinfer"
+"""flashinfer-python. Asks the GPU for its number of multiprocessors when it is imported (0.6.8.post1)."""
+CUTLASS = "cutlass"
+"""nvidia-cutlass-dsl. Asks the GPU for its compute capability when it is imported (4.4.2)."""
 
 
 def select() -> Tier:
@@ -32,3 +37,26 @@ def install_for(tier: Tier) -> None:
     else:
         raise UsageError(f"unknown tier `{tier}`: one of {', '.join(get_args(Tier))}")
     install()
+
+
+def leave_out(*packages: str) -> None:
+    """Let every later import of these here, and in what is forked from here, raise ModuleNotFoundError.
+
+    Megatron, mamba-ssm and vLLM take that for a package that is not installed, and use kernels of their own (ADR 0056).
+    One that was imported before stays.
+    """
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+
+
+def import_megatron(tier: Tier) -> None:
+    """Prepare this process for a tier and import what of Megatron a model's build, passes and training need.
+
+    No CUDA context is started, so a fork afterwards is safe.
+    """
+    leave_out(FLASHINFER, CUTLASS)  # Megatron's own inference and Mamba-3's decoding use them: no rank runs either
+    install_for(tier)
+    from megatron.bridge import AutoBridge  # noqa: F401
+    from megatron.core.distributed import finalize_model_grads  # noqa: F401
+    from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
+    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401

@@ -1,8 +1,8 @@
 """The CPU tier: real megatron-core and megatron-bridge on a machine without a GPU.
 
 Installed once per process, before Megatron is imported. Reference modules with the same parameters replace Transformer
-Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`,
-`cpu_bridge`). All other code, parallelism included, is upstream's over gloo (`cpu_collectives` has what gloo lacks).
+Engine's (`cpu_modules`, `cpu_attention`), and CUDA's bookkeeping calls are answered on the host (`cpu_cuda_shims`). All
+other code, parallelism included, is upstream's over gloo, with what gloo lacks (`cpu_cuda_shims`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def install() -> None:
     if getattr(sys.modules.get("transformer_engine"), "__version__", None):
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
     require_installed(*TRAINER)
-    from verifier.platform.cpu_collectives import mapping_patches
-    from verifier.platform.cpu_cuda_shims import core_patches, torch_patches
+    from verifier.platform.cpu_cuda_shims import core_patches, mapping_patches, torch_patches
     from verifier.platform.cpu_mamba import mixer_patches
 
     apply(torch_patches())
@@ -57,9 +56,7 @@ def install() -> None:
             apply([*core_patches(), *mapping_patches(), *_module_patches(), *mixer_patches()])
             _offer_placeholder()
             importlib.import_module("megatron.bridge")
-            from verifier.platform.cpu_bridge import bridge_patches
-
-            apply(bridge_patches())
+            apply(_bridge_patches())
     finally:
         torch.compile = compile_function
         logging.disable(silenced)
@@ -73,8 +70,8 @@ def _module_patches() -> list[Patch]:
     from megatron.core.extensions import transformer_engine as upstream
     from megatron.core.extensions import transformer_engine_spec_provider as specs
 
+    from verifier.platform.cpu_attention import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
     from verifier.platform.cpu_modules import REFERENCE_MODULES, TEDotProductAttention, TENorm
-    from verifier.platform.cpu_rotary import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 
     classes = {module.__name__: module for module in REFERENCE_MODULES}
     for name, module in classes.items():
@@ -112,6 +109,22 @@ def _module_patches() -> list[Patch]:
             f"{core}.optimizer.clip_grads:l2_norm_impl",
             _norm_of_all,
             takes="chunk_size noop_flag tensor_lists per_tensor args",
+        ),
+    ]
+
+
+def _bridge_patches() -> list[Patch]:
+    """Return the patches of megatron-bridge, for use after it is imported."""
+    from verifier.platform.cpu_attention import Gemma2FlexDotProductAttention
+    from verifier.platform.cpu_cuda_shims import HostTorch
+
+    return [
+        # Megatron-bridge 0.6.2 puts tensors onto `torch.device("cuda", ...)` there.
+        Patch("megatron.bridge.models.minimax_m2.minimax_m2_bridge:torch", HostTorch()),
+        Patch(
+            "megatron.bridge.models.gemma.gemma2_provider:Gemma2FlexDotProductAttention",
+            Gemma2FlexDotProductAttention,
+            takes="config layer_number attn_mask_type attention_type attention_dropout kwargs",
         ),
     ]
 

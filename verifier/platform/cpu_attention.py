@@ -1,7 +1,8 @@
-"""Causal attention on the host: packed and plain, grouped queries, context parallelism, MLA sizes, windows, sinks.
+"""Causal attention and rotary embeddings on the host: packed and plain, grouped queries, context parallelism, windows.
 
 Every sub-sequence is computed from its own rows only. So the contents of other sub-sequences and of padding, NaN
 included, cannot change a bit of it. Padding rows become zeros. Layouts are THD if packed and SBHD if not.
+Rotary embeddings take all sequences of a packed micro-batch at once, bitwise as megatron-core's loop over sequences.
 
 Shapes: T rows of this rank, H query heads, G key-value heads, D width of a head.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -212,3 +214,58 @@ def _causal(
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[1]]
     return torch.matmul(weights, v).transpose(1, 2).to(query.dtype)
+
+
+class Gemma2FlexDotProductAttention(TEDotProductAttention):
+    """Gemma 2's attention: scores bent to a bound, a scale of its own, and a window in every other layer.
+
+    Upstream's takes no packed sequences, on a GPU either.
+
+    Source:
+        megatron-bridge 0.6.2, models/gemma/gemma2_provider.py, `Gemma2DotProductAttention`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any
+    ) -> None:
+        options["softmax_scale"] = config.query_pre_attn_scalar**-0.5
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
+        self.softcap = config.attn_logit_softcapping
+        if layer_number % 2 == 0:
+            self.rows_before = None
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """Embed t [length, batch, heads, width] by freqs [length, 1, 1, width]."""
+    del transpose_output_memory
+    return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)
+
+
+def fused_apply_rotary_pos_emb_thd(
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
+) -> Tensor:
+    """Embed t [rows, heads, width], packed sequences or one context-parallel rank's two chunks of each.
+
+    Args:
+        t: rows of this rank.
+        cu_seqlens: [sequences + 1], cumulative padded lengths of the whole sequences.
+        freqs: [at least the longest length, 1, 1, width], angles by position.
+        cp_size: number of context-parallel ranks.
+        cp_rank: this one.
+        interleaved: pairs of a rotation are neighbours, and not halves.
+
+    Source:
+        megatron-core 0.19.2, core/models/common/embeddings/rope_utils.py, `_apply_rotary_pos_emb_thd`.
+    """
+    begins = cu_seqlens.long() // cp_size
+    lengths = begins.diff()
+    position = torch.arange(len(t), device=t.device) - torch.repeat_interleave(begins[:-1], lengths)
+    if cp_size > 1:
+        chunk = torch.repeat_interleave(lengths // 2, lengths)
+        first, last = cp_rank * chunk, (2 * cp_size - 2 - cp_rank) * chunk  # of a row in the second chunk, less its own
+        position += torch.where(position < chunk, first, last)
+    return rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1), freqs[position], rotary_interleaved=interleaved
+    ).squeeze(1)

@@ -12,11 +12,7 @@ JSON = Any
 
 
 def gather_json(value: JSON) -> list[JSON]:
-    """Return the values of all ranks, in rank order; floats keep every bit. A collective of the whole world.
-
-    Args:
-        value: what JSON can carry; tuples come back as lists.
-    """
+    """Return the values of all ranks, in rank order; floats keep every bit. A collective of the whole world."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()]))

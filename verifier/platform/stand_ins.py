@@ -37,7 +37,7 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
     """Yield the stand-ins of a run, each as "this for that".
 
     In the trainer's ranks: platform/cpu*.py, train/optimizer_megatron.py, and for both tiers platform/cuda.py and
-    train/router_order_megatron.py. In the engine's processes: engine/vllm/worker_vllm.py, platform/left_out.py, and
+    train/router_order_megatron.py. In the engine's processes: engine/vllm/worker_vllm.py, platform/__init__.py, and
     model/transformers_hf.py, which is also the oracle's.
     """
     hybrid = model.get("mamba_num_heads") is not None

@@ -18,7 +18,7 @@ def scan_in_one_chunk(model: nn.Module) -> None:
 
     Source:
         transformers #47246: 5.6.0 to 5.13.0, `NemotronHMamba2Mixer.torch_forward`;
-        verifier/contracts/state_space_hf.py does not find it when it is mended.
+        verifier/contracts/forward_hf.py does not find it when it is mended.
     """
     for module in model.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":

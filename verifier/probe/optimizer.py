@@ -229,7 +229,8 @@ class OptimizerRecorder(LossRecorder):
         update = self._updates[step] = _Update(self._number())
         with torch.no_grad():
             update.sample, update.clipped = self._sample(update.number), True
-            parts = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
+            known = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
+            parts = [(item, part) for item, part in known if part.whole[2] > 0]
             tensors = tuple(
                 SummedTensor(
                     name=item.name,
@@ -244,9 +245,7 @@ class OptimizerRecorder(LossRecorder):
                     owned_size=item.model.numel(),
                 )
                 for item, part in parts
-                if part.whole[2] > 0
             )
-            parts = [(item, part) for item, part in parts if part.whole[2] > 0]
             grads = [item.gradient for item in self._owned if item.model.grad is not None] if not self.rank else []
             squares = float(sum(float(own.double().square().sum()) for own in grads))
             given = [cut(item.gradient, part.begin, part.size) for item, part in parts]
@@ -347,8 +346,11 @@ class OptimizerRecorder(LossRecorder):
         }
         if self._asked:
             self.emit(KnobsAsked(name="optimizer", version=step, values=self._asked))
-            held = [{key: _said(group[key]) for key in group if key in self._asked} for group in self._groups()]
-            values = {key: " | ".join(dict.fromkeys(own.get(key, "absent") for own in held)) for key in self._asked}
+            groups = self._optimizer.param_groups
+            values = {
+                key: " | ".join(dict.fromkeys(_said(group[key]) if key in group else "absent" for group in groups))
+                for key in self._asked
+            }
             self.emit(KnobsReached(name=f"update {update.number}", version=step, values=values))
         if self._settings:
             betas = self._optimizer.param_groups[0].get("betas", (0.0, 0.0))
@@ -365,10 +367,6 @@ class OptimizerRecorder(LossRecorder):
         if self._why:
             self.unbounded(AdamSample, self._why)
         self._write(step)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._optimizer.param_groups
-        return found
 
     def reported(self, step: int, loss: float, num_tokens: int, grad_norm: float) -> None:
         """Take the report of a step, which may come before its optimizer's step or after it."""

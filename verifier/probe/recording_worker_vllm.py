@@ -16,8 +16,7 @@ import torch
 
 from verifier.engine.settings import settings_of
 from verifier.engine.vllm.view_vllm import checkpoint_slices
-from verifier.probe.opened import attach
-from verifier.probe.recorder import LoopRecorder
+from verifier.probe.recorder import LoopRecorder, attach
 from verifier.stages.engine.records import CheckpointView
 
 

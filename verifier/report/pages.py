@@ -16,10 +16,9 @@ from verifier.core.finding import Outcome, Verdict
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.report.charts import Chart, Series, charts_of
-from verifier.report.detail import Detail
 from verifier.report.gate_result import RESULT, CellResult, CheckVerdict, GateFinding, GateResult, Kind
 from verifier.report.render_html import Block, Card, Page
-from verifier.report.render_text import first_line, header, render_outcome, render_text
+from verifier.report.render_text import Detail, first_line, header, render_outcome, render_text
 from verifier.report.report import Report, explanation, report_of
 
 MAX_STEPS = 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 import shutil
@@ -18,7 +19,6 @@ from verifier.core.manifest import Manifest
 from verifier.core.outputs import printable
 from verifier.knob import flat
 from verifier.mesh import Mesh
-from verifier.report.detail import Detail
 from verifier.report.report import Report, excess, explanation, named, stack_lines, why_it_ended
 
 MAX_FINDINGS = 20
@@ -26,6 +26,17 @@ MAX_FINDINGS = 20
 _DIGEST = re.compile(r"\b([a-z][a-z0-9]*:[0-9a-f]{6})[0-9a-f]{2,}\b")
 _LABELS = {Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "INCONCLUSIVE", Verdict.VIOLATED: "VIOLATED"}
 _LEGEND = "vd1: 6 of the 32 digits of a digest of a tensor's bytes; equal digests, equal bits"
+
+
+class Detail(enum.IntEnum):
+    """Length of a report on a terminal or in a file of text."""
+
+    ANSWER = 0
+    """The verdict and the cause alone."""
+    USUAL = 1
+    """The findings where data first went wrong whole, and a line for each later one."""
+    WHOLE = 2
+    """Every finding whole."""
 
 
 def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:

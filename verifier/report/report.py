@@ -259,12 +259,7 @@ def known_faults() -> tuple[KnownFault, ...]:
 
 
 def resembling(violated: Collection[str], first_bad: str) -> tuple[KnownFault, ...]:
-    """Look up the faults whose last trial violated exactly these checks, first in this stage.
-
-    Args:
-        violated: codes of checks.
-        first_bad: label of a stage.
-    """
+    """Look up the faults whose last trial violated exactly these checks, first in this stage."""
     codes = tuple(sorted(violated))
     return tuple(item for item in known_faults() if (item.caught, item.first_bad) == (codes, first_bad))
 

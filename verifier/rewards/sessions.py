@@ -25,10 +25,6 @@ class _Session(NamedTuple):
 class Sessions:
     """Episodes of one process.
 
-    Args:
-        reward: scores episodes.
-        environment: answers their turns; None for episodes of one turn.
-
     Raises:
         UsageError: the reward asks for something else than `ARGUMENTS`.
     """

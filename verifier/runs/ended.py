@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from verifier.core.store import Recorder
-from verifier.launch.stack_failure import StackFailed, failure_of
+from verifier.launch.failures import StackFailed, failure_of
 
 
 def record_failure(trace: Path, problem: BaseException) -> bool:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from verifier.config.cluster import LOCAL, RayOptions
 from verifier.core.outputs import work_folder
 from verifier.errors import InternalError, UsageError
-from verifier.launch.keeper import kept
+from verifier.launch.child import kept
 from verifier.platform.provenance import require_installed
 from verifier.trainer.cluster_ray import Cluster
 from verifier.trainer.node_servers import forwarded

@@ -15,7 +15,7 @@ from verifier.core.stage import Stage
 from verifier.data.recorded import RolloutRow, decoded, encoded
 from verifier.data.rollout import Rollout
 from verifier.engine.api import Sample
-from verifier.launch.stack_failure import StackFailed, distribution
+from verifier.launch.failures import StackFailed, distribution
 from verifier.trainer.episodes import PlayedTurns
 from verifier.trainer.evaluation import Noted
 

@@ -19,9 +19,8 @@ from verifier.engine.client import EngineGone
 from verifier.engine.link_megatron import EngineLink
 from verifier.errors import ContractError
 from verifier.export import gather_megatron
-from verifier.export.adapters import adapters_of, in_adapter, in_base
 from verifier.export.live_weights import LiveWeights
-from verifier.export.names import layout_of
+from verifier.export.names import adapters_of, in_adapter, in_base, layout_of
 from verifier.launch.flight_recorder import label
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.plan.chunk_plan import ALIGNMENT_BYTES, DTYPE_BYTES, Chunk
-from verifier.plan.digest import Digests, digest_tensors, dtype_name
+from verifier.plan.digest import Digests, digest_tensors, dtype_name, has_triton
 
 _NAME_OF = {getattr(torch, name): name for name in DTYPE_BYTES}
 
@@ -118,7 +116,7 @@ def _compare(chunk: Chunk, found: Sequence[torch.Tensor]) -> None:
 
 def _runs_kernel(into: torch.Tensor) -> bool:
     """Return whether the buffer is on a GPU that can run the kernel."""
-    return into.is_cuda and _has_triton()
+    return into.is_cuda and has_triton()
 
 
 def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
@@ -149,8 +147,3 @@ def _pack_on_gpu(chunk: Chunk, sources: Sequence[torch.Tensor], into: torch.Tens
         begins[place] = data[place].data_ptr()
     base = data[0].detach().view(-1).view(torch.uint8)
     return chunk.pieces.copy(base, begins - base.data_ptr(), into)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

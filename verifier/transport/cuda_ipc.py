@@ -84,9 +84,6 @@ class TrainerRounds:
 class Ring:
     """Send buffers of one trainer rank for one update: `SLOTS` slots in one allocation of its GPU.
 
-    Args:
-        plan: chunk plan; its largest chunk sets the size of a slot.
-
     Attributes:
         num_confirmed: number of chunks that every engine rank has confirmed.
     """
@@ -143,15 +140,10 @@ class OpenRing:
 
 
 def follow(rounds: TrainerRounds, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Pack every chunk on a trainer rank other than 0, one round per chunk, and draw the whole stream.
+    """Pack every chunk on a trainer rank other than 0, one round per chunk, and draw the whole stream in lockstep.
 
     A rank whose ring no engine rank reads packs nothing. Rank 0 joins the round of a chunk only once the slot that is
     packed next is free.
-
-    Args:
-        rounds: exchange among trainer ranks.
-        plan: agreed plan.
-        stream: exported tensors, drawn in lockstep by all ranks.
     """
     ring, is_read = Ring(plan), False
     rounds.begin()
@@ -215,12 +207,7 @@ def open_buffer(record: dict[str, JSON]) -> torch.Tensor:
 
 
 class IpcGroup(TransferGroup):
-    """A joined transfer group in which no byte is sent: receivers read the memory of the senders' GPUs.
-
-    Args:
-        control: group of trainer rank 0 and the engine ranks.
-        rounds: exchange among trainer ranks; on trainer rank 0 only.
-    """
+    """A joined transfer group in which no byte is sent: receivers read the memory of the senders' GPUs."""
 
     refills = True
     _control: GlooGroup

@@ -14,7 +14,7 @@ from verifier.plan.chunk_plan import Chunk, ChunkPlan
 from verifier.transport.wire import AHEAD, Address, Agreement, TransferFailed
 
 if TYPE_CHECKING:
-    from verifier.transport.control_channel import ControlChannel
+    from verifier.transport.gloo import ControlChannel
 
 
 class TransferGroup(ABC):

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 def bulk_group(control: GlooGroup, rounds: TrainerRounds | None = None) -> TransferGroup:
     """Return the group that moves the bytes among members that are already connected.
 
-    Args:
-        control: joined group of the members.
-        rounds: exchange among trainer ranks; for IPC on trainer rank 0 only.
+    `rounds` is the exchange among trainer ranks, for IPC on trainer rank 0 alone.
 
     Raises:
         ContractError: the address has an unknown kind.

@@ -20,9 +20,6 @@ class NcclGroup(BroadcastGroup):
     digest of one chunk does not delay the arrival of the next. A buffer is kept until the current stream has been told
     to wait for its broadcast. The communicator is made at the first broadcast, in which all members take part.
 
-    Args:
-        control: group of the same members, for control messages.
-
     Raises:
         UsageError: torch sees no GPU in this process.
     """

@@ -204,11 +204,7 @@ class ChunkReceiver:
     ) -> tuple[tuple[str, ...], str | None]:
         """Load, and return the loaded names and why the loader failed, if it did.
 
-        Args:
-            buffer: buffer of the chunk.
-            views: views of the buffer for the loader; cleared afterwards.
-            load: loader.
-            users: number of tensors in the buffer's memory before the views were made.
+        `views` are cleared afterwards; `users` counts the tensors in the buffer's memory before they were made.
         """
         loaded: tuple[str, ...] = ()
         refused: str | None = None

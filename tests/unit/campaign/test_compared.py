@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from verifier.campaign.upgrade.compared import changes_of, render_json, render_text
-from verifier.campaign.upgrade.environments import EnvironmentResult, Ran, require_versions
+from verifier.campaign.upgrade import EnvironmentResult, Ran, changes_of, render_json, render_text, require_versions
 from verifier.errors import UsageError
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 
 DIED = Place(file="vllm/worker.py", line=9, message="TypeError: no `size`")
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from verifier.campaign.upgrade import environments
-from verifier.launch.stack_failure import Place
+from verifier.campaign import upgrade
+from verifier.launch.failures import Place
 
 REPORT = """
 import json, sys
@@ -37,6 +37,6 @@ def report(complete, failure, *outcomes):
     ids=["stack", "ours", "no-report", "whole"],
 )
 def test_the_place_of_an_end(tmp_path, said, place):
-    ran = environments._gate([sys.executable, "-c", REPORT, json.dumps(said)], tmp_path / "golden")
+    ran = upgrade._gate([sys.executable, "-c", REPORT, json.dumps(said)], tmp_path / "golden")
     assert ran.failure == place
     assert ran.exit_code == 3

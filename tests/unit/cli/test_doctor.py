@@ -9,7 +9,7 @@ from verifier.cli import doctor
 from verifier.contracts.examine import Looked
 from verifier.contracts.table import Contract
 from verifier.errors import UsageError
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 from verifier.platform.provenance import PINS
 
 

@@ -5,7 +5,7 @@ import pytest
 from verifier.contracts import examine
 from verifier.contracts.examine import Looked, declared, text_of
 from verifier.contracts.table import Contract
-from verifier.launch.stack_failure import Place
+from verifier.launch.failures import Place
 
 WHY = Place(file="vllm/a.py", line=3, message="ImportError: gone")
 MOVED = Looked(contract=Contract(name="a", package="vllm", checks=("ENG001",)), failure=WHY)

@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from verifier.data.arithmetic import arithmetic_examples
-from verifier.data.characters import BOS_ID, EOS_ID
+from verifier.data.arithmetic import BOS_ID, EOS_ID, arithmetic_examples
 from verifier.data.encode import encode_example, encode_prompt, require_kept
 from verifier.data.examples import Example, Message
 from verifier.data.rollout import NO_VERSION, Role

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from verifier.data.characters import BOS_ID, EOS_ID, VOCABULARY
+from verifier.data.arithmetic import BOS_ID, EOS_ID, VOCABULARY
 from verifier.data.examples import Message
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError

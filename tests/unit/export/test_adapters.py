@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verifier.export.adapters import adapters_of
-from verifier.export.names import ModelLayout, layout_of
+from verifier.export.names import ModelLayout, adapters_of, layout_of
 from verifier.export.sharding import unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES

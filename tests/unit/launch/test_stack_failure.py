@@ -9,8 +9,7 @@ import pytest
 
 from verifier.core.stage import Stage, in_stage
 from verifier.errors import ContractError, InternalError
-from verifier.launch.failures import error_from, known_error, to_record
-from verifier.launch.stack_failure import Place, StackFailed, failure_of, named, place_of
+from verifier.launch.failures import Place, StackFailed, error_from, failure_of, known_error, named, place_of, to_record
 
 CALL = "def call(inner, *given):\n    return inner(*given)\n"
 RAISE = "def fail(error):\n    raise error\n"

@@ -12,7 +12,7 @@ import torch
 
 from verifier.model.families import FAMILIES, Content, TensorSpec, family_of, tensors_of
 from verifier.model.tiny import TINY
-from verifier.model.wide import WIDE, hashed, write_wide
+from verifier.model.wide import WIDE, WIDE_MODELS, hashed, write_wide
 
 
 def _matrix(name: str, *shape: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_same_values_on_every_machine() -> None:
 def test_every_kind_of_value_is_written(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     from verifier.model.checkpoint import open_checkpoint
 
-    monkeypatch.setitem(WIDE, "small", TINY["nemotron-h"])
+    monkeypatch.setitem(WIDE_MODELS, "wide:small", TINY["nemotron-h"])
     checkpoint = open_checkpoint(write_wide("small", tmp_path))
     dtypes = {checkpoint.meta(name).dtype for name in checkpoint.names()}
     assert dtypes == {"bfloat16", "float32"}

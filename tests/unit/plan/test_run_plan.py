@@ -18,10 +18,8 @@ from verifier.export.sharding import ParamPlacement
 from verifier.mesh import Mesh
 from verifier.model.tiny import tiny_config
 from verifier.plan import run_plan as plans
-from verifier.plan.held_shards import holdings_of
-from verifier.plan.misfit import plan_errors, ranges
-from verifier.plan.rank_memory import BUFFERS, activation_bytes, layer_elements, rank_bytes
-from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, run_plan
+from verifier.plan.held_shards import BUFFERS, activation_bytes, holdings_of, layer_elements, rank_bytes
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, plan_errors, ranges, run_plan
 from verifier.transport.cuda_ipc import SLOTS
 from verifier.transport.wire import AHEAD
 

@@ -26,7 +26,7 @@ class Group:
 def test_values_and_gradients_are_those_of_the_loop(cp_size, cp_rank, interleaved, dtype):
     from megatron.core.models.common.embeddings import rope_utils
 
-    from verifier.platform.cpu_rotary import fused_apply_rotary_pos_emb_thd
+    from verifier.platform.cpu_attention import fused_apply_rotary_pos_emb_thd
 
     generator = torch.Generator().manual_seed(0)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verifier.platform.left_out import leave_out
+from verifier.platform import leave_out
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from verifier.report.live_view import LiveView, live_view
+from verifier.report.progress import LiveView, live_view
 
 STEP = {
     "step": 12, "loss": 0.0123, "reward": 0.5, "held_out_reward": 0.25, "held_out_version": 12.0, "rollout_s": 4.0,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore
 
-from verifier.transport import control_channel
-from verifier.transport.control_channel import ControlChannel
+from verifier.transport import gloo
+from verifier.transport.gloo import ControlChannel
 from verifier.transport.wire import Address, TransferFailed
 
 NUM_RANKS = 4
@@ -112,7 +112,7 @@ def test_a_member_that_never_joins_is_given_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("manners", ["says something else", "leaves", "keeps silent"])
 def test_a_stranger_at_the_door_is_turned_away(manners: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(control_channel, "_HELLO_S", 0.5)
+    monkeypatch.setattr(gloo, "_HELLO_S", 0.5)
     store, theirs = served(tmp_path, 20), served(tmp_path, 20)
     address = Address(host="127.0.0.1", store="", world_size=2, deadline_s=20)
     ends: dict[int, ControlChannel] = {}

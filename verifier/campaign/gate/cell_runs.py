@@ -46,12 +46,7 @@ _HEAVY = ("checkpoints", "hf_model", "oracle", "batches")
 
 
 def serve(channel_fd: str, folder: str) -> None:
-    """Be a worker until the other side closes the channel.
-
-    Args:
-        channel_fd: descriptor of this end of the channel.
-        folder: of the gate; traces go below it.
-    """
+    """Be a worker until the other side closes the channel."""
     signal.signal(signal.SIGTERM, _stop)
     channel = Channel(connection.Connection(int(channel_fd)))
 
@@ -72,13 +67,7 @@ def _stop(signum: int, frame: object) -> None:
 
 
 class CellRuns:
-    """Runs of cells on the same resources.
-
-    Args:
-        resources: warm; engines of a cell end where the next one needs another.
-        folder: of the gate.
-        progress: called with a line of text.
-    """
+    """Runs of cells on the same resources."""
 
     def __init__(self, resources: Resources, folder: Path, progress: Progress) -> None:
         self._resources, self._folder, self._progress = resources, folder, progress

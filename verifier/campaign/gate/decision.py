@@ -41,11 +41,7 @@ EXIT_CODES: dict[Decision, ExitCode] = {
 
 
 def require_known_waivers(waivers: Sequence[Waiver], families: Collection[str]) -> None:
-    """Refuse a waiver of a check or a family that is unknown; the registry of checks is filled by the caller.
-
-    Args:
-        waivers: of the gate.
-        families: those of the gate's models; the table's are known too.
+    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then.
 
     Raises:
         UsageError: names the waiver.

@@ -95,11 +95,6 @@ class _Point:
 def matrix_of(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:
     """Return the matrix of a gate.
 
-    Args:
-        config: of the gate.
-        tier: of this machine.
-        num_gpus: GPUs of this machine.
-
     Raises:
         UsageError: an unknown model, fault, engine option or mesh; a mesh or an engine that was named and fits none of
             the models is left out with its reason.
@@ -264,7 +259,7 @@ def _add_training(
 ) -> None:  # fmt: skip
     """Add short training runs: fine-tuning and GRPO, each on one mesh where none is named, in one dtype."""
     dtype = _dtypes(config, model, tier)[0]
-    has_tokenizer = _has_tokenizer(model)
+    has_tokenizer = model.removeprefix(PREFIX) in TO_TRAIN or (Path(model) / "tokenizer.json").is_file()
     default = {"sft": [Mesh()], "grpo": [Mesh.fitting(ep=2) if num_experts_of(sizes) else Mesh(dp=2)]}
     for algorithm in ("sft", "grpo"):
         name = f"train {algorithm} {model}"
@@ -305,7 +300,7 @@ def _training_words(
         return (words, "") if has_tokenizer else ([], "fine-tuning trains on text, and the model has no tokenizer")
     words += ["grpo.group_size=4"]
     if not has_tokenizer:
-        if not rollouts_fit(sizes):
+        if (size_if_any(sizes, "vocab_size") or 0) < _ROLLOUT_VOCABULARY:
             return [], "the model has no tokenizer, and its vocabulary is smaller than that of the recorded rollouts"
         return [*words, f"data.rollouts={ROLLOUTS}"], "rewards; advantages; recorded rollouts"
     kind, also = "vllm", "rewards; advantages; weight sync; rollouts"
@@ -317,10 +312,6 @@ def _training_words(
     if kind == "vllm" and num_experts_of(sizes):
         words, also = [*words, "grpo.replay_routes=true"], f"{also}; route replay"
     return words, also
-
-
-def _has_tokenizer(model: str) -> bool:
-    return model.removeprefix(PREFIX) in TO_TRAIN or (Path(model) / "tokenizer.json").is_file()
 
 
 def fault_cells(ids: Sequence[str]) -> list[Cell]:
@@ -337,11 +328,6 @@ def fault_cells(ids: Sequence[str]) -> list[Cell]:
         )
         for fault in chosen(ids or SMOKE)
     ]  # fmt: skip
-
-
-def rollouts_fit(sizes: Mapping[str, Any]) -> bool:
-    """True if a model of these sizes has all tokens of the recorded rollouts."""
-    return (size_if_any(sizes, "vocab_size") or 0) >= _ROLLOUT_VOCABULARY
 
 
 def listed(matrix: Matrix) -> str:

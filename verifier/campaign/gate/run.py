@@ -178,14 +178,7 @@ class CellNode(NodeServer):
         return list(gpu_names(select()))
 
     def begin(self, cell: Mapping[str, Any], deadline_s: float, folder: str, node: int) -> None:
-        """Run a cell, as `CellWorker.begin` does.
-
-        Args:
-            cell: as msgspec's builtins.
-            deadline_s: of the cell.
-            folder: of the gate.
-            node: its number, by which its logs are called.
-        """
+        """Run a cell, as `CellWorker.begin` does."""
         if self._worker is None:
             log = next_log(Path(folder), f"node-{node}")
             self._worker = CellWorker(places_of(len(self.gpus())), Path(folder), log)
@@ -220,12 +213,7 @@ class _Node:
 
 
 class NodePool:
-    """One worker a node; see `WorkerPool`.
-
-    Args:
-        actors: of the nodes, each a `CellNode`.
-        folder: of the gate.
-    """
+    """One worker a node; see `WorkerPool`."""
 
     def __init__(self, actors: Sequence[Actor], folder: Path) -> None:
         self._nodes, self._folder = [_Node(number, actor) for number, actor in enumerate(actors)], folder
@@ -282,11 +270,6 @@ class NodePool:
 @contextlib.contextmanager
 def node_pool(options: RayOptions, folder: Path, gpus: Sequence[str]) -> Iterator[NodePool]:
     """Join the cluster and start an actor on each of its nodes; to leave ends all of them.
-
-    Args:
-        options: with the address and the number of nodes.
-        folder: of the gate.
-        gpus: names of this machine's, by which the cells were planned.
 
     Raises:
         UsageError: nobody answers, too few nodes, or one with other files, versions or GPUs.

@@ -104,12 +104,7 @@ class CellWorker:
 
 
 class WorkerPool:
-    """Workers over the places of this machine; to leave ends all of them.
-
-    Args:
-        places: names of GPUs; one empty name on a machine without.
-        folder: of the gate.
-    """
+    """Workers over the places of this machine; to leave ends all of them."""
 
     def __init__(self, places: Sequence[str], folder: Path) -> None:
         self._free, self._folder = list(places), folder

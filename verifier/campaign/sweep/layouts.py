@@ -63,11 +63,6 @@ def train_config(config: SweepConfig, layout: SweptLayout, max_tokens: int) -> T
 def layouts_of(config: SweepConfig, sizes: Mapping[str, Any], tier: Tier) -> tuple[list[SweptLayout], list[LeftOut]]:
     """Return the layouts to try, and those that are refused before anything starts.
 
-    Args:
-        config: of the sweep.
-        sizes: config.json of its model.
-        tier: of this machine.
-
     Raises:
         UsageError: `--mesh` that cannot be read, or more ranks than can be started.
     """

@@ -20,9 +20,8 @@ from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
 from verifier.errors import ContractError, InternalError, UsageError
-from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed
+from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed, StackFailed
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.launch.stack_failure import StackFailed
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.provenance import TRAINER, require_installed
@@ -122,25 +121,13 @@ def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier)
 
 
 class SweepTrials:
-    """Trials of one sweep, one after another.
-
-    Args:
-        config: of the sweep.
-        launcher: with Megatron imported.
-        tier: of this machine.
-        longest: tokens of the longest made-up rollout.
-    """
+    """Trials of one sweep, one after another."""
 
     def __init__(self, config: SweepConfig, launcher: ForkLauncher, tier: Tier, longest: int) -> None:
         self._config, self._launcher, self._tier, self._longest = config, launcher, tier, longest
 
     def run(self, layout: SweptLayout, budget: int, left_s: float) -> SweepRow:
         """Take the steps of one trial in ranks of its own; how it ends is its row.
-
-        Args:
-            layout: to build.
-            budget: tokens of a micro-batch.
-            left_s: seconds until the end of the sweep's deadline.
 
         Raises:
             InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.

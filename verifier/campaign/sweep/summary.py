@@ -90,10 +90,6 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
 
     A last line that was cut, since its process was killed, is dropped.
 
-    Args:
-        config: of the sweep.
-        device: what its ranks run on.
-
     Raises:
         UsageError: the folder holds a sweep of other knobs or of another device, is in use, or cannot be written.
     """

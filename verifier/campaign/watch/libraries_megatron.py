@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from verifier.platform import select
-from verifier.platform.imports_megatron import import_megatron
+from verifier.platform import import_megatron, select
 
 
 def preload() -> None:

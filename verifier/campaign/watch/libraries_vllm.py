@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 
-from verifier.platform.left_out import FLASHINFER, leave_out
+from verifier.platform import FLASHINFER, leave_out
 
 _MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "nemotron_h")
 """Modules of models that are imported ahead; others are when an engine needs them."""

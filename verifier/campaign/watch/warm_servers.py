@@ -50,12 +50,7 @@ ORACLES = Libraries(
 
 
 class WarmServer:
-    """A fork server with libraries alone, of which every round gets a fork of its own.
-
-    Args:
-        libraries: what it imports.
-        load_deadline_s: seconds that this may take.
-    """
+    """A fork server with libraries alone, of which every round gets a fork of its own."""
 
     def __init__(self, libraries: Libraries, load_deadline_s: float) -> None:
         self.libraries, self._load_deadline_s = libraries, load_deadline_s

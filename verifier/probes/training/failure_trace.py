@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts
 from verifier.core.store import complete, create, fail
-from verifier.launch.stack_failure import StackFailed
+from verifier.launch.failures import StackFailed
 from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
 from verifier.runs.ended import record_failure

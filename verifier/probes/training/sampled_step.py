@@ -29,8 +29,7 @@ from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
-from verifier.export.adapters import adapters_of
-from verifier.export.names import layout_of
+from verifier.export.names import adapters_of, layout_of
 from verifier.export.sharding import Owners
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides

@@ -69,7 +69,7 @@ def merged_matrix_wrong(trace: Trace) -> Iterator[Comparison]:
     """A matrix that is exported with its adapter added is base + alpha / rank * B A, rounded once; all others are base.
 
     What it checks: each such matrix against the product in float64 of the live shards, joined without megatron-bridge
-    (`verifier/export/adapters.py`), and the source checkpoint's base. Every other tensor of a sync against the source:
+    (`verifier/export/names.py`), and the source checkpoint's base. Every other tensor of a sync against the source:
     names both ways, dtypes, shapes and bits.
     Why it matters: a merge that scales by another factor, adds the adapter twice, or adds it in bf16, samples from
     another policy, by too little to see in rewards.
@@ -440,7 +440,7 @@ def exported_adapter_differs_from_live(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: at each version above 0, names, dtypes, shapes and bits of the matrices in the adapter's file, and
     alpha over rank in its configuration, against the live adapters of all ranks, joined without megatron-bridge
-    (`verifier/export/adapters.py`); and that the configuration asks for nothing else, such as another alpha for some
+    (`verifier/export/names.py`); and that the configuration asks for nothing else, such as another alpha for some
     linears, layers that have no adapter, or DoRA.
     Why it matters: fused linears have one pair of matrices, the published form one for each projection; parts in
     another order have the right shapes, and an adapter is small enough that rewards still move.

@@ -225,7 +225,7 @@ def points_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mo
             yield f"layers.{layer.layer_number - 1}.{point.name}", module, point
 
 
-_ATTENDS = ModulePoint(name="", module="self_attention", needs="Attention", theirs=())
+_ATTENDS = ModulePoint(name="", elsewhere="self_attention", needs="Attention", theirs=())
 
 
 def _at(root: torch.nn.Module, point: ModulePoint) -> torch.nn.Module | None:

@@ -1,1 +1,0 @@
-"""Other upstream versions, tried beside those that run here: contracts and a short gate on both, and what changed."""
