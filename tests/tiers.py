@@ -23,7 +23,7 @@ NOT_QUICK = (
     "unit/engine/test_shaping.py",
     "unit/model/test_transformers_hf.py",
     "unit/oracle/test_step.py",
-    "unit/train/test_logprob_kernel.py",
+    "unit/megatron/test_logprob_kernel.py",
     "property/test_example_packers.py",
     "unit/model/test_tiny.py::test_transformers_loads_every_tensor_as_written",
     "unit/plan/test_digest.py::test_gpu_kernel_equals_reference_when_interpreted",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from verifier.data.rollout import PROMPT_VALUES, Rollout
-from verifier.train.pack import PackedBatch
-from verifier.train.token_layout import cp_rows
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.token_layout import cp_rows
 
 LABEL_FIELDS = {
     "mask": "loss_mask_T", "sampled": "sampled_T", "logprobs": "engine_logprobs_T", "versions": "versions_T"

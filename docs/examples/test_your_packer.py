@@ -10,8 +10,8 @@ from itertools import pairwise
 from hypothesis import given
 from your_trainer import pack_sequences
 
+from verifier.megatron.pack import pack, shard_cp
 from verifier.strategies import Packing, packings
-from verifier.train.pack import pack, shard_cp
 
 
 def ranks(case: Packing) -> list[list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from verifier.train.vocab_logprob import vocab_parallel_logprob
+from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 
 ROWS, VOCAB = 128, 151_936
 LIMIT = 0.3

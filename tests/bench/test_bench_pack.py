@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from verifier.data.rollout import Rollout, make_rollout
-from verifier.train.microbatch import split_by_tokens
-from verifier.train.pack import IGNORE_LABEL, pack
-from verifier.train.token_layout import Alignment
+from verifier.megatron.microbatch import split_by_tokens
+from verifier.megatron.pack import IGNORE_LABEL, pack
+from verifier.megatron.token_layout import Alignment
 
 NUM_ROLLOUTS, NUM_TOKENS, VOCAB = 4096, 1_000_000, 151_936
 LIMIT_S = 0.5

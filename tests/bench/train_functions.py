@@ -23,6 +23,9 @@ from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
 from verifier.export.save import save_checkpoint
 from verifier.launch.rank import RankContext
+from verifier.megatron import optimizer_megatron, step_megatron
+from verifier.megatron.pack import PackedBatch, pack
+from verifier.megatron.token_layout import Alignment
 from verifier.mesh import Mesh
 from verifier.model import provider_megatron
 from verifier.model.families import FAMILIES, Content, tensors_of
@@ -36,9 +39,6 @@ from verifier.stages.load.records import LoadedShard
 from verifier.stages.logprob.probe_scoring_passes_megatron import given_arguments
 from verifier.stages.pack.probe_tokens import TokenProbe
 from verifier.stages.train.records import ShardAfterIdleStep, StepReport
-from verifier.train import optimizer_megatron, step_megatron
-from verifier.train.pack import PackedBatch, pack
-from verifier.train.token_layout import Alignment
 
 MANIFEST = Manifest(command="roundtrip", model="bench", mesh=MeshSizes(), world_size=1)
 """Of the checks, those that have a subject in one step of learning rate 0: every token, and every weight."""

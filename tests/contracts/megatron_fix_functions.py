@@ -21,7 +21,7 @@ def _build(args: Mapping[str, Any]) -> Any:
 
 def misplaced_states(context: RankContext) -> list[str]:
     """Parameters whose place in their group is said to be another's."""
-    from verifier.train.optimizer_megatron import make_optimizer
+    from verifier.megatron.optimizer_megatron import make_optimizer
 
     built = _build(context.args)
     optimizer = make_optimizer(built, learning_rate=1e-3)
@@ -68,9 +68,9 @@ def decay_dtypes(context: RankContext) -> dict[str, str]:
 
 def sinks_in_norm(context: RankContext) -> list[bool]:
     """Whether this rank counts the sinks of each layer in the norm of gradients."""
+    from verifier.megatron.optimizer_megatron import in_norm
     from verifier.mesh import Mesh
     from verifier.model.provider_megatron import DataParallel, build
-    from verifier.train.optimizer_megatron import in_norm
 
     args = context.args
     built = build(

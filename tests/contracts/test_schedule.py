@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from verifier.megatron.optimizer_megatron import make_scheduler
 from verifier.oracle.step_hf import _rates
 from verifier.runs.scenario import RULE
-from verifier.train.optimizer_megatron import make_scheduler
 
 
 def test_rates_are_those_of_the_oracle_through_warm_up_decay_and_after_it() -> None:

@@ -9,12 +9,12 @@ import torch
 
 from tests.dist.trainer_functions import rollouts
 from verifier.launch.rank import RankContext
+from verifier.megatron.offload_megatron import HostState, state_tensors
+from verifier.megatron.optimizer_megatron import make_optimizer
+from verifier.megatron.step_megatron import device_of, params_synced, train_step
 from verifier.mesh import Mesh
 from verifier.model.provider_megatron import DataParallel, build
 from verifier.plan.digest import digest_tensors
-from verifier.train.offload_megatron import HostState, state_tensors
-from verifier.train.optimizer_megatron import make_optimizer
-from verifier.train.step_megatron import device_of, params_synced, train_step
 
 CYCLES = 3
 

@@ -18,9 +18,9 @@ def replay(context: RankContext) -> dict[str, Any]:
     from trainer_functions import rollouts
 
     from verifier.core.store import Recorder
+    from verifier.megatron.router_replay_megatron import PROVIDER_FIELDS, routers_of
     from verifier.model.provider_megatron import build
     from verifier.stages.replay.probe_megatron import record_replay
-    from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
 
     args = context.args
     built = build(args["checkpoint"], Mesh(**args["mesh"]), dtype=args["dtype"], tier="cpu", overrides=PROVIDER_FIELDS)
@@ -53,11 +53,11 @@ def update(context: RankContext) -> list[int]:
     from trainer_functions import rollouts
 
     from verifier.core.store import Recorder
+    from verifier.megatron.recompute_megatron import recomputed
+    from verifier.megatron.router_replay_megatron import PROVIDER_FIELDS, routers_of
+    from verifier.megatron.step_megatron import backward
     from verifier.model.provider_megatron import DataParallel, build
     from verifier.stages.replay.probe_megatron import replaying
-    from verifier.train.recompute_megatron import recomputed
-    from verifier.train.router_replay_megatron import PROVIDER_FIELDS, routers_of
-    from verifier.train.step_megatron import backward
 
     args = context.args
     built = build(

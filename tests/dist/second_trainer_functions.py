@@ -18,7 +18,7 @@ def captured(spec: WorkerSpec, context: RankContext, folder: str) -> Iterator[No
     from safetensors.torch import save_file
 
     from verifier.export.gather_megatron import export
-    from verifier.train import step_megatron
+    from verifier.megatron import step_megatron
 
     take, count = step_megatron.train_step, 0
 

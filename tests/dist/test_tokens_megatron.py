@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from verifier.megatron.token_layout import Alignment, cp_rows, lay_out, sp_slice
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
-from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice
 
 LOGPROB_NATS = 1e-5
 """float32 on a CPU, over these cases: measured 1.9e-6 at the most (cp 4); five times that."""

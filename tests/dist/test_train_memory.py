@@ -18,7 +18,7 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.launch.rank import RankContext
-from verifier.train.memory import limit_memory
+from verifier.megatron.memory import limit_memory
 from verifier.trainer import worker_megatron
 from verifier.trainer.controller import Trainer
 from verifier.trainer.fitting import refused_for_memory

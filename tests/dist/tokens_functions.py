@@ -62,7 +62,7 @@ def gradients(context: RankContext) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from verifier.export.gather_megatron import export
-    from verifier.train.step_megatron import backward, score
+    from verifier.megatron.step_megatron import backward, score
 
     built = _build(context.args)
     batch = rollouts()
@@ -84,7 +84,7 @@ def logprob_over_ranks(context: RankContext) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from verifier.train.vocab_logprob import vocab_parallel_logprob
+    from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 
     worst = {}
     for name, dtype in (("float64", torch.float64), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
@@ -119,7 +119,7 @@ def label_outside(context: RankContext) -> str:
     import torch.distributed as dist
 
     from verifier.errors import ContractError
-    from verifier.train.vocab_logprob import vocab_parallel_logprob
+    from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 
     labels = torch.tensor([0, 2 * context.world_size])
     try:

@@ -67,7 +67,7 @@ def exported_gradients(trainer: Any) -> dict[str, Any]:
     """Reduced gradients under their checkpoint names: put where the weights are for as long as an export takes."""
     import torch
 
-    from verifier.train.optimizer_megatron import named_gradients
+    from verifier.megatron.optimizer_megatron import named_gradients
 
     found = {(chunk, name): tensor for chunk, name, tensor in named_gradients(trainer)}
     held = []
@@ -87,7 +87,7 @@ def exported_gradients(trainer: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _planted(bug: str | None) -> Iterator[None]:
     """A bug to be seen: a sequence's mean over the tokens of one context-parallel shard alone."""
-    from verifier.train import policy_loss_megatron
+    from verifier.megatron import policy_loss_megatron
 
     if bug == "mean of a shard":
         right = policy_loss_megatron._sequence_mean
@@ -109,9 +109,9 @@ def steps(context: RankContext) -> dict[str, Any]:
     from verifier.algorithms.registry import LossOptions
     from verifier.config.megatron import MegatronOptions
     from verifier.export.gather_megatron import export
+    from verifier.megatron import optimizer_megatron, recompute_megatron, step_megatron
+    from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
     from verifier.model.provider_megatron import build
-    from verifier.train import optimizer_megatron, recompute_megatron, step_megatron
-    from verifier.train.policy_loss_megatron import LossMeter, policy_loss
     from verifier.trainer.state_megatron import data_parallel_of
 
     args = context.args

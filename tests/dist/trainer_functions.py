@@ -67,8 +67,8 @@ def oracle(context: RankContext) -> list[list[float]]:
 def trainer(context: RankContext) -> dict[str, Any]:
     """Load, score, export, train three steps, export again."""
     from verifier.export.gather_megatron import export
-    from verifier.train.optimizer_megatron import make_optimizer
-    from verifier.train.step_megatron import score, train_step
+    from verifier.megatron.optimizer_megatron import make_optimizer
+    from verifier.megatron.step_megatron import score, train_step
 
     built = _build(context.args)
     scored = score(built, rollouts())
@@ -88,7 +88,7 @@ def score_only(context: RankContext) -> list[list[float]]:
     """Log-probabilities of one group of rollouts, packed together; token 0 embeds as NaN if asked for."""
     import torch
 
-    from verifier.train.step_megatron import score
+    from verifier.megatron.step_megatron import score
 
     built = _build(context.args)
     if context.args.get("poison_padding"):
@@ -112,7 +112,7 @@ def gradients(context: RankContext) -> None:
     from safetensors.torch import save_file
 
     from verifier.export.gather_megatron import export
-    from verifier.train.step_megatron import backward
+    from verifier.megatron.step_megatron import backward
 
     built = _build(context.args)
     backward(built, rollouts(), micro_batch_size=context.args.get("micro_batch_size", 4))
@@ -144,8 +144,8 @@ def oracle_gradients(context: RankContext) -> None:
 def idle(context: RankContext) -> dict[str, Any]:
     """Digests before and after a step of learning rate 0, scoring, and a second export."""
     from verifier.export.gather_megatron import export
-    from verifier.train.optimizer_megatron import make_optimizer
-    from verifier.train.step_megatron import score, train_step
+    from verifier.megatron.optimizer_megatron import make_optimizer
+    from verifier.megatron.step_megatron import score, train_step
 
     built = _build(context.args)
     before = _digests(export(built))
@@ -158,8 +158,8 @@ def idle(context: RankContext) -> dict[str, Any]:
 def stale(context: RankContext) -> dict[str, Any]:
     """An export after a step, and the same without waiting for the parameters that are still to be gathered."""
     from verifier.export.gather_megatron import export
-    from verifier.train.optimizer_megatron import make_optimizer
-    from verifier.train.step_megatron import score, train_step
+    from verifier.megatron.optimizer_megatron import make_optimizer
+    from verifier.megatron.step_megatron import score, train_step
 
     built = _build(context.args)
     before = _digests(export(built))
@@ -172,8 +172,8 @@ def stale(context: RankContext) -> dict[str, Any]:
 
 def steps_of_equal_lengths(context: RankContext) -> list[list[float]]:
     """Loss and gradient norm of three steps on sequences of one length."""
-    from verifier.train.optimizer_megatron import make_optimizer
-    from verifier.train.step_megatron import train_step
+    from verifier.megatron.optimizer_megatron import make_optimizer
+    from verifier.megatron.step_megatron import train_step
 
     built = _build(context.args)
     optimizer = make_optimizer(built, learning_rate=1e-3)
@@ -201,8 +201,8 @@ def stepped(context: RankContext) -> dict[str, str]:
 
 def rebuilt(context: RankContext) -> list[list[list[float]]]:
     """Several meshes, one after another, in the same processes."""
+    from verifier.megatron.step_megatron import score
     from verifier.model.provider_megatron import teardown
-    from verifier.train.step_megatron import score
 
     results = []
     for mesh in context.args["meshes"]:

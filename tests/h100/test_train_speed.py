@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.bench.train_cost import GREATEST_COST, LEAST_SPEED, SAME_WORK, measure
+from verifier.megatron import vocab_logprob
+from verifier.megatron.pack import IGNORE_LABEL
 from verifier.runs.resources import Deadline
-from verifier.train import vocab_logprob
-from verifier.train.pack import IGNORE_LABEL
 
 pytestmark = [pytest.mark.h100(gpus=1), pytest.mark.timed]
 

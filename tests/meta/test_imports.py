@@ -25,13 +25,13 @@ ROOMS = {
     "algorithms": {"core", "data"},
     "rewards": {"core", "data", "environments", "launch"},
     "model": {"core", "mesh", "data", "platform"},
-    "train": {"core", "mesh", "launch", "data", "algorithms", "model", "platform"},
-    "export": {"core", "mesh", "model", "train", "platform"},
+    "megatron": {"core", "mesh", "launch", "data", "algorithms", "model", "platform"},
+    "export": {"core", "mesh", "model", "megatron", "platform"},
     "plan": {"core", "mesh", "config", "model", "export"},
     "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "records", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
-    "oracle": {"core", "records", "mesh", "model", "export", "engine", "platform", "plan", "train", "transport"},
-    "contracts": {"core", "mesh", "launch", "model", "train", "engine", "oracle", "platform"},
+    "oracle": {"core", "records", "mesh", "model", "export", "engine", "platform", "plan", "megatron", "transport"},
+    "contracts": {"core", "mesh", "launch", "model", "megatron", "engine", "oracle", "platform"},
     "probes": {
         "core",
         "records",
@@ -43,7 +43,7 @@ ROOMS = {
         "algorithms",
         "rewards",
         "model",
-        "train",
+        "megatron",
         "export",
         "plan",
         "transport",
@@ -64,7 +64,7 @@ ROOMS = {
         "environments",
         "rewards",
         "model",
-        "train",
+        "megatron",
         "export",
         "plan",
         "transport",
@@ -93,7 +93,7 @@ ROOMS = {
         "launch",
         "data",
         "model",
-        "train",
+        "megatron",
         "engine",
         "oracle",
         "probes",
@@ -104,7 +104,7 @@ ROOMS = {
         "report",
         "faults",
     },
-    "strategies": {"core", "mesh", "data", "train", "export", "plan"},
+    "strategies": {"core", "mesh", "data", "megatron", "export", "plan"},
     "checks": {"core", "records", "mesh", "plan"},
     "report": {"core", "records", "mesh", "checks"},
 }
@@ -119,7 +119,7 @@ RUNS = {"runs", "knob"}
 HEAVY = ("megatron", "vllm", "ray", "transformers", "torch.distributed")
 DOORS = ("_megatron.py", "_vllm.py", "_ray.py", "_hf.py")
 DOOR_FOLDERS = ("platform", "launch", "transport")
-GIVEN_A_GROUP = {"verifier/train/vocab_logprob.py"}
+GIVEN_A_GROUP = {"verifier/megatron/vocab_logprob.py"}
 """Takes the process group that it is handed, and loads torch.distributed when it first reduces over one."""
 
 
@@ -164,7 +164,7 @@ INSTRUMENT = re.compile(r"records|\.emit\(|verifier\.(checks|oracle|probes|stage
 
 
 def test_the_trainer_names_no_instrument():
-    files = [*python_files("verifier/trainer"), *python_files("verifier/train")]
+    files = [*python_files("verifier/trainer"), *python_files("verifier/megatron")]
     wrong = [where(path) for path in files if INSTRUMENT.search(path.read_text())]
     assert not wrong, "\n".join(wrong)
 

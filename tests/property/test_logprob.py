@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from verifier.errors import ContractError
-from verifier.train.pack import IGNORE_LABEL
-from verifier.train.vocab_logprob import vocab_parallel_logprob
+from verifier.megatron.pack import IGNORE_LABEL
+from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 
 ULP = 2.0**-24
 """Unit roundoff of float32."""

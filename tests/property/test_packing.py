@@ -12,15 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.left_padding import left_pad, remove_left_padding, response_of
-from tests.unit.train.test_token_ledger import audit as misplaced
+from tests.unit.megatron.test_token_ledger import audit as misplaced
 from tests.unpacking import unpack, unpack_labels, unshard_cp
 from verifier.data.recorded import check_steps
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
+from verifier.megatron.microbatch import split_by_count, split_by_tokens
+from verifier.megatron.pack import IGNORE_LABEL, PADDING, loss_rows, pack, shard_cp
+from verifier.megatron.token_layout import cp_rows, sp_slice
 from verifier.strategies import Packing, packings, rollouts, shards, step_lists
-from verifier.train.microbatch import split_by_count, split_by_tokens
-from verifier.train.pack import IGNORE_LABEL, PADDING, loss_rows, pack, shard_cp
-from verifier.train.token_layout import cp_rows, sp_slice
 
 FIELDS = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
 

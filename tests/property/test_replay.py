@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
+from verifier.megatron.pack import PADDING, pack, shard_cp
+from verifier.megatron.router_replay import packed_rows_of, replay_routes
 from verifier.mesh import Mesh
 from verifier.strategies import Packing, packings, stages
-from verifier.train.pack import PADDING, pack, shard_cp
-from verifier.train.router_replay import packed_rows_of, replay_routes
 
 TOPK = 2
 SPREAD = 37
@@ -92,7 +92,7 @@ def test_an_impossible_choice_is_an_error(experts: list[int]) -> None:
     import numpy as np
 
     from verifier.data.rollout import make_rollout
-    from verifier.train.token_layout import Alignment
+    from verifier.megatron.token_layout import Alignment
 
     routes = np.array([[[0, 1]], [experts], [[4, 5]]], np.int16)
     packed = pack([make_rollout("a", [1], [2, 3], routes=routes)], Alignment())

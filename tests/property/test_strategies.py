@@ -2,14 +2,14 @@
 
 from hypothesis import find, given, settings
 
-from tests.unit.train.test_token_ledger import audit as misplaced
+from tests.unit.megatron.test_token_ledger import audit as misplaced
 from verifier.data.rollout import Rollout
+from verifier.megatron.microbatch import split_by_tokens
+from verifier.megatron.pack import loss_rows, pack, shard_cp
+from verifier.megatron.token_layout import Alignment, sp_slice
 from verifier.mesh import Mesh
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.strategies import chunk_plans, length_profiles, meshes, packings, rollouts, stages
-from verifier.train.microbatch import split_by_tokens
-from verifier.train.pack import loss_rows, pack, shard_cp
-from verifier.train.token_layout import Alignment, sp_slice
 
 CI = settings.get_profile("ci")
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from verifier.train.pack import IGNORE_LABEL
-from verifier.train.vocab_logprob import vocab_parallel_logprob
+from verifier.megatron.pack import IGNORE_LABEL
+from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 
 
 @dataclass(frozen=True, slots=True)

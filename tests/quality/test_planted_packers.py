@@ -15,14 +15,14 @@ import torch
 from hypothesis import find, settings
 
 from tests.left_padding import left_pad
-from tests.unit.train.test_token_ledger import audit as misplaced
+from tests.unit.megatron.test_token_ledger import audit as misplaced
 from tests.unpacking import unpack_labels, unpack_rows
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
+from verifier.megatron.pack import IGNORE_LABEL, PackedBatch, loss_rows, pack, shard_cp
+from verifier.megatron.router_replay import replay_routes
+from verifier.megatron.token_layout import cp_rows
 from verifier.strategies import Packing, packings
-from verifier.train.pack import IGNORE_LABEL, PackedBatch, loss_rows, pack, shard_cp
-from verifier.train.router_replay import replay_routes
-from verifier.train.token_layout import cp_rows
 
 pytestmark = pytest.mark.slow
 

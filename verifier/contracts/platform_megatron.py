@@ -171,8 +171,8 @@ def packer_and_attention_agree_on_context_parallel_rows() -> None:
     """Two implementations of one rule, written apart: what the packer holds and what the attention assumes."""
     import numpy as np
 
+    from verifier.megatron.token_layout import cp_rows
     from verifier.platform.cpu_mamba import zigzag_positions
-    from verifier.train.token_layout import cp_rows
 
     for cp in (1, 2, 3, 4):
         padded = np.array([2 * cp, 6 * cp, 4 * cp])

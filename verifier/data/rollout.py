@@ -20,7 +20,7 @@ from verifier.core import ragged
 from verifier.errors import UsageError
 
 MISSING_ROUTE = -1
-"""Expert id of a route that the engine did not report. Replaying it is an error (verifier/train/router_replay.py)."""
+"""Expert id of a route that the engine did not report. Replaying it is an error (`megatron/router_replay.py`)."""
 NO_VERSION = -1
 """Weight version of a token that no weights sampled: prompt and tool output."""
 
@@ -48,7 +48,7 @@ class Rollout:
     """One sequence of tokens and what is known about each token.
 
     Entry t of every per-token array belongs to token t. The shift by one between a token and the row of logits that
-    predicts it happens in `verifier.train.pack` and nowhere else.
+    predicts it happens in `verifier.megatron.pack` and nowhere else.
 
     Raises:
         UsageError: the rollout is empty, an array has another length than `tokens`, a token of the prompt is marked as

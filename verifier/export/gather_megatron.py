@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.step_megatron import params_synced
 
 if TYPE_CHECKING:
     import torch

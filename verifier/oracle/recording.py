@@ -253,7 +253,7 @@ class _Recording:
         rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
         adapter = None
         if rank and isinstance(layout, ModelLayout):
-            from verifier.train.lora_megatron import SCALING, TARGETS
+            from verifier.megatron.lora_megatron import SCALING, TARGETS
 
             numbers["scaling"] = SCALING
             adapter = adapters_of(layout, TARGETS, rank)

@@ -14,6 +14,7 @@ from verifier.core.record import real
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered
+from verifier.megatron import recompute_megatron, step_megatron
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import end_tokens
 from verifier.platform.cuda import another_cudnn
@@ -33,7 +34,6 @@ from verifier.stages.logprob.probe_scoring_passes_megatron import given_argument
 from verifier.stages.pack.probe_tokens import TokenProbe, record_of_rollouts, record_scored
 from verifier.stages.replay.probe_megatron import record_replay, replaying
 from verifier.stages.train.records import ShardAfterIdleStep, ShardAfterScoring, StepReport
-from verifier.train import recompute_megatron, step_megatron
 from verifier.trainer.preload_megatron import preload as preload
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import torch
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.export.live_weights import LiveWeights
+from verifier.megatron import optimizer_megatron, step_megatron
+from verifier.megatron.checkpoint_megatron import Writer, load
+from verifier.megatron.step_megatron import StepResult
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.train.records import OptimizerRule
-from verifier.train import optimizer_megatron, step_megatron
-from verifier.train.checkpoint_megatron import Writer, load
-from verifier.train.step_megatron import StepResult
 
 RELATIVE_SIZE = 0.05
 

@@ -14,6 +14,9 @@ from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.launch.flight_recorder import label
+from verifier.megatron import lora_megatron, router_replay_megatron
+from verifier.megatron.lora_megatron import SCALING, LoraSpec
+from verifier.megatron.step_megatron import params_synced
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
@@ -27,9 +30,6 @@ from verifier.stages.load.records import AdapterShard
 from verifier.stages.train.probe_hand_on_megatron import HandOn, record_matrices, record_spreads
 from verifier.stages.train.records import FrozenShard, JoinedTensor, LiveAdapterMatrix, Update, UpdatedShard
 from verifier.stages.transport.records import Handover
-from verifier.train import lora_megatron, router_replay_megatron
-from verifier.train.lora_megatron import SCALING, LoraSpec
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.weight_sync_megatron import Adapters, joined
 
 DATA_PARALLEL = provider_megatron.DataParallel(

@@ -21,8 +21,8 @@ from verifier.stages.train.records import OptimizerRule
 if TYPE_CHECKING:
     import torch
 
-    from verifier.train.pack import PackedBatch
-    from verifier.train.step_megatron import TokenLoss
+    from verifier.megatron.pack import PackedBatch
+    from verifier.megatron.step_megatron import TokenLoss
 
 
 class ScoringPass(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verifier.data.recorded import Step
 from verifier.data.rollout import MISSING_ROUTE, Rollout, make_rollout
-from verifier.train.token_layout import FP8_RECIPES, Alignment
+from verifier.megatron.token_layout import FP8_RECIPES, Alignment
 
 
 @st.composite

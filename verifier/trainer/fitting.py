@@ -26,14 +26,14 @@ from verifier.engine.kv_cache import (
 from verifier.errors import UsageError
 from verifier.knob import refuse
 from verifier.launch.fork_launcher import require_ranks
+from verifier.megatron.memory import is_out_of_memory, peaks
+from verifier.megatron.microbatch import split_by_count
+from verifier.megatron.token_layout import Alignment
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.model.named import config_alone, config_of
 from verifier.platform import Tier
 from verifier.platform.provenance import gpu_bytes, may_have_gpu
-from verifier.train.memory import is_out_of_memory, peaks
-from verifier.train.microbatch import split_by_count
-from verifier.train.token_layout import Alignment
 from verifier.trainer.metrics import require_wandb
 from verifier.trainer.run_data import load_held_out, load_train, open_chat_template
 

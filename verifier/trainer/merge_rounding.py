@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from verifier.megatron.lora_megatron import LoraSpec
     from verifier.model.checkpoint import Checkpoint
-    from verifier.train.lora_megatron import LoraSpec
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 

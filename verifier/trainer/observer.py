@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from verifier.engine.client import EngineClient
     from verifier.engine.sender import Delivery, Running
     from verifier.export.live_weights import LiveWeights
+    from verifier.megatron.optimizer_megatron import StepSettings
+    from verifier.megatron.pack import PackedBatch
+    from verifier.megatron.policy_loss_megatron import LossMeter
+    from verifier.megatron.router_replay_megatron import RouterWatch
+    from verifier.megatron.step_megatron import OnRows, OnShards, StepResult
+    from verifier.megatron.written_megatron import Stepped
     from verifier.model.checkpoint import Checkpoint
     from verifier.model.provider_megatron import TrainerModel
     from verifier.plan.chunk_plan import ChunkPlan
     from verifier.platform import Tier
     from verifier.runs.model_under_test import ModelUnderTest
     from verifier.runs.resources import Deadline, Resources
-    from verifier.train.optimizer_megatron import StepSettings
-    from verifier.train.pack import PackedBatch
-    from verifier.train.policy_loss_megatron import LossMeter
-    from verifier.train.router_replay_megatron import RouterWatch
-    from verifier.train.step_megatron import OnRows, OnShards, StepResult
-    from verifier.train.written_megatron import Stepped
     from verifier.trainer.ahead import AheadRollouts
     from verifier.trainer.batches import OptimizerUpdate, Score, ScoredRollouts, Values
     from verifier.trainer.checkpoint_folder import Call

@@ -19,13 +19,13 @@ import torch
 from verifier.config.megatron import MegatronOptions
 from verifier.export.live_weights import LiveWeights
 from verifier.export.sharding import ParamPlacement
+from verifier.megatron import fsdp_megatron
+from verifier.megatron.checkpoint_megatron import rng_states
+from verifier.megatron.masters_megatron import owned_masters
+from verifier.megatron.optimizer_megatron import steps_of
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.provider_megatron import DataParallel, FullySharded, TrainerModel
 from verifier.plan.digest import described, digest_tensors
-from verifier.train import fsdp_megatron
-from verifier.train.checkpoint_megatron import rng_states
-from verifier.train.masters_megatron import owned_masters
-from verifier.train.optimizer_megatron import steps_of
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.upstream_fields import Part
 
 Facts = list[dict[str, Any]]

@@ -14,15 +14,15 @@ from safetensors.numpy import save_file
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.data.rollout import Rollout
+from verifier.megatron import step_megatron
+from verifier.megatron.optimizer_megatron import owned_gradients
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.router_replay_megatron import RouterPass, Routing
+from verifier.megatron.step_megatron import OnShards, StepResult
+from verifier.megatron.vocab_logprob import is_greedy
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.digest import digest_tensors
 from verifier.platform import Tier
-from verifier.train import step_megatron
-from verifier.train.optimizer_megatron import owned_gradients
-from verifier.train.pack import PackedBatch
-from verifier.train.router_replay_megatron import RouterPass, Routing
-from verifier.train.step_megatron import OnShards, StepResult
-from verifier.train.vocab_logprob import is_greedy
 from verifier.trainer.observer import RankObserver
 from verifier.trainer.run_folder import RunFolder
 

@@ -22,13 +22,13 @@ from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import adapters_of, in_adapter, in_base, layout_of
 from verifier.launch.flight_recorder import label
+from verifier.megatron import lora_megatron
+from verifier.megatron.lora_megatron import LoraSpec
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
 from verifier.platform.gather_json import gather_json
-from verifier.train import lora_megatron
-from verifier.train.lora_megatron import LoraSpec
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, TransferObserver
 

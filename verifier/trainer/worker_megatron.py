@@ -27,13 +27,19 @@ from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.launch.child import entered, resolve
 from verifier.launch.flight_recorder import label
+from verifier.megatron import (
+    checkpoint_megatron,
+    lora_megatron,
+    optimizer_megatron,
+    router_order_megatron,
+    step_megatron,
+)
+from verifier.megatron.offload_megatron import HostState, state_tensors
+from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
+from verifier.megatron.step_megatron import OnShards
+from verifier.megatron.vocab_logprob import shortfall
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
-from verifier.train import checkpoint_megatron, lora_megatron, optimizer_megatron, router_order_megatron, step_megatron
-from verifier.train.offload_megatron import HostState, state_tensors
-from verifier.train.policy_loss_megatron import LossMeter, policy_loss
-from verifier.train.step_megatron import OnShards
-from verifier.train.vocab_logprob import shortfall
 from verifier.trainer import saves_megatron, update_facts_megatron, update_log
 from verifier.trainer.batches import SCORED
 from verifier.trainer.fitting import refused_for_memory

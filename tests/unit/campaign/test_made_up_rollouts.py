@@ -3,8 +3,8 @@
 import pytest
 
 from verifier.campaign.sweep.made_up_rollouts import lengths_of, made_up
-from verifier.train.microbatch import split_by_tokens
-from verifier.train.token_layout import Alignment
+from verifier.megatron.microbatch import split_by_tokens
+from verifier.megatron.token_layout import Alignment
 
 
 @pytest.mark.parametrize(("tp", "cp", "dp", "each"), [(1, 1, 1, 2), (2, 1, 2, 3), (1, 2, 2, 1), (2, 2, 1, 4)])

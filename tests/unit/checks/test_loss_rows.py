@@ -13,13 +13,13 @@ from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.rollout import make_rollout
+from verifier.megatron.pack import pack
+from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
+from verifier.megatron.token_layout import Alignment
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.logprob.records import ReferenceShard
 from verifier.stages.loss.records import LossRows, LossTerms
 from verifier.stages.train.records import TrainerStep
-from verifier.train.pack import pack
-from verifier.train.policy_loss_megatron import LossMeter, policy_loss
-from verifier.train.token_layout import Alignment
 
 IDS, LENGTHS, PROMPTS = ("x", "y", "z"), (9, 6, 7), (3, 2, 2)
 OPTIONS = {

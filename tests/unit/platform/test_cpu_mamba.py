@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verifier.megatron.token_layout import cp_rows
 from verifier.platform.cpu_mamba import GroupedRMSNorm, packed_rows, split_conv1d_scan
-from verifier.train.token_layout import cp_rows
 
 HEADS, HEAD, GROUPS, STATE = 4, 6, 2, 5
 INNER, CONVOLVED = HEADS * HEAD, HEADS * HEAD + 2 * GROUPS * STATE

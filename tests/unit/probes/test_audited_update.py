@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from verifier.core import ragged
+from verifier.megatron.optimizer_megatron import StepSettings
 from verifier.stages.train.checks_adam_audit import compared_with_adam, rounded
 from verifier.stages.train.probe_adam_audit_megatron import Audits, groups_of
 from verifier.stages.train.probe_adam_elements import ELEMENTS, TENSORS
-from verifier.train.optimizer_megatron import StepSettings
 
 RATE, DECAY = 1e-2, 0.1
 SETTINGS = StepSettings(

@@ -7,8 +7,8 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.megatron.pack import POSITION_BITS
 from verifier.stages.logprob.probe_oracle_scores import load_scores, save_scores, tells_scores
-from verifier.train.pack import POSITION_BITS
 
 LENGTHS = [3, 4]
 

@@ -10,13 +10,13 @@ import torch
 from tests.dist.tokens_functions import rollouts
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
+from verifier.megatron.pack import pack
+from verifier.megatron.step_megatron import _seen
+from verifier.megatron.token_layout import Alignment
 from verifier.mesh import Mesh
 from verifier.stages.pack.checks_packing import audit, joined
 from verifier.stages.pack.probe_tokens import TokenProbe
 from verifier.stages.pack.records import Rollouts, TokenLedger
-from verifier.train.pack import pack
-from verifier.train.step_megatron import _seen
-from verifier.train.token_layout import Alignment
 
 
 @pytest.fixture

@@ -325,7 +325,7 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         facts.test_an_update_shows_its_norm_once_and_shares_of_all_its_tokens,
     ),
     "clipped-share-of-one-side": (
-        "verifier.train.policy_loss_megatron:loss_metrics(name, inputs, options)",
+        "verifier.megatron.policy_loss_megatron:loss_metrics(name, inputs, options)",
         lambda call: call.faulty(options=dataclasses.replace(call.options, clip_high=1e9)),
         facts.test_clipped_tokens_are_those_beyond_either_bound_on_the_side_that_the_loss_clips,
     ),

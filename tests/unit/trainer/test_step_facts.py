@@ -17,8 +17,8 @@ from verifier.algorithms.registry import LossOptions
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.data.recorded import RolloutRow, rollout_of
-from verifier.train import policy_loss_megatron
-from verifier.train.step_megatron import StepResult
+from verifier.megatron import policy_loss_megatron
+from verifier.megatron.step_megatron import StepResult
 from verifier.trainer import grpo_plan, loop, sampled_batch, update_facts_megatron
 
 STEP = 3

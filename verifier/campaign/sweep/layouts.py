@@ -11,13 +11,13 @@ from verifier.config.sweep import SweepConfig
 from verifier.config.training import BatchOptions, DataOptions, TrainConfig
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import require_ranks
+from verifier.megatron.token_layout import Alignment
 from verifier.mesh import Mesh
 from verifier.mesh.mesh import axes_of
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
 from verifier.platform import Tier
 from verifier.report.gate_result import LeftOut
-from verifier.train.token_layout import Alignment
 from verifier.trainer.fitting import require_fit
 
 LONGEST = 2048

@@ -22,13 +22,13 @@ from verifier.core.outputs import write_whole
 from verifier.errors import ContractError, InternalError, UsageError
 from verifier.launch.failures import CollectiveTimeout, JobTimeout, LaunchError, RankFailed, StackFailed
 from verifier.launch.fork_launcher import ForkLauncher
+from verifier.megatron import memory
 from verifier.model.named import config_of
 from verifier.platform import Tier, select
 from verifier.platform.provenance import TRAINER, require_installed
 from verifier.report.gate_result import LeftOut
 from verifier.report.progress import Progress
 from verifier.runs.resources import Deadline
-from verifier.train import memory
 
 MOST_TOKENS, MOST_TOKENS_UNLIMITED_CPU = 2**20, 8192
 """Greatest budget where --most-tokens is not given; the second without a limit of memory on a CPU, whose host would

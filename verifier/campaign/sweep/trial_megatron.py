@@ -14,9 +14,9 @@ from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.campaign.sweep.made_up_rollouts import made_up
 from verifier.campaign.sweep.summary import memory_file
 from verifier.config.training import TrainConfig
+from verifier.megatron import memory, optimizer_megatron, step_megatron
 from verifier.model import provider_megatron
 from verifier.model.families import size_if_any
-from verifier.train import memory, optimizer_megatron, step_megatron
 from verifier.trainer.state_megatron import data_parallel_of
 from verifier.trainer.upstream_fields import provider_overrides
 

@@ -16,6 +16,12 @@ from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.export import gather_megatron
+from verifier.megatron import optimizer_megatron
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.policy_loss_megatron import LossMeter
+from verifier.megatron.router_replay_megatron import RouterWatch, Routing
+from verifier.megatron.step_megatron import OnRows, StepResult, params_synced
+from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
 from verifier.probes.training.step_trace import can_audit, compares_products, cuts_exports, has_router_losses
@@ -38,12 +44,6 @@ from verifier.stages.train.probe_adam_audit_megatron import Audits, groups_of
 from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence, HandOn, router_balance
 from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep, UpdatedShard
 from verifier.stages.transport.probe_megatron import AdapterTransfer, WeightTransfer, held_adapter
-from verifier.train import optimizer_megatron
-from verifier.train.pack import PackedBatch
-from verifier.train.policy_loss_megatron import LossMeter
-from verifier.train.router_replay_megatron import RouterWatch, Routing
-from verifier.train.step_megatron import OnRows, StepResult, params_synced
-from verifier.train.written_megatron import Stepped
 from verifier.trainer.observer import (
     Note,
     RankObserver,

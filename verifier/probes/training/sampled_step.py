@@ -31,6 +31,7 @@ from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
 from verifier.export.names import adapters_of, layout_of
 from verifier.export.sharding import Owners
+from verifier.megatron.memory import host_bytes
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
@@ -54,7 +55,6 @@ from verifier.stages.logprob.records import (
 )
 from verifier.stages.replay.records import OracleRecord
 from verifier.stages.rollout.records import SampledTokens
-from verifier.train.memory import host_bytes
 from verifier.trainer.batches import OptimizerUpdate, ScoredRollouts
 from verifier.trainer.evaluation import ends_of
 from verifier.trainer.sampled_batch import exact_tokens, has_fresh

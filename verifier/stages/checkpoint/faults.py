@@ -10,7 +10,7 @@ from verifier.core.stage import Stage
 from verifier.faults.fault import TRAINING, Call, fault
 from verifier.mesh import Mesh
 
-CHECKPOINT = "verifier.train.checkpoint_megatron"
+CHECKPOINT = "verifier.megatron.checkpoint_megatron"
 LOAD = f"{CHECKPOINT}:load(trainer, optimizer, scheduler, folder, same_mesh)"
 RESTORE_OPTIMIZER = f"{CHECKPOINT}:restore_optimizer(optimizer, found)"
 ROW: dict[str, Any] = {
@@ -48,7 +48,7 @@ def shards_of_others_not_gathered_after_load(call: Call) -> None:
     """Each rank of another mesh loads the weights that it steps, and nothing gathers those of the others."""
     import torch
 
-    from verifier.train.optimizer_megatron import owned_parts
+    from verifier.megatron.optimizer_megatron import owned_parts
 
     begun = {item: item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()}
     call.faulty()
@@ -121,7 +121,7 @@ def moments_written_from_where_they_were(call: Call) -> Any:
 
 @moments_written_from_where_they_were.also(LOAD)
 def _remembered(call: Call) -> None:
-    from verifier.train.checkpoint_megatron import _sharded_state
+    from verifier.megatron.checkpoint_megatron import _sharded_state
 
     call.original()
     state = _sharded_state(call.trainer, call.optimizer, call.scheduler)
@@ -148,7 +148,7 @@ MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 
 
 @fault(
-    "NVIDIA-NeMo/RL#949", "verifier.train.checkpoint_megatron:params_synced(trainer)",
+    "NVIDIA-NeMo/RL#949", "verifier.megatron.checkpoint_megatron:params_synced(trainer)",
     **{**ROW, "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
 )  # fmt: skip
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def saved_before_the_gather(call: Call) -> Iterator[None]:
 
 
 @fault(
-    "NVIDIA/Megatron-LM#5077", "verifier.train.checkpoint_megatron:_offsets_without_padding(optimizer)",
+    "NVIDIA/Megatron-LM#5077", "verifier.megatron.checkpoint_megatron:_offsets_without_padding(optimizer)",
     **{**ROW, "model": "tiny:add-deepseek", "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
 )  # fmt: skip
 @contextlib.contextmanager

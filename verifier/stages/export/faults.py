@@ -196,7 +196,7 @@ ADAPTERS = (
     "lora.rank=8",
     "grpo.max_answer_tokens=8",
 )  # fmt: skip
-SAVE_ADAPTER = "verifier.train.lora_megatron:save_adapter(path, adapter, lora)"
+SAVE_ADAPTER = "verifier.megatron.lora_megatron:save_adapter(path, adapter, lora)"
 MERGED = (*ADAPTERS, "lora.sync=merged", "engine.kind=hf")
 MERGE = (
     "megatron.bridge.peft.lora_merge:LoRAMerge.merge(self, base_weight, linear_out, linear_in, alpha, dim, tp_group, "
@@ -288,7 +288,9 @@ def final_export_before_last_update(call: Call) -> None:
     _exported_as(call, lambda at, parameter: call.state["before"][at])
 
 
-@final_export_before_last_update.also("verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)")
+@final_export_before_last_update.also(
+    "verifier.megatron.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
+)
 def _know_parameters(call: Call) -> Any:
     call.state["trainer"] = call.trainer
     return call.original()
@@ -364,7 +366,7 @@ def adapter_of_fewer_targets(call: Call) -> None:
 
 
 @in_final(
-    "redai-studio/Relax#262", "verifier.train.lora_megatron:write_shard(path, tensors)", training=("lora.rank=8",)
+    "redai-studio/Relax#262", "verifier.megatron.lora_megatron:write_shard(path, tensors)", training=("lora.rank=8",)
 )
 def adapter_under_the_names_of_its_base(call: Call) -> None:
     """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
@@ -387,7 +389,7 @@ def reference_sent_at_the_first_sync_after_a_resume(call: Call) -> Any:
     """The reference is loaded last and stands in the model at the first sync, so that it samples the first step."""
     if not call.first:
         return call.original()
-    from verifier.train.step_megatron import params_synced
+    from verifier.megatron.step_megatron import params_synced
     from verifier.trainer.state_megatron import replaced
 
     with params_synced(call.self._trainer), replaced(call.self._live, call.self._reference):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import INDEX
 from verifier.plan.digest import described
 from verifier.probes.training.kept_records import Kept
@@ -16,7 +17,6 @@ from verifier.stages.export.records import WrittenShard
 from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live
 from verifier.stages.train.records import UpdatedShard
 from verifier.stages.transport.probe_megatron import merged_matrix
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import RankParts
 

@@ -117,7 +117,7 @@ def decay_rounded_with_the_model(call: Call) -> Any:
 
 
 @in_adapter(
-    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.train.lora_megatron:attach(chunks, lora)",
+    "InfiniTensor/InfiniTrain#150 (found in review)", "verifier.megatron.lora_megatron:attach(chunks, lora)",
     stage=Stage.LOAD, caught_by=("WGT017",), mesh=Mesh(dp=2),
 )  # fmt: skip
 def adapters_drawn_per_replica(call: Call) -> Any:

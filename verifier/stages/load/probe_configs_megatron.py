@@ -16,6 +16,7 @@ from torch import nn
 from verifier.config_json import with_defaults
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
+from verifier.megatron.lora_megatron import further_settings, read_adapter
 from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.plan.digest import described, digest_tensors
@@ -24,7 +25,6 @@ from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapte
 from verifier.stages.load.records import ExpectedShard, ShardRecord, SourceConfig, StatedConfig
 from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 from verifier.stages.plan.records import PlanDigest, PlannedTensor
-from verifier.train.lora_megatron import further_settings, read_adapter
 
 if TYPE_CHECKING:
     pass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import open_checkpoint
 from verifier.probes.training.kept_records import Kept
 from verifier.stages.load.probe_configs_megatron import record_expected, record_live
 from verifier.stages.load.records import LoadedShard
 from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.observer import RankParts
 
 

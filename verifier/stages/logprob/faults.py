@@ -17,7 +17,7 @@ from verifier.stages.load.faults import LOAD_WEIGHTS
 if TYPE_CHECKING:
     import numpy as np
 
-STEP = "verifier.train.step_megatron"
+STEP = "verifier.megatron.step_megatron"
 LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
 SCORE = f"{STEP}:score(trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 CONFIG = "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge.hf_config_to_provider_kwargs"

@@ -12,13 +12,13 @@ import torch
 
 from verifier.core.record import Probe
 from verifier.errors import ContractError
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.step_megatron import TokenLoss
 from verifier.mesh import Mesh
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint, order_of
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.logprob.records import Activation, PointsLeftOut
 from verifier.stages.loss.records import ActivationGradient
-from verifier.train.pack import PackedBatch
-from verifier.train.step_megatron import TokenLoss
 
 _Found = dict[int, torch.Tensor]
 """Micro-batch -> values [rows, columns], on the host."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
-from verifier.train.pack import POSITION_BITS
+from verifier.megatron.pack import POSITION_BITS
 
 
 def tells_scores(config: TrainConfig) -> bool:

@@ -11,11 +11,11 @@ import torch
 from verifier.core.record import Probe
 from verifier.data.rollout import Rollout
 from verifier.export.live_weights import LiveWeights
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.step_megatron import OnRows
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows
-from verifier.train.pack import PackedBatch
-from verifier.train.step_megatron import OnRows
 from verifier.trainer.state_megatron import digests_of
 
 SIDES = ("current", "reference")

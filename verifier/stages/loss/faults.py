@@ -170,7 +170,7 @@ def adapter_gradient_of_own_rows(call: Call) -> Any:
 
 
 @in_policy_loss(
-    "NVIDIA-NeMo/Megatron-Bridge#1750", "verifier.train.lora_megatron:_on_embedding(module, given, embedded)",
+    "NVIDIA-NeMo/Megatron-Bridge#1750", "verifier.megatron.lora_megatron:_on_embedding(module, given, embedded)",
     training=(
         "lora.rank=8", "lora.targets=[linear_fc1,linear_fc2]", "megatron.recompute=selective",
         "megatron.recompute_modules=[mlp]", "verify.every=1",
@@ -247,7 +247,7 @@ def kl_loss_detached(call: Call) -> Any:
     return call.faulty(current=call.current.detach())
 
 
-POLICY_LOSS = "verifier.train.policy_loss_megatron"
+POLICY_LOSS = "verifier.megatron.policy_loss_megatron"
 POLICY: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS004",), "engine": TRAINING, "model": "tiny:add"}
 CLIPPED = ("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002")
 
@@ -280,7 +280,7 @@ def sequence_mean_of_a_shard(call: Call) -> Any:
     return call.faulty(shard=dataclasses.replace(call.shard, alignment=dataclasses.replace(call.shard.alignment, cp=1)))
 
 
-ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
+ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
 APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
 """Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3

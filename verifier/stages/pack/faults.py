@@ -15,9 +15,9 @@ from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
     from verifier.data.rollout import Rollout
-    from verifier.train.pack import PackedBatch
+    from verifier.megatron.pack import PackedBatch
 
-STEP = "verifier.train.step_megatron"
+STEP = "verifier.megatron.step_megatron"
 PACK = f"{STEP}:pack(rollouts, alignment, numbers, columns)"
 Fields = dict[str, Any] | None
 ROW: dict[str, Any] = {"stage": Stage.PACK, "model": "tiny:qwen3", "engine": NO_ENGINE}
@@ -101,7 +101,7 @@ def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: 
 
 
 @fault(
-    "modelscope/ms-swift#10071", "verifier.train.pack:cp_rows(cu_seqlens_padded, cp, cp_rank)",
+    "modelscope/ms-swift#10071", "verifier.megatron.pack:cp_rows(cu_seqlens_padded, cp, cp_rank)",
     caught_by=("PCK002", "LGP001"), **CP2,
 )  # fmt: skip
 def chunks_contiguous(call: Call) -> Any:

@@ -11,11 +11,11 @@ import torch
 
 from verifier.core.record import Probe, Record
 from verifier.data.rollout import Rollout
+from verifier.megatron.pack import PackedBatch, loss_rows
 from verifier.mesh import Mesh
 from verifier.plan.digest import digest_tensor, raw_bytes
 from verifier.stages.logprob.records import ReturnedLogprobs, TrainerLogprobs
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, Rollouts, TokenLedger
-from verifier.train.pack import PackedBatch, loss_rows
 
 
 def record_of_rollouts(name: str, version: int, rollouts: Sequence[Rollout]) -> tuple[Rollouts, dict[str, np.ndarray]]:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from verifier.data.rollout import Rollout
-    from verifier.train.pack import PackedBatch
+    from verifier.megatron.pack import PackedBatch
 
-REPLAY = "verifier.train.router_replay_megatron"
+REPLAY = "verifier.megatron.router_replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
 UNCHOSEN = -1e4
 """Logit whose share in a softmax is nothing."""
@@ -73,7 +73,7 @@ def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: in
     return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
 
 
-@fault("verl-project/verl#7106", "verifier.train.router_replay:packed_rows_of(packed, tp)", **BOTH)
+@fault("verl-project/verl#7106", "verifier.megatron.router_replay:packed_rows_of(packed, tp)", **BOTH)
 def routes_of_the_first_slice(call: Call) -> Any:
     """Under sequence parallelism every rank replays the first rank's slice of the routes."""
     return call.faulty(tp=0)

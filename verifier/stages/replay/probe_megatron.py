@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from verifier.core.record import Probe
 from verifier.data.rollout import MISSING_ROUTE, Rollout, route_rows
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.router_replay_megatron import RouterPass, RouterWatch, Routing
+from verifier.megatron.step_megatron import OnShards, score
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.replay.records import (
     OWN_ROUTES,
@@ -21,9 +24,6 @@ from verifier.stages.replay.records import (
     ReplayedRouteLogprobs,
     UsedRoutes,
 )
-from verifier.train.pack import PackedBatch
-from verifier.train.router_replay_megatron import RouterPass, RouterWatch, Routing
-from verifier.train.step_megatron import OnShards, score
 
 
 def record_replay(probe: Probe, trainer: TrainerModel, rollouts: Sequence[Rollout]) -> None:

@@ -46,7 +46,7 @@ def masters_of_weights_before_the_load(call: Call) -> Any:
     """The optimizer's masters have a fresh model's weights, and the first step writes these over the checkpoint's."""
     import torch
 
-    from verifier.train.optimizer_megatron import master_of
+    from verifier.megatron.optimizer_megatron import master_of
 
     made = call.original()
     for part in made.chained_optimizers:
@@ -119,8 +119,8 @@ def moments_of_a_step_before_the_first(call: Call) -> Any:
     return found
 
 
-ATTACH = "verifier.train.lora_megatron:attach(chunks, lora)"
-FORWARD = "verifier.train.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
+ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
+FORWARD = "verifier.megatron.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
 SYNC = (
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync(self, force_all_reduce)"
 )
@@ -262,9 +262,9 @@ def last_element_of_each_bucket_lost(call: Call) -> Any:
     return call.original()
 
 
-MAKE_OPTIMIZER = "verifier.train.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
+MAKE_OPTIMIZER = "verifier.megatron.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
 SCORE = (
-    "verifier.train.step_megatron:score("
+    "verifier.megatron.step_megatron:score("
     "trainer, rollouts, micro_batch_size, temperature, on_shards, on_rows, max_tokens, read)"
 )
 SCHEDULER = "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler"
@@ -382,7 +382,7 @@ def groups_of_parameters_collide(call: Call) -> None:
         distrib_optimizer.param_group_identifier_keys = known
 
 
-@on_rates("areal-project/AReaL#1289", "verifier.train.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
+@on_rates("areal-project/AReaL#1289", "verifier.megatron.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
 def warm_up_subtracted_twice(call: Call) -> Any:
     """The end of the decay is given without the warm-up, which the scheduler subtracts too: rates fall too fast."""
     scheduler = call.faulty()

@@ -12,13 +12,13 @@ import torch
 
 from verifier.core.record import real
 from verifier.core.store import Recorder
+from verifier.megatron.masters_megatron import models_of, owned_masters
+from verifier.megatron.optimizer_megatron import StepSettings
+from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment
 from verifier.stages.train.probe_gradient_sums_megatron import Places, Sums, UpdateSums
 from verifier.stages.train.records import ParameterGroup
-from verifier.train.masters_megatron import models_of, owned_masters
-from verifier.train.optimizer_megatron import StepSettings
-from verifier.train.written_megatron import Stepped
 
 STEPPED = 8
 """Tensors of an update, of which the files of a checkpoint are compared with what it left, at most."""

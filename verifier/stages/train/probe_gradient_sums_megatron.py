@@ -19,13 +19,13 @@ import torch
 from verifier.core.record import real
 from verifier.core.store import Recorder
 from verifier.export.sharding import ParamPlacement
+from verifier.megatron.optimizer_megatron import in_norm, owned_parts
+from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.step_trace import compares_products
 from verifier.stages.train.probe_gradient_elements import ELEMENTS, TENSORS, WHOLE, cut, joined, totals
 from verifier.stages.train.probe_gradient_products_megatron import Products
 from verifier.stages.train.records import GradientProducts, GradientSums, SummedTensor
-from verifier.train.optimizer_megatron import in_norm, owned_parts
-from verifier.train.written_megatron import Stepped
 
 Places = Mapping[tuple[int, str], ParamPlacement]
 """(model chunk, local name of a parameter) -> what is there."""

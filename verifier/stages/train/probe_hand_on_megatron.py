@@ -14,6 +14,9 @@ import torch.distributed as dist
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
+from verifier.megatron import lora_megatron
+from verifier.megatron.optimizer_megatron import named_gradients, named_states
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
@@ -29,9 +32,6 @@ from verifier.stages.train.records import (
     RouterBalance,
     UpdatedShard,
 )
-from verifier.train import lora_megatron
-from verifier.train.optimizer_megatron import named_gradients, named_states
-from verifier.train.step_megatron import params_synced
 from verifier.trainer.weight_sync_megatron import Adapters, joined
 
 

@@ -13,6 +13,7 @@ from verifier.core.record import real
 from verifier.core.store import Recorder
 from verifier.engine.client import EngineClient
 from verifier.export.live_weights import LiveWeights
+from verifier.megatron import lora_megatron
 from verifier.stages.engine.probe_engine_state import EvidenceBefore, HeldEngine, TransferProbe, record_views
 from verifier.stages.engine.records import KeptKeys
 from verifier.stages.export.probe_shards_megatron import cut
@@ -20,7 +21,6 @@ from verifier.stages.export.probe_tensors import recorded
 from verifier.stages.export.records import MergedMatrix
 from verifier.stages.load.probe_configs_megatron import record_exported_adapter, record_plan
 from verifier.stages.transport.records import Handover
-from verifier.train import lora_megatron
 from verifier.trainer.merge_rounding import MergeGap
 from verifier.trainer.observer import RankParts, Stream, Transfer
 

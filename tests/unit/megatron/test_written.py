@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from verifier.train import written_megatron
-from verifier.train.written_megatron import TENSORS, Stepped, Written
+from verifier.megatron import written_megatron
+from verifier.megatron.written_megatron import TENSORS, Stepped, Written
 
 PARTS = ("param", "exp_avg", "exp_avg_sq")
 

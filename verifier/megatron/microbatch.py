@@ -13,7 +13,7 @@ import numpy as np
 
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
-from verifier.train.token_layout import Alignment
+from verifier.megatron.token_layout import Alignment
 
 MicroBatches = list[list[list[int]]]
 """Per data-parallel rank and micro-batch, the indices of its rollouts."""

@@ -3,7 +3,7 @@
 Routers are found in the model's chunks and identified by global layer number. Megatron's process-wide list of replay
 instances is not used: it is in order of construction and keeps those of deleted models.
 
-Shape suffixes as in `verifier.train.router_replay`; N real tokens, E experts of a layer.
+Shape suffixes as in `verifier.megatron.router_replay`; N real tokens, E experts of a layer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from verifier.data.rollout import MISSING_ROUTE, Rollout
 from verifier.errors import ContractError
+from verifier.megatron.pack import PADDING, PackedBatch
+from verifier.megatron.router_replay import replay_routes
+from verifier.megatron.step_megatron import score
 from verifier.model.provider_megatron import TrainerModel
 from verifier.platform.gather_json import gather_json
-from verifier.train.pack import PADDING, PackedBatch
-from verifier.train.router_replay import replay_routes
-from verifier.train.step_megatron import score
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter

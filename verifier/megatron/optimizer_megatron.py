@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from verifier.errors import ContractError
+from verifier.megatron import fsdp_megatron
 from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
 from verifier.platform.upstream_fixes_megatron import index_states
-from verifier.train import fsdp_megatron
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from verifier.errors import ContractError
 from verifier.export.save import save_checkpoint
-from verifier.model.checkpoint import open_checkpoint
-from verifier.train.lora_megatron import (
+from verifier.megatron.lora_megatron import (
     SCALING,
     LoraSpec,
     further_settings,
@@ -21,6 +20,7 @@ from verifier.train.lora_megatron import (
     read_adapter,
     save_adapter,
 )
+from verifier.model.checkpoint import open_checkpoint
 
 NAME = "model.layers.0.self_attn.q_proj"
 

@@ -1,6 +1,7 @@
 """Forward passes and optimiser steps on ranks, through Megatron's pipeline schedules.
 
-Shape suffixes as in `verifier.train.pack`: T rows of one context-parallel shard, V this rank's slice of the vocabulary.
+Shape suffixes as in `verifier.megatron.pack`: T rows of one context-parallel shard, V this rank's part of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch.distributed as dist
 
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
+from verifier.megatron import fsdp_megatron
+from verifier.megatron.microbatch import MicroBatches, split_by_count, split_by_tokens
+from verifier.megatron.pack import Columns, PackedBatch, pack, shard_cp
+from verifier.megatron.token_layout import Alignment
+from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train import fsdp_megatron
-from verifier.train.microbatch import MicroBatches, split_by_count, split_by_tokens
-from verifier.train.pack import Columns, PackedBatch, pack, shard_cp
-from verifier.train.token_layout import Alignment
-from verifier.train.vocab_logprob import vocab_parallel_logprob
 
 OnShards = Callable[[list[PackedBatch]], Callable[[], None] | None]
 """Viewer of a rank's micro-batches, called before they are used; it changes nothing. It may return a function for the

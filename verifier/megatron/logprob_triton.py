@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verifier.train.pack import IGNORE_LABEL
+from verifier.megatron.pack import IGNORE_LABEL
 
 _BLOCK = 4096
 _WARPS = 8

@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 
 from verifier.data.rollout import MISSING_ROUTE, PROMPT_VALUES, Rollout, make_rollout
 from verifier.errors import ContractError
-from verifier.train.token_layout import Alignment, cp_rows, lay_out
+from verifier.megatron.token_layout import Alignment, cp_rows, lay_out
 
 IGNORE_LABEL = -100
 """Label of a row that predicts nothing: a padding row, or the last row of a sub-sequence."""

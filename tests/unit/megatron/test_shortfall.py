@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from verifier.train.pack import IGNORE_LABEL
-from verifier.train.vocab_logprob import is_greedy, shortfall
+from verifier.megatron.pack import IGNORE_LABEL
+from verifier.megatron.vocab_logprob import is_greedy, shortfall
 
 LOGITS = torch.tensor([[0.5, 2.0, -1.0], [3.0, 3.0, 1.0], [0.0, 1.0, 2.0]])
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from verifier.train import vocab_logprob
-from verifier.train.pack import IGNORE_LABEL
+from verifier.megatron import vocab_logprob
+from verifier.megatron.pack import IGNORE_LABEL
 
 ROWS = 6
 BOUNDS = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6}}

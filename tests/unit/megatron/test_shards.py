@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.dist.tokens_functions import rollouts
+from verifier.megatron import step_megatron
 from verifier.mesh import Mesh
-from verifier.train import step_megatron
 
 
 @pytest.mark.parametrize("looked_at", [False, True])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verifier.train.lora_megatron import _on_embedding
-from verifier.train.recompute_megatron import recomputed
+from verifier.megatron.lora_megatron import _on_embedding
+from verifier.megatron.recompute_megatron import recomputed
 
 
 def trainer():

@@ -4,7 +4,7 @@ Shape suffixes: T rows, V columns of the vocabulary that this rank holds, C rows
 
 The forward reads each chunk of logits once and keeps three numbers per row. The backward computes the gradient chunk by
 chunk from them and the logits, which are never modified. On a GPU a kernel does the same without chunks
-(`verifier/train/logprob_triton.py`).
+(`verifier/megatron/logprob_triton.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verifier.errors import ContractError
-from verifier.train.pack import IGNORE_LABEL
+from verifier.megatron.pack import IGNORE_LABEL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,7 +163,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(log_norm_T)
         if is_fused(logits_TV):
-            from verifier.train.logprob_triton import logits_gradient
+            from verifier.megatron.logprob_triton import logits_gradient
 
             grad_TV = logits_gradient(
                 logits_TV, labels_T, log_norm_T, entropy_T, grad_logprob_T, grad_entropy_T,
@@ -207,7 +207,7 @@ def _fused_sums(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, here_T: torch.Tensor, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the greatest logits [T] over all ranks and the sums [4, T] of this rank's columns, by one kernel."""
-    from verifier.train.logprob_triton import row_sums
+    from verifier.megatron.logprob_triton import row_sums
 
     own_top_T, (total_T, weighted_T, label_T) = row_sums(
         logits_TV, labels_T, vocab_start=options.vocab_start, scale=options.scale, entropy=options.entropy

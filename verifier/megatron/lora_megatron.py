@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from verifier.errors import ContractError
+from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint, write_shard
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.step_megatron import params_synced
 
 SCALING = 2.0
 """Alpha over rank of a round trip's adapters: not 1, so a forgotten scaling shows, and a power of 2, so it is exact."""

@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from verifier.errors import ContractError, UsageError
 from verifier.launch.child import die_with_parent
+from verifier.megatron import fsdp_megatron
+from verifier.megatron.optimizer_megatron import fill_states, parameters_of
+from verifier.megatron.step_megatron import params_synced
+from verifier.megatron.written_megatron import Facts, Stepped, Written
 from verifier.model.provider_megatron import TrainerModel
 from verifier.platform.provenance import installed
-from verifier.train import fsdp_megatron
-from verifier.train.optimizer_megatron import fill_states, parameters_of
-from verifier.train.step_megatron import params_synced
-from verifier.train.written_megatron import Facts, Stepped, Written
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Format of megatron-core in which every state of the optimizer has the shape and the place of its parameter."""

@@ -2,7 +2,7 @@
 
 Shape suffixes: T rows that this rank's routers see, M mixture-of-experts layers in global order, K experts per token.
 
-Routes are packed with the tokens (verifier/train/pack.py), so context-parallel shards contain their own. This module
+Routes are packed with the tokens (verifier/megatron/pack.py), so context-parallel shards contain their own. This module
 selects the layers of the pipeline stage, by global layer number, and the rows of the sequence-parallel rank.
 """
 # ruff: noqa: N815 - field names carry shape suffixes
@@ -16,8 +16,8 @@ import torch
 
 from verifier.data.rollout import MISSING_ROUTE
 from verifier.errors import ContractError
-from verifier.train.pack import PADDING, PackedBatch
-from verifier.train.token_layout import sp_slice
+from verifier.megatron.pack import PADDING, PackedBatch
+from verifier.megatron.token_layout import sp_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
 from verifier.algorithms.registry import LossOptions
-from verifier.train.pack import PackedBatch
-from verifier.train.step_megatron import TokenLoss
+from verifier.megatron.pack import PackedBatch
+from verifier.megatron.step_megatron import TokenLoss
 
 SUMS = ("clipped", "clamped", "kl", "entropy")
 """Sums over the tokens in the loss."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from verifier.megatron.optimizer_megatron import master_of
 from verifier.model.provider_megatron import TrainerModel
-from verifier.train.optimizer_megatron import master_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ import pytest
 
 from verifier.data.rollout import Rollout, make_rollout
 from verifier.errors import UsageError
-from verifier.train.microbatch import split_by_count, split_by_tokens
-from verifier.train.token_layout import Alignment
+from verifier.megatron.microbatch import split_by_count, split_by_tokens
+from verifier.megatron.token_layout import Alignment
 
 
 def batch(*lengths: int) -> list[Rollout]:

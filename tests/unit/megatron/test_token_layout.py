@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verifier.errors import ContractError, UsageError
-from verifier.train.token_layout import Alignment, cp_rows, lay_out, sp_slice
+from verifier.megatron.token_layout import Alignment, cp_rows, lay_out, sp_slice
 
 SIZES = [(tp, cp) for tp in (1, 2, 3, 4, 8) for cp in (1, 2, 4, 8)]
 

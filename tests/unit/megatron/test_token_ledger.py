@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from verifier.data.rollout import Rollout, make_rollout
+from verifier.megatron.pack import PackedBatch, loss_rows, pack
+from verifier.megatron.token_layout import Alignment
 from verifier.stages.pack import checks_packing as packing
 from verifier.stages.pack.checks_packing import Misplacement
 from verifier.stages.pack.probe_tokens import record_of_rollouts
-from verifier.train.pack import PackedBatch, loss_rows, pack
-from verifier.train.token_layout import Alignment
 
 ROLLOUTS = [
     make_rollout("a", [11, 12], [13, 14], logprobs=[-1, -2], versions=[4, 5]),

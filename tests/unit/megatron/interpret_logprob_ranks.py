@@ -9,8 +9,8 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from verifier.train import vocab_logprob
-from verifier.train.pack import IGNORE_LABEL
+from verifier.megatron import vocab_logprob
+from verifier.megatron.pack import IGNORE_LABEL
 
 ROWS, COLUMNS = 6, 37
 

@@ -6,9 +6,9 @@ import pytest
 from tests.unpacking import unpack
 from verifier.data.rollout import make_rollout
 from verifier.errors import ContractError
-from verifier.train.pack import IGNORE_LABEL as X
-from verifier.train.pack import pack, shard_cp
-from verifier.train.token_layout import Alignment
+from verifier.megatron.pack import IGNORE_LABEL as X
+from verifier.megatron.pack import pack, shard_cp
+from verifier.megatron.token_layout import Alignment
 
 A = make_rollout("a", [11, 12], [13, 14, 15], sampled=[True, False, True], logprobs=[-1, -2, -3], versions=[4, 4, 5])
 B = make_rollout("b", [21], [22], logprobs=[-9], versions=7, reward=1.0)
