@@ -50,18 +50,21 @@ OF_RAY = ("raylet", "trainer actor", "engine actor")
 OF_BOTH = ("driver", "launcher", "rank", "engine worker")
 PLAIN = ("rollout", "sync")
 """Stages in which the processes of every run are killed without Ray; in the others under it."""
-TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in STAGES]
-CODES = {"driver": {-signal.SIGKILL}, "engine actor": {0, 3}, "engine worker": {0, 3}, "raylet": {0, 3}}
+VERIFIED = [(f"{victim} of a judged run", stage) for victim in ("driver", "judge") for stage in PLAIN]
+TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in STAGES] + VERIFIED
+CODES = {
+    "driver": {-signal.SIGKILL}, "driver of a judged run": {-signal.SIGKILL}, "engine actor": {0, 3}, "engine worker": {0, 3}, "raylet": {0, 3},
+}  # fmt: skip
 """Exit codes of the command, 3 by default. An engine may be started anew, with its actor. What Ray started ends some
 seconds after its raylet, and the last steps may be done by then."""
 
 
-def test_there_are_28_trials():
-    assert len(TRIALS) == 28
+def test_there_are_32_trials():
+    assert len(TRIALS) == 32
 
 
-def command(run: Path, ray: bool) -> list[str]:
-    knobs = ("ray.use=true",) if ray else ()
+def command(run: Path, ray: bool, verified: bool = False) -> list[str]:
+    knobs = (*(("ray.use=true",) if ray else ()), *(("--verify", "verify.every=0") if verified else ()))
     return [sys.executable, "-m", "verifier", "train", *KNOBS, *knobs, "--run", str(run)]
 
 
@@ -70,8 +73,11 @@ def victim_of(name: str, driver: int) -> int:
 
     What a fork server forks has the server's command line.
     """
+    name = name.removesuffix(" of a judged run")
     if name == "driver":
         return driver
+    if name == "judge":
+        return next(pid for pid in children(driver) if "spawn_main" in command_line(pid))
     tree = {pid: command_line(pid) for pid in descendants(driver)}
 
     def first(words: str) -> int:
@@ -114,10 +120,11 @@ def whole(tmp_path_factory) -> dict[str, object]:
 @pytest.mark.parametrize(("victim", "stage"), TRIALS)
 def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, stage, whole, tmp_path):
     run, ray = tmp_path / "run", victim in OF_RAY or stage not in PLAIN
+    words = command(run, ray, victim.endswith("judged run"))
     said = tmp_path / "said"
     with (
         said.open("wb") as output,
-        subprocess.Popen(command(run, ray), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
+        subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
     ):
         until = time.monotonic() + RUN_S
         while not STAGES[stage](run):
@@ -128,11 +135,13 @@ def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, st
         os.kill(victim_of(victim, driver.pid), signal.SIGKILL)
         code = driver.wait(RUN_S)
         assert code in CODES.get(victim, {3}), said.read_text()
+        if victim.startswith("judge"):
+            assert "the judge's process has ended: killed by SIGKILL" in said.read_text()
         until = time.monotonic() + LEFT_S
         while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, {pid: command_line(pid)[:200] for pid in left}
     if code:
-        again = subprocess.run(command(run, ray), cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+        again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
         assert again.returncode == 0, again.stdout + again.stderr
     assert ended(run) == whole

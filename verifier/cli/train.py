@@ -7,7 +7,9 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,19 @@ from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
 from verifier.core.plugins import installed_plugins
-from verifier.errors import UsageError, VerifierError, ViolationFound
+from verifier.errors import InternalError, UsageError, VerifierError, ViolationFound
+from verifier.launch.child import described, end_with_owner
 from verifier.report.progress import LiveView, Progress
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from verifier.probes.training.run_evidence import RunEvidence
     from verifier.probes.training.verdicts import Judged
+
+
+REAP_S = 5.0
+"""Seconds within which the kernel says how a process ended."""
 
 
 def judge_step(trace: str) -> Judged:
@@ -46,10 +55,39 @@ class ProcessJudge:
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
+        self._process: BaseProcess | None = None
 
     def submit(self, trace: Path) -> Future[Judged]:
-        """Begin to judge a trace."""
-        return self._pool.submit(judge_step, str(trace))
+        """Begin to judge a trace.
+
+        Raises:
+            InternalError: the process has ended; the verdict says so too, where it ends meanwhile.
+        """
+        before = {item.pid for item in active_children()}
+        try:
+            verdict = self._pool.submit(judge_step, str(trace))
+        except BrokenProcessPool as problem:
+            raise self._died() from problem
+        if self._process is None:
+            self._process = next((item for item in active_children() if item.pid not in before), None)
+        found: Future[Judged] = Future()
+        verdict.add_done_callback(lambda done: self._hand_on(done, found))
+        return found
+
+    def _hand_on(self, done: Future[Judged], found: Future[Judged]) -> None:
+        if done.cancelled():
+            found.cancel()
+        elif (problem := done.exception()) is None:
+            found.set_result(done.result())
+        else:
+            found.set_exception(self._died() if isinstance(problem, BrokenProcessPool) else problem)
+
+    def _died(self) -> InternalError:
+        cause = ""
+        if self._process is not None:
+            self._process.join(REAP_S)
+            cause = "" if self._process.exitcode is None else f": {described(self._process.exitcode)}"
+        return InternalError(f"the judge's process has ended{cause}")
 
 
 @contextlib.contextmanager
@@ -61,7 +99,7 @@ def started_judge() -> Iterator[ProcessJudge]:
     """
     if installed_plugins():
         import verifier.checks  # noqa: F401
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_owner)
     try:
         yield ProcessJudge(pool)
     finally:

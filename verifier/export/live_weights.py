@@ -92,7 +92,7 @@ class LiveWeights:
         for chunk, name, tensor in tensors:
             place = self.places.get((chunk, name))
             if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
-                owned[f"{chunk}/{name}"] = tensor.cpu().contiguous().clone()
+                owned[f"{chunk}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
                 if sum(each.nbytes for each in owned.values()) >= SHARD_BYTES:
                     write_shard(next(files), owned)
                     owned = {}

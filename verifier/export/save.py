@@ -48,7 +48,7 @@ def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tup
             num_bytes = tensor.numel() * tensor.element_size()
             if shard and shard_bytes + num_bytes > SHARD_BYTES:
                 flush()
-            shard[name] = tensor.detach().cpu().contiguous().clone()
+            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
             shard_bytes += num_bytes
             total += num_bytes
         flush()

@@ -7,12 +7,14 @@ import ctypes
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -171,6 +173,19 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def end_with_owner() -> None:
+    """Have this process, which multiprocessing started, end when its owner has ended, by whatever."""
+    owner = multiprocessing.parent_process()
+    if owner is None:
+        raise InternalError("multiprocessing did not start this process")
+
+    def follow() -> None:
+        connection.wait([owner.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True, name="follows its owner").start()
 
 
 def entered(within: Sequence[str], *given: Any) -> contextlib.AbstractContextManager[Any]:
