@@ -53,7 +53,8 @@ PLAIN = ("rollout", "sync")
 VERIFIED = [(f"{victim} of a judged run", stage) for victim in ("driver", "judge") for stage in PLAIN]
 TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in STAGES] + VERIFIED
 CODES = {
-    "driver": {-signal.SIGKILL}, "driver of a judged run": {-signal.SIGKILL}, "engine actor": {0, 3}, "engine worker": {0, 3}, "raylet": {0, 3},
+    "driver": {-signal.SIGKILL}, "driver of a judged run": {-signal.SIGKILL}, "engine actor": {0, 3},
+    "engine worker": {0, 3}, "raylet": {0, 3},
 }  # fmt: skip
 """Exit codes of the command, 3 by default. An engine may be started anew, with its actor. What Ray started ends some
 seconds after its raylet, and the last steps may be done by then."""
