@@ -212,11 +212,17 @@ class Continuation:
             The number of steps that are done, and the metrics of the last.
 
         Raises:
-            UsageError: the checkpoint is of other knobs, or of a later step than is asked for.
+            UsageError: the checkpoint is of other knobs, or of a later step than is asked for; or there are some and
+                none is whole.
         """
         at, refused = self._checkpoints.last_whole()
         for reason in refused.values():
             self._progress(reason)
+        if at is None and refused:
+            raise UsageError(
+                f"no checkpoint of `{self._folder.path}` is whole ({refused[max(refused)]}): choose another --run, or "
+                f"move `{self._checkpoints.path(0).parent}` away to begin anew"
+            )
         step = 0 if at is None else at.step
         path = self._checkpoints.path(step)
         if at is not None and at.config != self._digest:

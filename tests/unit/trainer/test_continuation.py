@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.errors import UsageError
 from verifier.trainer.checkpoint_folder import Continuation
 
 
@@ -43,3 +46,28 @@ def test_a_resume_takes_the_step_and_the_batch_that_its_checkpoint_has(tmp_path)
         for later in ((1, 2), (3,), ())[number]:
             continuation.begin(lambda name, **_: [[]], later, later, [{"groups": [[f"of {later}"]]}])
             continuation.finish(lambda name, **_: [[]], wait=True)
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_is_refused_and_keeps_them(tmp_path):
+    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", "steps=4"])
+    folder = SimpleNamespace(path=tmp_path, rewind=lambda step: {})
+    for step in (1, 2):
+        writer = Continuation(config, folder, lambda text: None)  # type: ignore[arg-type]
+        writer.rewind()
+        writer.begin(lambda name, **_: [[]], step, step)
+        writer.finish(lambda name, **_: [[]], wait=True)
+    states = [*(tmp_path / "checkpoints").glob("*/state.json")]
+    assert len(states) == 2
+    said: list[str] = []
+    for damaged, state in enumerate(states, 1):
+        state.write_bytes(b"{}")
+        resumed = Continuation(config, folder, said.append)  # type: ignore[arg-type]
+        if damaged < len(states):
+            assert resumed._checkpoints.last_whole()[0] is not None
+            continue
+        with pytest.raises(
+            UsageError, match=r"no checkpoint of `.*` is whole .* move `.*checkpoints` away to begin anew"
+        ):
+            resumed.rewind()
+    assert len([*(tmp_path / "checkpoints").glob("*/state.json")]) == 2
+    assert len(said) == 2
