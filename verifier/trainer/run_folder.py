@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from verifier.config.load import resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import locked_folder, write_whole
@@ -132,17 +134,26 @@ class RunFolder:
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """Metrics of the last steps, so many at most, the newest last."""
         file = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()[-count:]] if file.exists() else []
+        return [_object(line, file) for line in _text(file).splitlines()[-count:]] if file.exists() else []
 
     def finish(self, asked: int, **ended: float | None) -> None:
         """Write how the run ended, and for how many steps it was asked."""
         self.write(FINISHED, json.dumps({"asked": asked, **ended}) + "\n")
 
     def finished(self, asked: int) -> dict[str, Any] | None:
-        """Return how the run ended, or None if it has not, or is asked for more steps now."""
-        file = self.path / FINISHED
-        ended: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"asked": -1}
-        return ended if ended.pop("asked") == asked else None
+        """Return how the run ended, or None if it has not, or is asked for more steps now.
+
+        Raises:
+            UsageError: the file is damaged.
+        """
+        if not (file := self.path / FINISHED).exists():
+            return None
+        found = _object(_text(file), file)
+        try:
+            ended = msgspec.convert(found, _Finished)
+        except msgspec.ValidationError as problem:
+            raise UsageError(f"`{file}` is damaged: {problem}") from problem
+        return {name: found[name] for name in ("steps", "loss", "accuracy")} if ended.asked == asked else None
 
     def rewind(self, step: int) -> dict[str, Any]:
         """Remove what the run did after a step; return the metrics of that step, empty for step 0."""
@@ -150,7 +161,7 @@ class RunFolder:
         for folder in ("batches", "steps"):
             for item in (self.path / folder).iterdir():
                 found = re.match(r"\d{6,}", item.name)
-                if found and int(found[0]) <= step:
+                if not found or int(found[0]) <= step:
                     continue
                 if item.is_dir():
                     shutil.rmtree(item)
@@ -166,15 +177,54 @@ class RunFolder:
         return json.loads(kept[-1]) if kept else {}
 
     def _cut(self, name: str, step: int) -> list[str]:
-        """Remove the lines of later steps from a file of JSON lines; return those that stay."""
+        """Remove the lines of later steps from a file of JSON lines; return those that stay.
+
+        Raises:
+            UsageError: a line before the last is damaged. The last may be cut: it is of a step after the checkpoint.
+        """
         file, kept = self.path / name, []
-        for line in file.read_text().splitlines() if file.exists() else ():
-            with contextlib.suppress(ValueError):  # a line that was cut is of a step after the last checkpoint
-                if json.loads(line)["step"] <= step:
+        lines = _text(file).splitlines() if file.exists() else []
+        for number, line in enumerate(lines, 1):
+            with contextlib.suppress(UsageError) if number == len(lines) else contextlib.nullcontext():
+                if _step_of(line, file, number) <= step:
                     kept.append(line)
         if file.exists():
             write_whole(file, "".join(f"{line}\n" for line in kept))
         return kept
+
+
+class _Finished(msgspec.Struct):
+    """How a run ended."""
+
+    asked: int
+    steps: int
+    loss: float
+    accuracy: float | None
+
+
+def _text(file: Path) -> str:
+    """Text of a file of the run, which the run wrote."""
+    if not file.is_file():
+        raise UsageError(f"`{file}` is no regular file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"`{file}` cannot be read: {problem}") from problem
+
+
+def _object(text: str, file: Path) -> dict[str, Any]:
+    """JSON object of a text of a file."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise UsageError(f"`{file}` is damaged: it has no JSON object where the run wrote one")
+
+
+def _step_of(line: str, file: Path, number: int) -> int:
+    found = _object(line, file).get("step")
+    if not isinstance(found, int):
+        raise UsageError(f"`{file}` is damaged: line {number} names no step")
+    return found
 
 
 def shared_knobs(config: TrainConfig) -> dict[str, Any]:
@@ -194,6 +244,8 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
     with locked_folder(path, "lock", "run folder", "run"):
         _require_same_run(config)
         for name in ("batches", "steps"):
+            if (path / name).is_symlink():
+                raise UsageError(f"`{path / name}` is a link, and a run removes what is in it: make it a folder")
             (path / name).mkdir(exist_ok=True)
         yield folder
 
@@ -223,7 +275,8 @@ class OtherKnob:
 
 def other_knobs(run: Path, config: TrainConfig) -> Iterator[OtherKnob]:
     """Knobs in which a run and a config differ and must not. One that the run's version lacked has its default."""
-    found, asked, defaults = json.loads((run / KNOBS).read_text()), shared_knobs(config), _defaults()
+    file = run / KNOBS
+    found, asked, defaults = _object(_text(file), file), shared_knobs(config), _defaults()
     for key in sorted(found.keys() | asked.keys()):
         can_agree, wanted = True, f"and {key}={_shown(asked.get(key))} is asked for"
         if key in found and key in asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,57 @@ def test_another_value_is_refused(tmp_path):
         "holds a run with lora.rank=null, and lora.rank=8 is asked for: give the same value to continue it, or choose "
         "another --run"
     )
+
+
+DAMAGES = {
+    "cut": b'{"asked": 3, "st',
+    "empty": b"",
+    "a list": b"[1]",
+    "no text": b"\xff\xfe",
+    "others": b'{"asked": "x"}\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["knobs.json", "finished.json", "metrics.jsonl"])
+def test_a_damaged_file_is_refused_in_one_sentence(name, damage, tmp_path):
+    run = tmp_path / "run"
+    begin(run)
+    content = DAMAGES[damage] if name != "metrics.jsonl" else DAMAGES[damage] + b'\n{"step": 1}\n{"step": 2}\n'
+    (run / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"`.*{name}`|a knob that this version does not have"):
+        _reads(run)
+
+
+def _reads(run: Path) -> None:
+    with opened(config_of(run)) as folder:
+        assert folder.finished(3) is None
+        folder.rewind(1)
+
+
+def test_a_last_line_that_was_cut_is_left_out(tmp_path):
+    begin(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert RunFolder(tmp_path / "run").rewind(2) == {"step": 1, "loss": 2.0}
+    assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+@pytest.mark.timeout(20)
+def test_what_the_run_did_not_write_is_neither_removed_nor_waited_for(tmp_path):
+    run, foreign = tmp_path / "run", tmp_path / "foreign"
+    begin(run)
+    (run / "batches" / "notes.txt").write_text("mine")
+    RunFolder(run).rewind(0)
+    assert (run / "batches" / "notes.txt").read_text() == "mine"
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(UsageError, match="no regular file"):
+        RunFolder(run).rewind(0)
+    foreign.mkdir()
+    (run / "steps").rmdir()
+    (run / "steps").symlink_to(foreign)
+    assert refusal(run).endswith("is a link, and a run removes what is in it: make it a folder")
 
 
 def test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by(tmp_path):
