@@ -407,6 +407,9 @@ def run(arguments: list[str]) -> int:
         return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
     except (VerifierError, Stopped) as problem:
         return _refuse(str(problem), problem.exit_code)
+    except SystemExit as problem:  # the commands return: a plugin asked for it
+        sentence = f"code that the command called asked for the end, SystemExit({problem.code!r})"
+        return _refuse(f"{sentence}{save_traceback()}", ExitCode.INTERNAL)
     except Exception as problem:
         if isinstance(problem, OSError) and problem.errno in _MACHINE:
             where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""

@@ -150,6 +150,16 @@ def test_an_unforeseen_error_is_one_sentence_and_a_saved_traceback(monkeypatch, 
     assert "judge_trace" in saved.read_text()
 
 
+@pytest.mark.parametrize("code", [0, None, "bye"])
+def test_a_plugin_that_leaves_does_not_end_a_command_as_if_all_held(code, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "judge_trace", lambda *_, **__: sys.exit(code))
+    assert cli.run(["replay", "somewhere"]) == 3
+    (saved,) = tmp_path.iterdir()
+    asked = f"code that the command called asked for the end, SystemExit({code!r})"
+    assert capsys.readouterr().err == f"verifier: {asked}; the traceback is in `{saved}`\n"
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
