@@ -194,7 +194,7 @@ class RunFolder:
 
 
 class _Finished(msgspec.Struct):
-    """How a run ended."""
+    """End of a run, as it was written."""
 
     asked: int
     steps: int
