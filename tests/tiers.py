@@ -120,7 +120,7 @@ WITH_ENGINES = (
 )  # fmt: skip
 """Files whose tests start vLLM, which is imported once for them, or have deadlines of seconds."""
 MARKERS = (
-    "quick: needs no ranks and no engine; `pytest -m quick` runs these in 4 min (set in tests/tiers.py)",
+    "quick: needs no ranks and no engine; `pytest -m quick` runs these in 5 min (set in tests/tiers.py)",
     "slow: takes minutes; left out unless asked for by `-m slow`",
     "h100(gpus=1, least=gpus): needs that many GPUs of compute capability 9.0; with --share-gpus, `least`",
     "timed: an h100 test that needs the host for itself while it measures",
