@@ -63,12 +63,12 @@ class ProcessJudge:
         Raises:
             InternalError: the process has ended; the verdict says so too, where it ends meanwhile.
         """
-        before = {item.pid for item in active_children()}
+        before = None if self._process else {item.pid for item in active_children()}
         try:
             verdict = self._pool.submit(judge_step, str(trace))
         except BrokenProcessPool as problem:
             raise self._died() from problem
-        if self._process is None:
+        if before is not None:
             self._process = next((item for item in active_children() if item.pid not in before), None)
         found: Future[Judged] = Future()
         verdict.add_done_callback(lambda done: self._hand_on(done, found))

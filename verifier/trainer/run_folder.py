@@ -160,8 +160,8 @@ class RunFolder:
         (self.path / FINISHED).unlink(missing_ok=True)
         for folder in ("batches", "steps"):
             for item in (self.path / folder).iterdir():
-                found = re.match(r"\d{6,}", item.name)
-                if not found or int(found[0]) <= step:
+                found = re.match(r"\.?(\d{6,})", item.name)  # one that begins with a dot was cut off
+                if not found or int(found[1]) <= step:
                     continue
                 if item.is_dir():
                     shutil.rmtree(item)

@@ -29,8 +29,6 @@ HALF_UNIT = 2.0**-24
 """Share that a rounding to float32 may change a number by."""
 DEVIATIONS = 2 * RARE
 """Standard deviations that a sum of independent roundings may be off by: twice what chance exceeds once in 1e6."""
-OF_THE_GREATEST = 2
-"""Times the greatest change that an epsilon can make: no right side takes more than half of the bound."""
 DEPTH = 1024
 """Products that a sum of a forward or backward pass adds before it is cut into blocks, besides those over tokens."""
 OF_A_SHARE = 4
@@ -149,8 +147,8 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     (docs/adr/0081). In bf16 9.8 standard deviations of nine roundings to it, 2^-8 over the root of 3 each, of that
     root, and of the residual stream two more for each module that writes to it; of the last norm also those of
     logits and their gradients, by their size. Of queries and keys the root has their rows of the linear before too.
-    Norms have an epsilon, which nothing scales: of the residual stream also twice all norms' products, times epsilon
-    over the mean square of embeddings, which is the most that it can change.
+    Norms have an epsilon, which nothing scales: of the residual stream also all norms' products, times epsilon over
+    the mean square of embeddings.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     logits are bent to a bound; the residual stream of layers with further norms; runs on
@@ -178,7 +176,7 @@ def _by_scale(trace: Trace) -> Iterator[Comparison]:
         rows = _of_rows(update, num_tokens, sized=trace.manifest.dtype == "float32")
         sums, depth = _summed(ranks), DEPTH + (num_tokens if update is None else sum(update.columns.lengths))
         norms = math.fsum(abs(own.product) for each, own in sums.items() if _NORMS.search(each))
-        damped = OF_THE_GREATEST * norms * max(float(item.damping) for item in ranks)
+        damped = norms * max(float(item.damping) for item in ranks)
         for pair in _pairs(sums):
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
             more = damped if pair.kind == STREAM else 0.0
