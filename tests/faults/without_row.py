@@ -85,7 +85,7 @@ CASES = (
          "sequence-parallel-grads-not-reduced", "finalize-hook-missing",
          "experts-outside-gradient-norm", "score-bias-balanced", **_ALONE),
     *_on("tiny:mistral", Mesh(tp=2), "qkv-merged-head-major", **_LOAD),
-    *_on("tiny:mistral", Mesh(tp=2), "logprob-gradient-in-owner-only", "moments-not-restored", **_ALONE),
+    *_on("tiny:mistral", Mesh(tp=2), "logprob-gradient-in-owner-only", **_ALONE),
     *_on("tiny:mistral", Mesh(cp=2), "mean-of-means", **_ALONE),
     *_on("tiny:mistral", Mesh(tp=2), "export-buffer-used-again", "order-of-later-exports", "index-ends-early"),
     *_on("tiny:olmoe", Mesh(pp=2), "stage-names-remapped-twice", **_LOAD),

@@ -214,9 +214,7 @@ class _Recording:
         from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 
         exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
-        places = np.concatenate([np.arange(size) for size in sampled.lengths])
-        longest = max(sampled.lengths)
-        found = sampled_noise(step, sampled.version, low, exact, places, longest, routed=False)
+        found = sampled_noise(step, sampled.version, low, exact, routed=False)
         return replace(found, **scales_of(tails.scales))
 
     def _gradients(self) -> Iterator[tuple[Record, Any]]:

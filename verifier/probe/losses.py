@@ -15,6 +15,7 @@ import numpy as np
 
 from verifier.core.record import real
 from verifier.errors import UsageError
+from verifier.plan.digest import described
 from verifier.probe.answers import AnswerRecorder
 from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
@@ -133,8 +134,6 @@ class LossRecorder(AnswerRecorder):
 
     def reference_weights(self, step: int, named: Any) -> None:
         """Weights of a frozen reference as they are in a step; those of the first call are what all are to be."""
-        from verifier.plan.digest import described
-
         for name, tensor in named.items() if isinstance(named, Mapping) else named:
             facts = described(tensor)
             frozen = self._frozen.setdefault(name, facts["digest"])

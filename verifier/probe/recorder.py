@@ -24,6 +24,7 @@ from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
 from verifier.errors import UsageError
+from verifier.plan.digest import digest_tensors, dtype_name
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
@@ -240,8 +241,6 @@ class LoopRecorder(EngineRecorder):
             self._keep(KeptWeights, "weights", version, kept)
 
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
-        from verifier.plan.digest import dtype_name
-
         tensors = dict(pairs_of(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
         self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
@@ -253,8 +252,6 @@ def _copied(tensor: Any) -> Any:
 
 def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and the fields of a `TensorRecord`, of each tensor; digested together, where the tensors are."""
-    from verifier.plan.digest import digest_tensors, dtype_name
-
     held = list(pairs)
     for (name, tensor), digest in zip(held, digest_tensors(tensor for _, tensor in held), strict=True):
         yield name, {"digest": digest, "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}

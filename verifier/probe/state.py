@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.core.record import real
 from verifier.errors import UsageError
+from verifier.plan.digest import described
 from verifier.probe.answers import texts_of
 from verifier.probe.optimizer import OptimizerRecorder
 from verifier.stages.checkpoint.records import LoadedState, SavedState, WrittenTensors
@@ -20,7 +21,6 @@ from verifier.stages.engine.records import (
     ColdTensor,
     EngineRestart,
     EngineServed,
-    HeldTwice,
     KeptKeys,
     LoadedNames,
     Poison,
@@ -83,8 +83,6 @@ class StateRecorder(OptimizerRecorder):
             version: of the weights; of an idle step that before it.
             after: the moment.
         """
-        from verifier.plan.digest import described
-
         pairs = list(pairs_of(named))
         if after == "step":
             self._stepped.add(version)
@@ -101,7 +99,7 @@ class StateRecorder(OptimizerRecorder):
                 if name in held or name not in copies:
                     dtype = held[name].dtype if name in held else source.read(name).dtype
                     facts = described(source.read(name).to(dtype))
-                    self.emit(ExpectedShard(name=name, coordinate="", sources=(name,), **facts))
+                    self.emit(ExpectedShard(name=name, coordinate="", **facts))
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
         """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
@@ -123,8 +121,6 @@ class StateRecorder(OptimizerRecorder):
 
         `further` are settings of its configuration beyond rank, alpha and linears.
         """
-        from verifier.plan.digest import described
-
         for kind, side in ((ExportedAdapterMatrix, named), (LiveAdapterMatrix, live)):
             for name, tensor in pairs_of(side):
                 self.emit(kind(name=name, version=version, **described(tensor)))
@@ -169,14 +165,14 @@ class StateRecorder(OptimizerRecorder):
         Raises:
             UsageError: `probe.open` was given no `model`.
         """
-        from verifier.plan.digest import described
-        from verifier.stages.export.probe_tensors import record_files, record_saved, source_tensors
+        from verifier.stages.export.probe_tensors import IndexedFiles, record_files, record_saved, source_tensors
 
         folder = Path(folder)
         if not self.model:
             raise UsageError("`export_saved` compares with the checkpoint that the loop began with: give model to open")
         source = Path(self.model)
-        record_saved(self, folder, version)
+        files = IndexedFiles(folder)
+        record_saved(self, files, version)
         record_files(self, source, folder, version)
         for kind, path in ((SourceConfig, source), (ExportedConfig, folder)):
             values = json.loads((path / "config.json").read_text())
@@ -189,8 +185,9 @@ class StateRecorder(OptimizerRecorder):
                 self.emit(item)
         if version not in self._stepped:
             self.weights_held(live, version, after="step")
-        for name, tensor in read_tensors(folder):
-            self.emit(WrittenShard(name=name, version=version, coordinate="", sources=(name,), **described(tensor)))
+        for name in files.names:
+            facts = described(files.read(name))
+            self.emit(WrittenShard(name=name, version=version, coordinate="", **facts))
 
     def checkpoint_saved(self, version: int, state: Mapping[str, Any], folder: Path | str | None = None) -> None:
         """State that this process holds as it saves a checkpoint, to be compared with what a resume loads.
@@ -277,8 +274,6 @@ class EngineRecorder(StateRecorder):
             settings: of each module, numbers, flags and names that it computes with.
             cold: of a second engine, which loaded the weights at its start, and which this one is to equal.
         """
-        from verifier.plan.digest import described
-
         kind, module = (ColdTensor, ColdSettings) if cold else (SyncedTensor, SyncedSettings)
         found: dict[str, str] = {}
         groups: tuple[tuple[Any, Mapping[str, Any]], ...] = (("parameter", tensors), ("buffer", buffers or {}))
@@ -300,24 +295,16 @@ class EngineRecorder(StateRecorder):
         Raises:
             UsageError: `engine_held` was not called before.
         """
-        from verifier.plan.digest import described
-
         if self.synced is None:
             raise UsageError("`engine_served` compares with what `engine_held` recorded after the sync before")
         version, before = self.synced
         now = {name: described(tensor)["digest"] for name, tensor in tensors.items()}
-        changed = tuple(
-            HeldTwice(name=name, synced=before.get(name, ""), served=now.get(name, ""))
-            for name in before | now
-            if before.get(name) != now.get(name)
-        )
+        changed = tuple(name for name in before | now if before.get(name) != now.get(name))
         record = EngineServed(name="the engine", version=version, num_tensors=len(now), changed=changed)
         self.emit(record)
 
     def engine_views(self, version: int, named: Named) -> None:
         """Whole checkpoint tensors as the engine rank holds them after a sync, read back from what it computes with."""
-        from verifier.plan.digest import described
-
         for name, tensor in pairs_of(named):
             facts = described(tensor)
             box = tuple((0, size) for size in facts["shape"])
@@ -356,20 +343,9 @@ def pairs_of(named: Named) -> Iterator[tuple[str, Any]]:
     yield from named.items() if isinstance(named, Mapping) else named
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Tensors in the safetensors files of a folder."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                yield name, file.get_tensor(name)
-
-
 def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and digest, dtype and shape, of each tensor and value of a nested state."""
     from verifier.core.reader import digest_of
-    from verifier.plan.digest import described
 
     if isinstance(value, Mapping):
         for key, item in value.items():

@@ -23,7 +23,7 @@ from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import gather_json
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.stages.engine.probe_engine_state import TransferProbe
-from verifier.stages.export.probe_tensors import record_saved, record_tensors, recorded
+from verifier.stages.export.probe_tensors import IndexedFiles, record_saved, record_tensors, recorded
 from verifier.stages.export.records import ShardAfterExport
 from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live, record_plan
 from verifier.stages.load.records import AdapterShard
@@ -96,7 +96,7 @@ class TrainedWeights:
         if run.rank == 0:
             record_config(run.probe, run.source, folder, version)
             if whole:
-                record_saved(run.probe, folder, version)
+                record_saved(run.probe, IndexedFiles(folder), version)
 
 
 class FullWeights(TrainedWeights):

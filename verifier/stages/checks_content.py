@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from verifier.core.compare import At, compare_value
-from verifier.core.compare import owner_of as owner_of
-from verifier.core.compare import times as times
+from verifier.core.compare import At, compare_value, owner_of
 from verifier.core.comparison import Comparison
 from verifier.core.record import Record, TensorRecord
 from verifier.core.stage import Stage

@@ -51,7 +51,7 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=No
         columns["engine"] = change(exact) + noises[1] * unsure(exact)
         exact = np.log1p(-floor * generator.uniform(0.5, 1.0, num))
         noises[2] *= unsure(exact)
-    noise = sampled_noise(2, measured, exact + noises[2], exact, np.arange(num) % 8, 8, routed=routed)
+    noise = sampled_noise(2, measured, exact + noises[2], exact, routed=routed)
     noise = replace(noise, greatest_of_run=max(noise.greatest_of_run, real(more), key=float))
     manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", model=model, complete=True)
     noise = replace(noise, scale=scale, coarsest=4 * scale, drawn=drawn)

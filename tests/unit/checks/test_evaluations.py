@@ -110,7 +110,7 @@ def test_in_bf16_the_number_of_tokens_beyond_the_measured_noise_is_judged():
     """Chance puts two of four tokens, and one of two greedy ones, beyond the greatest of 100,000."""
     exact = -np.random.default_rng(3).uniform(0.2, 3.0, 100_000)
     rounded = exact + np.random.default_rng(4).normal(0.0, 1e-3, len(exact))
-    noise = sampled_noise(3, 2, rounded, exact, np.arange(len(exact)) % 8, 8, routed=False)
+    noise = sampled_noise(3, 2, rounded, exact, routed=False)
     far = lambda *at: NATS + np.isin(np.arange(6), at).astype(np.float32)  # noqa: E731
     said = ["number of tokens beyond 3 times the greatest noise"]
     assert wrong(dtype="bfloat16", noise=noise, engine=far(1, 4)) == []

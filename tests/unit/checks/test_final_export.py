@@ -29,13 +29,13 @@ def held(name, content, version=3):
 
 
 def files(contents, missing=()):
-    saved = [SavedTensor(shard="model.safetensors", **held(name, content)) for name, content in contents.items()]
-    return [*saved, SavedCheckpoint(name="shards", version=3, shards=1, missing=tuple(missing))]
+    saved = [SavedTensor(**held(name, content)) for name, content in contents.items()]
+    return [*saved, SavedCheckpoint(name="shards", version=3, missing=tuple(missing))]
 
 
 SOURCE = [SourceTensor(**held(name, "0", 0)) for name in "ab"]
 LIVE = [UpdatedShard(coordinate="tp=0", replica=name, **held(name, "1")) for name in "ab"]
-WRITTEN = [WrittenShard(coordinate="tp=0", sources=(name,), **held(name, "1")) for name in "ab"]
+WRITTEN = [WrittenShard(coordinate="tp=0", **held(name, "1")) for name in "ab"]
 ADAPTERS = [
     *(kind(**held("a.lora_A.weight", "2")) for kind in (LiveAdapterMatrix, ExportedAdapterMatrix)),
     *(kind(name="alpha / rank", version=3, scaling=2.0) for kind in (LiveAdapterScaling, ExportedAdapterScaling)),

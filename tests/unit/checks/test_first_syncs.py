@@ -17,11 +17,9 @@ from verifier.stages.export.records import ExportedShard
 from verifier.stages.load.records import LoadedShard
 from verifier.stages.train.records import UpdatedShard
 
-NAMES = {ExportedShard: {"sources": ("w",)}, LoadedShard: {"replica": "w"}, UpdatedShard: {"replica": "w"}}
-
 
 def shard(kind: type[TensorRecord], version: int, content: str) -> TensorRecord:
-    own = {"coordinate": "", **NAMES[kind]}  # type: ignore[index]
+    own = {"coordinate": ""} | ({} if kind is ExportedShard else {"replica": "w"})
     return kind(name="w", version=version, digest="vd1:" + content * 32, dtype="float32", shape=(2,), **own)
 
 

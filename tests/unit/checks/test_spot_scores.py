@@ -144,7 +144,7 @@ def test_in_bf16_old_is_held_against_the_noise_of_sampled_steps(off: float, verd
     seen, arrays, manifest = policy(dtype="bfloat16")
     exact = -np.random.default_rng(5).uniform(0.5, 4.0, 200)
     noise = np.random.default_rng(6).normal(0.0, 0.01, 200)
-    seen.append(sampled_noise(1, 0, exact + noise, exact, np.arange(200), 200, routed=False))
+    seen.append(sampled_noise(1, 0, exact + noise, exact, routed=False))
     arrays["policy"]["old"] += np.float32(off)
     arrays["policy"]["reference"] += np.float32(9)  # of other weights than the noise
     found = judged(seen, arrays, manifest)

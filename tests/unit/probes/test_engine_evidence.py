@@ -46,8 +46,7 @@ def test_what_changes_between_two_syncs_is_recorded() -> None:
     engine.weight = "1"
     held.record_served([probe], 1)
     assert [(item.version, item.num_tensors, len(item.changed)) for item in seen] == [(0, 2, 0), (1, 2, 0), (1, 2, 1)]
-    (changed,) = seen[-1].changed
-    assert (changed.name, changed.synced, changed.served) == ("w", _digest("3"), _digest("1"))
+    assert seen[-1].changed == ("w",)
     assert all(isinstance(item, EngineServed) for item in seen)
 
 

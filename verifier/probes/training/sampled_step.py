@@ -424,8 +424,7 @@ class SampledStep:
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
                     self._record_ends(recorder, ends, shares, own)
-                if version == last:
-                    noise = self._noise(tails, [(scored.rollouts[at], a, b) for at, a, b in own], known)
+                    noise = self._noise(tails, known)
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
@@ -452,16 +451,10 @@ class SampledStep:
         probe.emit(*oracle_record(kind, name, version, sides.exact, sides.scales, whole))
         probe.emit(noise_of_logprobs(name, version, sides, routed=self._routed))
 
-    def _noise(
-        self, sides: Sides, runs: Sequence[tuple[Rollout, int, int]], known: SampledNoise | None
-    ) -> SampledNoise:
+    def _noise(self, sides: Sides, known: SampledNoise | None) -> SampledNoise:
         """Noise on the tokens of runs of one version."""
-        options = self._config.grpo
-        places = [(np.cumsum(rollout.sampled) - 1)[a:b] for rollout, a, b in runs]
-        found = sampled_noise(
-            self._step, self._step - 1, np.concatenate([*sides.other]), np.concatenate([*sides.exact]),
-            np.concatenate(places), options.max_answer_tokens * options.max_turns, routed=self._routed,
-        )  # fmt: skip
+        rounded, exact = np.concatenate([*sides.other]), np.concatenate([*sides.exact])
+        found = sampled_noise(self._step, self._step - 1, rounded, exact, routed=self._routed)
         found = replace(found, partly=bool(self.places), **scales_of(sides.scales))
         if known is None:
             return found

@@ -330,11 +330,9 @@ def engine_changed_while_it_served(trace: Trace) -> Iterator[Comparison]:
     References: trl#5312, trl#5355, SkyRL#2250, unsloth-zoo#941.
     """
     for item in trace.of(EngineServed):
-        changed, owner = [each.name for each in item.changed], f"engine rank {item.rank}"
+        owner, first = f"engine rank {item.rank}", next(iter(item.changed), f"engine rank {item.rank}")
         subject = f"tensors that changed while {owner} answered by version {item.version}"
-        yield compare_set(
-            item, next(iter(changed), owner), changed, total=item.num_tensors, subject=subject, owner=owner
-        )
+        yield compare_set(item, first, item.changed, total=item.num_tensors, subject=subject, owner=owner)
 
 
 KEYS_DROPPED = condition("requests keep their keys at a sync", lambda run: not knob(run, "grpo.keep_kv_cache"))

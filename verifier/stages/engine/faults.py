@@ -26,20 +26,12 @@ in_hf = functools.partial(fault, stage=Stage.ENGINE, side=Side.ENGINE, caught_by
 in_vllm = functools.partial(in_hf, engine="vllm")
 in_adapter = functools.partial(in_vllm, model="tiny:qwen3", lora_rank=8, caught_by=("ENG001", "LGP002"))
 on_gpu = functools.partial(in_vllm, model="tiny:qwen3", dtype="bfloat16", gpus=1)
-VLLM: dict[str, Any] = {"stage": Stage.ENGINE, "side": Side.ENGINE, "caught_by": ALL, "engine": "vllm"}
 
 
 @kind(
-    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading(self, layer)", **VLLM
-)
-def on_expert_weights(change: Callable[[Any], bool], call: Call) -> None:
-    """Change the plain weights of vLLM's fused experts before they are packed: the function says if it did."""
-    if change(call.layer):
-        call.fire()
-    call.original()
-
-
-@kind("vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.load_weights(self, weights)", **VLLM)
+    "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.load_weights(self, weights)",
+    stage=Stage.ENGINE, side=Side.ENGINE, caught_by=ALL, engine="vllm",
+)  # fmt: skip
 def on_names(change: Callable[[str], str], call: Call) -> Any:
     """Map names wrongly in vLLM: the function returns another name, or none to skip the tensor."""
 
@@ -68,22 +60,17 @@ def packing_latched(call: Call) -> None:
         call.fire()
 
 
-@on_expert_weights("vllm-project/vllm#42821")
-def expert_halves_swapped(layer: Any) -> bool:
-    """A reload writes gate and up in the checkpoint's order, the kernel wants the other; all experts."""
-    weight = layer.w13_weight.data
-    weight.copy_(weight.roll(weight.shape[1] // 2, dims=1))
-    return True
-
-
-@on_expert_weights("verl-project/verl#7986")
-def same_shape_repack_missed(layer: Any) -> bool:
+@in_vllm(
+    "verl-project/verl#7986",
+    f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading(self, layer)",
+)
+def same_shape_repack_missed(call: Call) -> None:
     """Rows stay in another order than the kernel's, as a test of shapes finds nothing to repack; one layer."""
-    if layer.layer_name != "model.layers.2.mlp.experts":
-        return False
-    weight = layer.w2_weight.data
-    weight.copy_(weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
-    return True
+    if call.layer.layer_name == "model.layers.2.mlp.experts":
+        call.fire()
+        weight = call.layer.w2_weight.data
+        weight.copy_(weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
+    call.original()
 
 
 @in_vllm(
@@ -298,12 +285,6 @@ def epsilon_default_after_reload(call: Call) -> None:
     norm.variance_epsilon = 1e-5
 
 
-@in_constants("InternLM/lmdeploy#3614", caught_by=("ENG007",))
-def engine_windows_without_their_switch(call: Call) -> None:
-    """The engine gives a layer a sliding window that config.json switches off; no sample is as long as it."""
-    _give_window(call)
-
-
 @in_constants("vllm-project/vllm#45037", caught_by=("ENG007", "LGP002"), model="tiny:glm4_moe")
 def routed_scale_in_both_places(call: Call) -> None:
     """The factor of routed experts is in the weight of each one, and their sum is multiplied by it once more."""
@@ -316,7 +297,10 @@ def routed_scale_in_both_places(call: Call) -> None:
 @in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
 def window_on_a_layer_without(call: Call) -> None:
     """A layer that sees all gets the window of the others; no sample is as long as it."""
-    _give_window(call)
+    call.faulty()
+    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
+    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
+    attention.sliding_window = (1022, 0)
 
 
 @in_windowed("vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"))
@@ -338,14 +322,6 @@ def rope_stretched_without_its_magnitude(call: Call) -> None:
     call.undo(table.copy_, table.clone())
     table.div_(rope.mscale)
     rope.mscale = 1.0
-
-
-def _give_window(call: Call) -> None:
-    """End the update, then give one layer a sliding window."""
-    call.faulty()
-    attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
-    call.undo(setattr, attention, "sliding_window", attention.sliding_window)
-    attention.sliding_window = (1022, 0)
 
 
 SAMPLING = (

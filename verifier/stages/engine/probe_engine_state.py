@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from verifier.stages.engine.records import (
     EngineServed,
     ExpectedView,
     HeldTensorRecord,
-    HeldTwice,
     LoadedNames,
     Poison,
     QuantizedNames,
@@ -210,7 +209,8 @@ class HeldEngine:
         found = held_by(self._client)
         number = version if self._version is None else self._version
         for probe, before, after in zip(probes, self._held.tensors, found.tensors, strict=True):
-            changed = tuple(_changed(before, after))
+            was, now = ({item.name: item.digest for item in side} for side in (before, after))
+            changed = tuple(each for each in was | now if was.get(each) != now.get(each))
             name = "the engine between two syncs"
             probe.emit(EngineServed(name=name, version=number, num_tensors=len(after), changed=changed))
 
@@ -230,13 +230,6 @@ class HeldEngine:
         if probes:
             buffers = [[item for item in rank if item.kind == "buffer"] for rank in self._cold.tensors]
             EngineState(tensors=buffers, settings=self._cold.settings).record(probes, version, ColdTensor, ColdSettings)
-
-
-def _changed(before: Sequence[EngineTensor], after: Sequence[EngineTensor]) -> Iterator[HeldTwice]:
-    was, now = ({item.name: item.digest for item in side} for side in (before, after))
-    for name in was | now:
-        if was.get(name) != now.get(name):
-            yield HeldTwice(name=name, synced=was.get(name, ""), served=now.get(name, ""))
 
 
 def record_held(

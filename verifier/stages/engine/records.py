@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from verifier.core.owed import Owed, anyone, every_engine, once, per_held, per_sent, per_sync
@@ -99,16 +98,6 @@ class EngineRestart(Record, frozen=True, kw_only=True, tag="engine/restart"):
     """Times since the last evidence of what they hold."""
 
 
-class HeldTwice(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of an engine that is another than it was; empty digests of one that was not there."""
-
-    name: str
-    synced: Annotated[str, Meta(pattern=r"^(|[a-z][a-z0-9]*:[0-9a-f]{32,128})$")]
-    """Digest right after the sync, or at the start of an engine that was sent nothing yet."""
-    served: Annotated[str, Meta(pattern=r"^(|[a-z][a-z0-9]*:[0-9a-f]{32,128})$")]
-    """Digest as the next sync begins."""
-
-
 class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
     """Contents of one engine rank after it answered by a version, beside those before."""
 
@@ -116,7 +105,8 @@ class EngineServed(Record, frozen=True, kw_only=True, tag="engine/served"):
 
     num_tensors: Count
     """Parameters, buffers and derived tensors that were looked at."""
-    changed: tuple[HeldTwice, ...] = ()
+    changed: tuple[str, ...] = ()
+    """Tensors with other bits than right after the sync, or at the start of an engine that was sent nothing yet."""
 
 
 class KeptKeys(Record, frozen=True, kw_only=True, tag="engine/kept-keys"):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
 from verifier.megatron.step_megatron import params_synced
-from verifier.model.checkpoint import INDEX
 from verifier.plan.digest import described
 from verifier.probes.training.kept_records import Kept
-from verifier.stages.export.probe_tensors import record_saved, source_tensors
+from verifier.stages.export.probe_tensors import IndexedFiles, record_saved, source_tensors
 from verifier.stages.export.records import WrittenShard
 from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live
 from verifier.stages.train.records import UpdatedShard
@@ -51,12 +49,12 @@ def record_files(
         adapter: folder of the adapter, of a trainer with adapters.
         matrices: of adapters, on rank 0.
     """
-    files, adapters = _Files(folder), parts.adapters
+    files, adapters = IndexedFiles(folder), parts.adapters
     if parts.rank == 0:
         if adapters is not None:
             record_exported_adapter(probe, adapter, version)
         record_config(probe, parts.source, folder, version)
-        record_saved(probe, folder, version)
+        record_saved(probe, files, version)
         described_by_layout = parts.whole.described()
         for item in source_tensors(parts.source):
             if item.name in files.names or not described_by_layout or item.name in described_by_layout:
@@ -71,35 +69,5 @@ def record_files(
             shapes = {name: tuple(files.read(name).shape) for name in place.sources}
             if shapes != {name: tuple(place.source_shapes[name]) for name in place.sources}:
                 continue  # the comparison with the source names it
-            probe.emit(
-                WrittenShard(
-                    name=place.global_name, version=version, coordinate=parts.whole.coordinate, sources=place.sources,
-                    **described(place.shard(files.read)),
-                )
-            )  # fmt: skip
-
-
-class _Files:
-    """Tensors in the files of a checkpoint, where its index says that they are.
-
-    Attributes:
-        names: of the tensors that are there.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        index = folder / INDEX
-        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-        self._held = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = safe_open(path, framework="pt", device="cpu")
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                if not listed or listed.get(name) == path.name:
-                    self._held[name] = file
-        self.names = frozenset(self._held)
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor by name."""
-        tensor: torch.Tensor = self._held[name].get_tensor(name)
-        return tensor
+            facts, at = described(place.shard(files.read)), parts.whole.coordinate
+            probe.emit(WrittenShard(name=place.global_name, version=version, coordinate=at, **facts))

@@ -56,8 +56,4 @@ def _record(
     if any(tuple(held[name].shape) != tuple(place.source_shapes[name]) for name in place.sources):
         return
     facts = described(place.shard(held.__getitem__))
-    probe.emit(
-        ExportedShard(
-            name=place.global_name, version=version, coordinate=live.coordinate, sources=place.sources, **facts
-        )
-    )  # fmt: skip
+    probe.emit(ExportedShard(name=place.global_name, version=version, coordinate=live.coordinate, **facts))

@@ -6,7 +6,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -90,23 +90,38 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     return max(one.data_ptr(), other.data_ptr()) < min(ends)
 
 
-def record_saved(probe: Probe, folder: Path, version: int) -> None:
-    """Tensors that a reader finds in a saved checkpoint, by the names and files of its index."""
-    from safetensors import safe_open
+class IndexedFiles:
+    """Tensors in the files of a saved checkpoint, where its index says that they are.
 
-    shards = sorted(folder.glob("*.safetensors"))
-    index = folder / INDEX
-    listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    absent = set(listed)
-    for path in shards:
-        with safe_open(path, framework="pt") as file:
+    Attributes:
+        names: of the tensors that are there, by file.
+        missing: names that the index places in a file that does not hold them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        index = folder / INDEX
+        listed = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        self._held: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt", device="cpu")
             for name in file.keys():  # noqa: SIM118 - no mapping
-                if listed and listed.get(name) != path.name:
-                    continue
-                absent.discard(name)
-                facts = described(file.get_tensor(name))
-                probe.emit(SavedTensor(name=name, version=version, shard=path.name, **facts))
-    probe.emit(SavedCheckpoint(name="shards", version=version, shards=len(shards), missing=tuple(sorted(absent))))
+                if not listed or listed.get(name) == path.name:
+                    self._held[name] = file
+        self.names = self._held.keys()
+        self.missing = tuple(sorted(listed.keys() - self.names))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by name."""
+        tensor: torch.Tensor = self._held[name].get_tensor(name)
+        return tensor
+
+
+def record_saved(probe: Probe, files: IndexedFiles, version: int) -> None:
+    """Tensors that a reader finds in a saved checkpoint."""
+    record_tensors(probe, SavedTensor, ((name, files.read(name)) for name in files.names), version)
+    probe.emit(SavedCheckpoint(name="shards", version=version, missing=files.missing))
 
 
 def record_files(probe: Probe, source: Path, folder: Path, version: int) -> None:

@@ -16,7 +16,7 @@ from verifier.core.owed import (
     per_step,
 )
 from verifier.core.record import Count, Digest, Real, Record, TensorRecord
-from verifier.stages.load.records import ConfigRecord, FilesRecord, ShardRecord
+from verifier.stages.load.records import ConfigRecord, FilesRecord, PlacedTensor, ShardRecord
 from verifier.stages.train.records import ScalingRecord
 
 
@@ -91,36 +91,21 @@ class MergedMatrix(Record, frozen=True, kw_only=True, tag="export/merged"):
 class SavedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/saved"):
     """A tensor that a reader finds in a saved checkpoint: in the file where the index says that it is."""
 
-    shard: str
-    """File that holds it."""
-
 
 class SavedCheckpoint(Record, frozen=True, kw_only=True, tag="export/saved-files"):
     """The files of a saved checkpoint."""
 
-    shards: Count
-    """Number of files."""
     missing: tuple[str, ...] = ()
     """Tensors that the index places in a file that does not hold them."""
 
 
-class WrittenShard(TensorRecord, frozen=True, kw_only=True, tag="export/written"):
+class WrittenShard(PlacedTensor, frozen=True, kw_only=True, tag="export/written"):
     """Part of a saved checkpoint that a rank's shard is by the independent layout, cut from the files."""
 
     owed = (Owed(every_rank, if_cut),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
-    sources: tuple[str, ...]
-    """Checkpoint tensors that it is cut from."""
 
-
-class ExportedShard(TensorRecord, frozen=True, kw_only=True, tag="export/shard"):
+class ExportedShard(PlacedTensor, frozen=True, kw_only=True, tag="export/shard"):
     """Part of an export that a rank's shard is by the independent layout, cut from its stream."""
 
     owed = (Owed(every_rank, per_step),)
-
-    coordinate: str
-    """Mesh coordinate of the rank."""
-    sources: tuple[str, ...]
-    """Checkpoint tensors that it is cut from."""

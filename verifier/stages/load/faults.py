@@ -47,37 +47,18 @@ def score_bias_zeroed_after_load(call: Call) -> Any:
     return loaded
 
 
-def _stacked(call: Call) -> Any:
+@in_merge("NVIDIA-NeMo/RL#2802", f"{MAPPING}:merge_qkv_weights(provider, q, k, v)")
+def qkv_merged_head_major(call: Call) -> Any:
+    """Query, key and value rows are stacked, not interleaved per group, on import and export alike."""
     import torch
 
     return call.wrong(torch.cat([call.q, call.k, call.v]))
 
 
-def _split(config: Any, qkv: Any) -> Any:
-    rows = config.num_query_groups * config.kv_channels
-    return qkv.split([len(qkv) - 2 * rows, rows, rows])
-
-
-@in_merge("NVIDIA-NeMo/RL#2802", f"{MAPPING}:merge_qkv_weights(provider, q, k, v)")
-def qkv_merged_head_major(call: Call) -> Any:
-    """Query, key and value rows are stacked, not interleaved per group, on import and export alike."""
-    return _stacked(call)
-
-
 @qkv_merged_head_major.also(f"{MAPPING}:split_qkv_weights(provider, qkv, feature_dim)")
 def _split_weights(call: Call) -> Any:
-    return _split(call.provider, call.qkv)
-
-
-@in_merge("ServiceNow/Fast-LLM#398", f"{MAPPING}:merge_qkv_biases(config, q, k, v)", model="tiny:qwen2")
-def qkv_biases_merged_head_major(call: Call) -> Any:
-    """The biases of queries, keys and values are stacked where their rows are interleaved, both ways."""
-    return _stacked(call)
-
-
-@qkv_biases_merged_head_major.also(f"{MAPPING}:split_qkv_biases(config, qkv)")
-def _split_biases(call: Call) -> Any:
-    return _split(call.config, call.qkv)
+    rows = call.provider.num_query_groups * call.provider.kv_channels
+    return call.qkv.split([len(call.qkv) - 2 * rows, rows, rows])
 
 
 @in_load(
@@ -142,13 +123,6 @@ def pipeline_stages_seeded_alike(call: Call) -> Any:
 
 
 IN_TRAINING: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add", "stage": Stage.LOAD, "caught_by": ("WGT001",)}
-
-
-@fault("PrimeIntellect-ai/prime-rl#1145", MODIFY, **IN_TRAINING)
-def linear_left_at_init_in_tuning(call: Call) -> Any:
-    """Fine-tuning begins with one down projection at its initial values: a load that allows missing names."""
-    weights = call.original()
-    return call.wrong(_initial(weights)) if call.hf_param == "model.layers.1.mlp.down_proj.weight" else weights
 
 
 @fault("NVIDIA-NeMo/RL#3540", MODIFY, **IN_TRAINING)

@@ -137,8 +137,8 @@ def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[Shar
 def record_expected(probe: Probe, live: LiveWeights, source: Checkpoint) -> None:
     """Digest, for every placement, what the checkpoint says must be there."""
     for place in live.places.values():
-        facts, sources = described(place.shard(source.read)), tuple(place.sources)
-        probe.emit(ExpectedShard(name=place.global_name, coordinate=live.coordinate, sources=sources, **facts))
+        facts = described(place.shard(source.read))
+        probe.emit(ExpectedShard(name=place.global_name, coordinate=live.coordinate, **facts))
 
 
 def record_exported_adapter(probe: Probe, path: Path, version: int) -> None:

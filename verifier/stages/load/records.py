@@ -111,22 +111,22 @@ class SourceTensor(TensorRecord, frozen=True, kw_only=True, tag="load/source"):
     """Tensor that it repeats under a second name, as a layer that predicts further tokens does; empty for others."""
 
 
-class ExpectedShard(TensorRecord, frozen=True, kw_only=True, tag="load/expected"):
+class PlacedTensor(TensorRecord, frozen=True, kw_only=True):
+    """A tensor of one trainer rank."""
+
+    coordinate: str
+    """Mesh coordinate of the rank, such as "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"."""
+
+
+class ExpectedShard(PlacedTensor, frozen=True, kw_only=True, tag="load/expected"):
     """Tensor that a rank must hold by the independent layout, cut from the source checkpoint."""
 
     owed = (Owed(every_rank, at_load),)
 
-    coordinate: str
-    """Mesh coordinate of the rank, such as "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"."""
-    sources: tuple[str, ...]
-    """Checkpoint tensors that it is cut from."""
 
-
-class ShardRecord(TensorRecord, frozen=True, kw_only=True):
+class ShardRecord(PlacedTensor, frozen=True, kw_only=True):
     """One live parameter, or one buffer that checkpoints hold, of one trainer rank."""
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     replica: str
     """Key that all copies of one shard share."""
 

@@ -11,7 +11,6 @@ from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, 
 from verifier.core.condition import on, recorded
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.checks_conditions import ENTROPIES, SAMPLED
-from verifier.stages.checks_content import times
 from verifier.stages.logprob.checks_logprobs import (  # fmt: skip
     FEW_TOKENS,
     FP32,
@@ -87,15 +86,12 @@ def _compare(
     for at in worst_rows(update.rollout, gaps) if exact else ():
         rollout, gap = update.rollout[at], float(gaps[at])
         name, bound = columns.ids[rollout], wider(of_all, _by_logits(float(own[rollout]), exact))
-        yield Comparison(
-            what=f"{name} in {columns.name}", same=math.isfinite(gap) and gap <= bound.absolute, stage=Stage.LOGPROB,
-            version=columns.version, share=times(gap, bound.absolute),
-            sentence=f"in {columns.name} the entropy at a token of `{name}` is {actual[at]:.6g} nats, it should be "
-            f"{expected[at]:.6g}",
-            expected=f"{expected[at]:.6g} (transformers in fp32, at a temperature of {oracle.temperature:g})",
-            actual=f"{actual[at]:.6g} (the trainer)", allowed=str(bound),
-            hint="look at the temperature, and at what is summed over the ranks of a vocabulary",
-        )  # fmt: skip
+        at_update, what = At(Stage.LOGPROB, columns.version), f"{name} in {columns.name}"
+        subject = f"in {columns.name} the entropy, nats, at a token of `{name}`"
+        says = "the trainer", f"transformers in fp32, at a temperature of {oracle.temperature:g}"
+        hint = "look at the temperature, and at what is summed over the ranks of a vocabulary"
+        left, right = float(actual[at]), float(expected[at])
+        yield compare_value(at_update, what, left, right, subject=subject, says=says, allowed=bound, gap=gap, hint=hint)
 
 
 def _beyond(update: UpdateRows, gaps: np.ndarray, bounds: np.ndarray) -> Comparison:

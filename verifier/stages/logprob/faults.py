@@ -72,12 +72,6 @@ def window_without_its_switch() -> dict[str, Any]:
     return {"window_size": (1022, 0)}
 
 
-@on_provider("NVIDIA-NeMo/Megatron-Bridge#5097", model="tiny:add", engine=TRAINING, caught_by=("LGP007",))
-def window_in_training() -> dict[str, Any]:
-    """A training run's layers get a sliding window that config.json does not have; no sequence is as long as it."""
-    return {"window_size": (1022, 0)}
-
-
 @on_provider("NVIDIA-NeMo/Megatron-Bridge#2791", model="tiny:deepseek-v3")
 def mla_rope_factor_default() -> dict[str, Any]:
     """A model without rope scaling keeps the factor 40 that Megatron's latent attention defaults to."""

@@ -36,6 +36,5 @@ def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:
     with Oracle(path, until.left("float32's rounding was measured")) as oracle:
         sides = oracle.score_twice(path, tokens, "float32")
     exact, other = (np.concatenate([*rows]) for rows in (sides.exact, sides.other))
-    places = np.tile(np.arange(LENGTH - 1), NUM_SEQUENCES)
-    found = sampled_noise(1, 0, other, exact, places, LENGTH, routed=False)
+    found = sampled_noise(1, 0, other, exact, routed=False)
     return replace(found, drawn=True, **scales_of(sides.scales))

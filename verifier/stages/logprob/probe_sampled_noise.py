@@ -7,13 +7,9 @@ import numpy as np
 from verifier.core.comparison import slope_of
 from verifier.core.record import real
 from verifier.stages.logprob.records import SampledNoise
-from verifier.trainer.metrics import by_position
 
 
-def sampled_noise(
-    step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, positions: np.ndarray, longest: int,
-    *, routed: bool,
-) -> SampledNoise:  # fmt: skip
+def sampled_noise(step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, *, routed: bool) -> SampledNoise:
     """Noise of a dtype on sampled tokens.
 
     Args:
@@ -21,8 +17,6 @@ def sampled_noise(
         measured: version of the weights that sampled them.
         rounded: log-probabilities in that dtype, by token.
         exact: those in float32.
-        positions: as `by_position` takes them.
-        longest: likewise.
         routed: the model has routers.
     """
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
@@ -33,8 +27,7 @@ def sampled_noise(
         name="rollouts", version=step, measured=measured, tokens=len(sizes), greatest=real(float(sizes.max())),
         mean=real(float(sizes.mean())), deviation=real(float(sizes.std())), squares=real(float(squares.mean())),
         squares_deviation=real(float(squares.std())), p99=real(float(np.quantile(sizes, 0.99))),
-        bias=real(float(differences.mean())), by_position=tuple(by_position(differences, positions, longest)),
-        slope=real(slope), slope_error=real(error), routed=routed,
+        bias=real(float(differences.mean())), slope=real(slope), slope_error=real(error), routed=routed,
         greatest_of_run=real(float(sizes.max())), unsure=real(float(unsure.mean())),
         unsure_squares=real(float((unsure**2).mean())), most_unsure=real(float(unsure.max())),
     )  # fmt: skip

@@ -269,8 +269,6 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     """Slope of the differences over log-probability: what another temperature makes."""
     slope_error: Real
     """Its standard error."""
-    by_position: tuple[float | None, ...]
-    """Mean magnitude in each eighth of the longest allowed answer; None for an eighth without tokens."""
     greatest_of_run: Real = 0.0
     """Greatest magnitude in this and all earlier sampled steps, nats."""
     unsure: Real = 1.0

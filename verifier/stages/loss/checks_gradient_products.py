@@ -11,13 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verifier.core.check import check
-from verifier.core.comparison import Comparison, Tolerance
+from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_set, compare_value
 from verifier.core.condition import condition, on
-from verifier.core.stage import Stage
-from verifier.core.trace import Trace
 from verifier.stages.checks_conditions import LAYOUT, NO_FSDP, UPDATED
-from verifier.stages.checks_content import times
 from verifier.stages.logprob.checks_entropies import compare_entropies
 from verifier.stages.logprob.checks_logprobs import RARE
 from verifier.stages.loss.records import LogitSpreads
@@ -318,15 +314,10 @@ def _reached(ranks: Sequence[GradientProducts], sums: Mapping[str, _Sum], name: 
         after = sums.get(each.removesuffix(_A) + _B) if each.endswith(_A) else None
         if _REACHED.search(each) and each not in heard and (after is None or after.squares):
             lost.append(each)
-    return Comparison(
-        what=f"tensors without a gradient in {name}", same=not lost, stage=Stage.LOSS, version=version,
-        badness=len(lost) / max(len(sums), 1),
-        sentence=f"in {name} the gradient of {len(lost)} tensors is 0, of `{''.join(lost[:1])}` the first, and rows of "
-        "the loss have one",
-        expected="a gradient of every tensor that all tokens in the loss reach",
-        actual=f"0 in {len(lost)} of {len(sums)} (over all ranks)", allowed="none",
-        hint="look at what detaches a module's input or output, and at recomputation behind frozen weights",
-    )  # fmt: skip
+    subject = f"tensors without a gradient in {name}, whose rows of the loss have one"
+    hint = "look at what detaches a module's input or output, and at recomputation behind frozen weights"
+    at, what = At(Stage.LOSS, version), f"tensors without a gradient in {name}"
+    return compare_set(at, what, lost, total=len(sums), subject=subject, hint=hint)
 
 
 def _before(pair: _Pair, sums: Mapping[str, _Sum]) -> _Sum:
@@ -353,22 +344,16 @@ def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float, pair:
     return Tolerance(absolute=DEVIATIONS * each * root + more, unit=unit, source=source)
 
 
-def _compared(
-    name: str, version: int, pair: _Pair, sides: Sequence[_Sum], bound: Tolerance
-) -> Comparison:  # fmt: skip
+def _compared(name: str, version: int, pair: _Pair, sides: Sequence[_Sum], bound: Tolerance) -> Comparison:
     """Compare both sides."""
-    left, right = sides
-    first, allowed = pair.left[0], bound.absolute
-    gap, by = abs(left.product - right.product), _other_side(pair)
+    left, right = (side.product for side in sides)
+    first, by = pair.left[0], _other_side(pair)
     also = f" and {len(pair.left) - 1} more" if len(pair.left) > 1 else ""
-    return Comparison(
-        what=f"{pair.kind}: {first} in {name}", same=gap <= allowed, stage=Stage.LOSS, version=version,
-        share=times(gap, allowed) if math.isfinite(gap) else math.inf,
-        sentence=f"in {name} scaling `{first}`{also} changes the loss by {left.product:.6g} times the factor's change, "
-        f"by {by} it is {right.product:.6g}",
-        expected=f"{right.product:.6g} ({by})", actual=f"{left.product:.6g} (weight times gradient, over all ranks)",
-        allowed=str(bound), hint=_HINTS[pair.kind],
-    )  # fmt: skip
+    sentence = f"in {name} scaling `{first}`{also} changes the loss by {left:.6g} times the factor's change, "
+    sentence += f"by {by} it is {right:.6g}"
+    at, what = At(Stage.LOSS, version), f"{pair.kind}: {first} in {name}"
+    texts: Given = {"says": ("weight times gradient, over all ranks", by), "hint": _HINTS[pair.kind]}
+    return compare_value(at, what, left, right, sentence=sentence, allowed=bound, **texts)
 
 
 def _other_side(pair: _Pair) -> str:

@@ -107,22 +107,6 @@ def temperature_left_in_the_row(call: Call) -> None:
         temperatures[place] = before[place]
 
 
-@in_driver(
-    "EvolvingLMMs-Lab/lmms-eval#1326",
-    f"{LLM}.generate("
-    "self, prompts, sampling_params, use_tqdm, lora_request, priority, tokenization_kwargs, mm_processor_kwargs)",
-)
-def last_requests_sampling_for_all(call: Call) -> Any:
-    """Every request of a batch is sampled as the last one asks for."""
-    asked = call.sampling_params
-    if not isinstance(asked, list):
-        return call.original()
-    given = [asked[-1].clone() for _ in asked]
-    for item, right in zip(given, asked, strict=True):
-        item.seed = right.seed
-    return call.faulty(sampling_params=given)
-
-
 @in_driver("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)")
 def answers_as_they_end(call: Call) -> Any:
     """Answers come back in the order in which they end, not in that of their prompts."""
@@ -185,24 +169,6 @@ def cached_tokens_not_scored(call: Call) -> Any:
     if call.request.skip_reading_prefix_cache and found[1]:
         call.fire()
     return found
-
-
-@in_worker(
-    "vllm-project/vllm#4139",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict("
-    "self, hidden_states, num_scheduled_tokens)",
-    caught_by=("LGP002",),
-)
-def later_chunk_scored_from_another_row(call: Call) -> Any:
-    """Prompt log-probabilities are right in the first chunk of a prompt alone."""
-    runner, hidden = call.self, call.hidden_states.clone()
-    for name in runner.num_prompt_logprobs:
-        length = call.num_scheduled_tokens.get(name, 0)
-        if length and runner.requests[name].num_computed_tokens:
-            at = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]])
-            hidden[at : at + length] = call.hidden_states[at : at + length].roll(1, 0)
-            call.fire()
-    return call.original(hidden_states=hidden)
 
 
 @in_worker("vllm-project/vllm#14301", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")

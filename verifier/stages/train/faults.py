@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, tensors_named
 from verifier.mesh import Mesh
 
 STEP = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads(self)"
@@ -180,12 +179,6 @@ def norm_counts_copies_on_every_rank(call: Call) -> Any:
     return call.wrong(True)
 
 
-@in_sums("NVIDIA/Megatron-LM#7227", "megatron.core.optimizer.optimizer:param_is_not_shared(param)", mesh=Mesh(pp=2))
-def norm_counts_the_tied_embedding_twice(call: Call) -> Any:
-    """The last stage's copy of a tied embedding loses its mark, and the gradient's norm counts it once more."""
-    return call.wrong(True)
-
-
 @in_sums("NVIDIA/Megatron-LM#844", TIED, mesh=Mesh(pp=2, dp=2))
 def tied_gradients_of_unequal_shards(call: Call) -> Any:
     """A tied embedding is sharded otherwise on either stage, and a summed part meets one of a single rank."""
@@ -277,18 +270,6 @@ on_frozen = functools.partial(in_train, caught_by=("WGT007",), model="tiny:deeps
 """Faults that move what the step must leave as it is."""
 
 
-@kind(STEP, stage=Stage.TRAIN, caught_by=("TRN001",))
-def on_resume(spoil: Callable[[dict[str, Any]], object], call: Call) -> Any:
-    """Save and load the optimizer after its first step: the function spoils the state of one parameter."""
-    resumed, states = call.state.setdefault("resumed", []), call.self.optimizer.state
-    if states and call.self not in resumed:
-        call.fire()
-        resumed.append(call.self)
-        for state in states.values():
-            spoil(state)
-    return call.original()
-
-
 @in_train("ServiceNow/Fast-LLM#542", MAKE_MEGATRON_OPTIMIZER)
 def norms_decay(call: Call) -> Any:
     """Custom rules replace the standard ones, and weight decay applies to norms and biases too."""
@@ -340,17 +321,16 @@ def step_dropped(call: Call) -> Any:
     return call.wrong(True)
 
 
-@on_resume("NovaSky-AI/SkyRL#1403")
-def adam_step_stale(state: dict[str, Any]) -> None:
+@in_train("NovaSky-AI/SkyRL#1403", STEP)
+def adam_step_stale(call: Call) -> Any:
     """Saving and loading the optimizer loses Adam's count of steps: its moments' bias is corrected anew."""
-    state["step"].zero_()
-
-
-@on_resume("NVIDIA-NeMo/RL#3171")
-def moments_not_restored(state: dict[str, Any]) -> None:
-    """A run resumes from its weights alone, and Adam's moments begin again at zero."""
-    for value in state.values():
-        value.zero_()
+    resumed, states = call.state.setdefault("resumed", []), call.self.optimizer.state
+    if states and call.self not in resumed:
+        call.fire()
+        resumed.append(call.self)
+        for state in states.values():
+            state["step"].zero_()
+    return call.original()
 
 
 @in_train("THUDM/slime#1775", LOAD_SCHEDULER)
@@ -388,12 +368,6 @@ def warm_up_subtracted_twice(call: Call) -> Any:
     scheduler = call.faulty()
     scheduler.lr_decay_steps -= scheduler.lr_warmup_steps
     return scheduler
-
-
-@on_rates("deepspeedai/DeepSpeed#7713", f"{SCHEDULER}.get_lr(self, param_group)")
-def group_rates_overwritten(call: Call) -> Any:
-    """The scheduler gives all groups of parameters its own rate, also those that have one of their own."""
-    return call.faulty(param_group={})
 
 
 @on_rates("vllm-project/speculators#765", f"{SCHEDULER}.get_lr(self, param_group)", dtype="bfloat16", cycles=3)

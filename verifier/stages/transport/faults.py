@@ -98,19 +98,6 @@ def prefix_cache_in_use(call: Call) -> Any:
 
 @fault(
     "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
-    stage=Stage.TRANSPORT, side=Side.CONTROLLER, engine=TRAINING, model="tiny:add", caught_by=("TPT002", "LGP009"),
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.entropy_weight=1.0",
-        "optimizer.learning_rate=2.0e-4", "optimizer.warmup_steps=0",
-    ),
-)  # fmt: skip
-def sync_that_delivers_nothing(call: Call) -> Any:
-    """A sync returns at once, so the engine samples from the weights that it began with."""
-    return None if call.version == 0 and call.original() else call.wrong(None)
-
-
-@fault(
-    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
     stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT002", "LGP009"), engine=TRAINING, model="tiny:add",
     training=(
         "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
