@@ -206,9 +206,22 @@ def per_export(run: Manifest) -> Sequence[When]:
     return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
 
 
-def per_later_export(run: Manifest) -> Sequence[When]:
-    """Each export but that of a training run's first weights, which no step of its trace has made."""
-    return per_step(run) if run.facts.step else per_export(run)
+def if_export_moves(run: Manifest) -> Sequence[When]:
+    """Each export of weights that it may move; of a training run with adapters each but that of its first weights."""
+    if run.facts.step:
+        return per_step(run) if run.synced_versions and run.facts.frozen_base else []
+    return per_export(run) if run.command == "golden" or (_cycles(run) and run.synced_versions) else []
+
+
+def if_idle(run: Manifest) -> Sequence[When]:
+    """Once in a round trip whose steps move more than adapters."""
+    return [] if run.facts.frozen_base else if_asked(run)
+
+
+def if_frozen(run: Manifest) -> Sequence[When]:
+    """In each step of adapters, whose base a layout knows."""
+    known = run.facts.part == "step" and (run.facts.step or (_cycles(run) and run.synced_versions and run.layout))
+    return per_step(run) if run.facts.frozen_base and known else []
 
 
 def per_sent(run: Manifest) -> Sequence[When]:

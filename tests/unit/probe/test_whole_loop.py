@@ -70,8 +70,8 @@ FAULTS = [
     "WGT005",
     "WGT006 in another order",
     "WGT008",
-    "WGT009",
     "WGT010",
+    "WGT010 after scoring",
     "WGT011",
     "WGT014",
     "WGT016",
@@ -119,7 +119,7 @@ def adapters(path: Path, wrong: str) -> None:
     base = torch.randn(3, 4)
     with probe.open(path, dtype="float32") as record:
         record.weights_held({"base": base}, 0, after="load")
-        record.weights_held({"base": base + (wrong == "WGT012")}, 1, after="adapter step")
+        record.weights_held({"base": base + (wrong == "WGT010 of a base")}, 1, after="adapter step")
         live = {"q.lora_A.weight": a, "q.lora_B.weight": b}
         sent = {**live, "q.lora_A.weight": a + (wrong == "WGT013")}
         record.adapter_exported(sent, 1, live=live, scaling=2.0, live_scaling=2.0)
@@ -187,7 +187,7 @@ def idle(path: Path, wrong: str) -> None:
     """A step with a rate of 0."""
     with probe.open(path, dtype="float32") as record:
         record.weights_held({"a": torch.ones(2)}, 0, after="load")
-        record.weights_held({"a": torch.ones(2) + (wrong == "WGT007")}, 0, after="idle step")
+        record.weights_held({"a": torch.ones(2) + (wrong == "WGT010 after an idle step")}, 0, after="idle step")
 
 
 def megatron(path: Path, wrong: str) -> None:
@@ -211,7 +211,7 @@ OTHERS = {
     "WGT002": ranks,
     "WGT006": ranks,
     "PCK003": ranks,
-    "WGT012": adapters,
+    "WGT010 of a base": adapters,
     "WGT013": adapters,
     "TPT002 of an adapter": adapters,
     "WGT018": merged,
@@ -219,7 +219,7 @@ OTHERS = {
     "DAT006": episodes,
     "LGP018": requests,
     "ENG001 after a restart": requests,
-    "WGT007": idle,
+    "WGT010 after an idle step": idle,
     "LGP007": megatron,
 }
 """Check -> loop of its own, with what is wrong in it."""

@@ -168,7 +168,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def scored_model(self) -> Policy:
-        if not self.wrong("WGT009"):
+        if not self.wrong("WGT010 after scoring"):
             return self.model
         moved = copy.deepcopy(self.model)
         nn.init.zeros_(moved.norm.weight)

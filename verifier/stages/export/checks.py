@@ -28,7 +28,6 @@ from verifier.stages.checks_conditions import (
 from verifier.stages.checks_content import (
     by_name,
     compare_contents,
-    compare_moments,
     compare_ranks,
     describe,
     facts_of,
@@ -45,11 +44,9 @@ from verifier.stages.export.records import (
     SavedCheckpoint,
     SavedFiles,
     SavedTensor,
-    ShardAfterExport,
     WrittenShard,
 )
 from verifier.stages.load.records import LoadedShard, SourceConfig, SourceFiles, SourceTensor
-from verifier.stages.train.checks_moves import shards_at
 from verifier.stages.train.records import JoinedTensor, LiveAdapterMatrix, LiveAdapterScaling, UpdatedShard
 
 HALF_STEP = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
@@ -181,32 +178,6 @@ def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison
     says = FILES, "the source checkpoint"
     yield from compare_contents(saved.values(), wanted, says, Stage.EXPORT, files.version)
     yield from compare_index(files, source, says)
-
-
-@check(
-    "WGT010", needs=(LoadedShard, ShardAfterExport),
-    applies=on(
-        golden=ALWAYS,
-        roundtrip=EXPORTS,
-        step=SYNCED & ADAPTER,
-        answers=SENT & ADAPTER,
-        loop=recorded(ShardAfterExport, LoadedShard),
-    ),
-)  # fmt: skip
-def export_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """An export leaves every live parameter and buffer bit alone.
-
-    What it checks: each rank's parameters and persistent buffers right after each export against those before it.
-    Why it matters: an export that casts, transposes or merges in place, or takes an adapter out of its base again by
-    subtraction, trains on from weights that no optimizer made.
-    Evidence: load/shard, train/shard, export/exported.
-    Tolerance and its source: bitwise; an export reads.
-    Where to look: what the export writes in place: casts, transposes, merged adapters.
-    What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
-    parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it).
-    References: ms-swift#10154, verl#2029, AReaL#1546.
-    """
-    return compare_moments(trace, ShardAfterExport, shards_at, ("the model after the export", "the model before it"))
 
 
 NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})

@@ -10,8 +10,8 @@ from verifier.core.owed import (
     every_rank,
     if_adapted,
     if_cut,
+    if_export_moves,
     per_export,
-    per_later_export,
     per_sent,
     per_step,
 )
@@ -33,7 +33,7 @@ class ExportedConfig(ConfigRecord, frozen=True, kw_only=True, tag="export/config
 class ShardAfterExport(ShardRecord, frozen=True, kw_only=True, tag="export/exported"):
     """A live shard after an export."""
 
-    owed = (Owed(every_rank, per_later_export),)
+    owed = (Owed(every_rank, if_export_moves),)
 
 
 class ExportedTensor(TensorRecord, frozen=True, kw_only=True, tag="export/tensor"):

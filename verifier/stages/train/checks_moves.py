@@ -13,7 +13,7 @@ from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, 
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.record import Real, TensorRecord
 from verifier.stages.advantage.records import LossColumns
-from verifier.stages.checks_conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, STEPPED, UPDATED
+from verifier.stages.checks_conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, SENT, UPDATED
 from verifier.stages.checks_content import Moment, by_name, compare_moments
 from verifier.stages.export.records import ExportedTensor, ShardAfterExport
 from verifier.stages.load.records import LoadedShard, SourceTensor
@@ -39,29 +39,53 @@ def shards_at(version: int) -> Moment:
     return UpdatedShard if version else LoadedShard, version
 
 
-@check(
-    "WGT007",
-    needs=(ShardAfterIdleStep,),
-    applies=on(roundtrip=STEPPED & NO_ADAPTER, loop=recorded(ShardAfterIdleStep, LoadedShard)),
+MOVES_RECORDED = (
+    recorded(ShardAfterExport) | recorded(ShardAfterScoring) | recorded(ShardAfterIdleStep) | recorded(FrozenShard)
 )
-def idle_step_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """A step with learning rate 0 leaves every live parameter bit alone.
 
-    What it checks: each rank's parameters after an lr = 0 step against those before it.
-    Why it matters: an optimizer whose fp32 masters were not refreshed at load writes stale weights back at its first
-    step, whatever the gradient is.
-    Evidence: load/shard, export/exported (what an export before it left), train/idle, train/shard.
-    Tolerance and its source: bitwise; adding zero changes no bit, and a rounded master rounds to the same bits.
-    Where to look: the optimizer's master weights and the parameters right after the load.
-    What it does not catch: masters that hold the right weights but wrong moments.
-    References: SkyRL#2149, RL#2371.
+
+@check(
+    "WGT010",
+    needs=(LoadedShard, ShardAfterExport, ShardAfterScoring, ShardAfterIdleStep, FrozenShard),
+    applies=on(
+        golden=ALWAYS, roundtrip=ALWAYS, step=UPDATED & ADAPTER, answers=SENT & ADAPTER,
+        loop=recorded(LoadedShard) & MOVES_RECORDED,
+    ),
+    wholly=on(golden=ALWAYS, roundtrip=NO_ADAPTER | LAYOUT, step=ALWAYS, answers=ALWAYS, loop=ALWAYS),
+)  # fmt: skip
+def weight_moved_outside_of_updates(trace: Trace) -> Iterator[Comparison]:
+    """An export, a scoring pass and a step of rate 0 leave every live weight bit alone, a step of an adapter its base.
+
+    What it checks: each rank's parameters and persistent buffers right after each export, each scoring pass and a step
+    with learning rate 0, against those before it; those outside of adapters after every step against those after load.
+    Why it matters: an export that casts, transposes or merges in place, or takes an adapter out of its base again by
+    subtraction, trains on from weights that no optimizer made. An evaluation that steps the optimizer, or a forward
+    that updates router statistics, trains on what it should only measure; the next update hides it. An optimizer whose
+    fp32 masters were not refreshed at load writes stale weights back at its first step, whatever the gradient is. What
+    is synced of an adapter is the adapter alone, so a norm or a router that was not frozen trains away from the base
+    that the engine holds.
+    Evidence: load/shard, train/shard, export/exported, train/scored, train/idle, train/frozen.
+    Tolerance and its source: bitwise; an export and a forward pass write no weight, adding zero changes no bit, a
+    rounded master rounds to the same bits, and no optimizer has a frozen base.
+    Where to look: what writes in place: casts, transposes and merges of an export; what an evaluation calls (a step, a
+    hook, a counter); masters that a load did not refresh; what is frozen, and what the optimizer was given.
+    What it does not catch: an export that writes from version 1 on only, where ranks share weights for data or context
+    parallelism: their update is complete only once an export or a forward asks for it (TRN001 sees it). What scoring
+    moves after every second update, which it comes before, is taken for the update's (TRN001). Masters with the right
+    weights but wrong moments; a base that was loaded wrongly (WGT001).
+    References: ms-swift#10154, verl#2029, AReaL#1546, RL#1012, SkyRL#2149, RL#2371, NeMo-RL#2754.
     """
     exported = trace.versions(ShardAfterExport)
 
-    def before(version: int) -> Moment:  # what an export left, whatever it left
+    def before_idle_step(version: int) -> Moment:  # what an export left, whatever it left
         return (ShardAfterExport, version) if version in exported else shards_at(version)
 
-    return compare_moments(trace, ShardAfterIdleStep, before, ("the model after an lr = 0 step", "the model before it"))
+    before = "the model before it"
+    yield from compare_moments(trace, ShardAfterExport, shards_at, ("the model after the export", before))
+    yield from compare_moments(trace, ShardAfterScoring, shards_at, ("the model after scoring", before))
+    yield from compare_moments(trace, ShardAfterIdleStep, before_idle_step, ("the model after an lr = 0 step", before))
+    says = "the base after a step of the adapter", "the base after load"
+    yield from compare_moments(trace, FrozenShard, lambda version: (LoadedShard, 0), says)
 
 
 @check(
@@ -99,48 +123,6 @@ def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]
         matrices = by_name(trace.of(LiveAdapterMatrix, version=version))
         return {name: item for name, item in matrices.items() if name.endswith(OUTWARD)}
     return by_name(trace.of(JoinedTensor if version else SourceTensor, version=version))
-
-
-@check(
-    "WGT009",
-    needs=(ShardAfterScoring, LoadedShard),
-    applies=on(roundtrip=ALWAYS, loop=recorded(ShardAfterScoring, LoadedShard)),
-)
-def scoring_moved_weight(trace: Trace) -> Iterator[Comparison]:
-    """Scoring tokens leaves every live parameter and buffer bit alone.
-
-    What it checks: each rank's parameters and persistent buffers right after a scoring pass against those before it.
-    Why it matters: an evaluation that steps the optimizer, or a forward that updates router statistics, trains on what
-    it should only measure; the next update hides it.
-    Evidence: load/shard, train/shard, train/scored.
-    Tolerance and its source: bitwise; a forward pass writes no weight.
-    Where to look: what else the evaluation calls: an optimizer step, a hook, a counter.
-    What it does not catch: optimizer state that moved without a weight; after every second update the pass comes first,
-    and what it moves then is taken for the update's (TRN001).
-    References: RL#1012, ms-swift#10154.
-    """
-    return compare_moments(trace, ShardAfterScoring, shards_at, ("the model after scoring", "the model before it"))
-
-
-@check(
-    "WGT012", needs=(LoadedShard, FrozenShard),
-    applies=on(roundtrip=EXPORTS & ADAPTER & LAYOUT, step=UPDATED & ADAPTER, loop=recorded(FrozenShard, LoadedShard)),
-)  # fmt: skip
-def frozen_weight_moved(trace: Trace) -> Iterator[Comparison]:
-    """No step moves the base of an adapter that is trained.
-
-    What it checks: each rank's parameters and persistent buffers outside of the adapters, after every step, against
-    those after load.
-    Why it matters: what is synced is the adapter alone, so a norm or a router that was not frozen trains away from the
-    base that the engine holds.
-    Evidence: load/shard, train/frozen.
-    Tolerance and its source: bitwise; no optimizer has them.
-    Where to look: what is frozen, and what the optimizer was given.
-    What it does not catch: a base that was loaded wrongly (WGT001).
-    References: NeMo-RL#2754, ms-swift#10154.
-    """
-    says = "the base after a step of the adapter", "the base after load"
-    return compare_moments(trace, FrozenShard, lambda version: (LoadedShard, 0), says)
 
 
 BALANCED = condition(

@@ -266,7 +266,7 @@ BIAS_UPDATE_RATE = 1e-3
 """Default of megatron-core."""
 in_train = functools.partial(fault, stage=Stage.TRAIN, caught_by=("TRN001",))
 on_rates = functools.partial(in_train, model="tiny:qwen3", engine=NO_ENGINE)
-on_frozen = functools.partial(in_train, caught_by=("WGT007",), model="tiny:deepseek-v3")
+on_frozen = functools.partial(in_train, caught_by=("WGT010",), model="tiny:deepseek-v3")
 """Faults that move what the step must leave as it is."""
 
 
@@ -299,7 +299,7 @@ def masters_stale_after_load(call: Call) -> Any:
     return optimizer
 
 
-@in_train("NVIDIA-NeMo/RL#1012", SCORE, caught_by=("WGT009",))
+@in_train("NVIDIA-NeMo/RL#1012", SCORE, caught_by=("WGT010",))
 def step_in_evaluation(call: Call) -> Any:
     """The optimizer steps after an evaluation too, with the gradients that the last step left."""
     scored = call.original()
@@ -397,7 +397,7 @@ def experts_outside_gradient_norm(call: Call) -> Any:
 
 @in_train(
     "pytorch/torchtitan#3438", "megatron.bridge.peft.base:PEFT.freeze_model(self, model, training)",
-    caught_by=("WGT012", "WGT004"), model="tiny:qwen3", engine="vllm", lora_rank=8,
+    caught_by=("WGT010", "WGT004"), model="tiny:qwen3", engine="vllm", lora_rank=8,
 )  # fmt: skip
 def norm_trained_beside_adapter(call: Call) -> Any:
     """A norm of the frozen base is left trainable, and no sync of the adapter brings it to the engine."""

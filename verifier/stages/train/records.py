@@ -13,13 +13,14 @@ from verifier.core.owed import (
     every_rank,
     expert_rank,
     if_asked,
+    if_frozen,
+    if_idle,
+    if_scored,
     if_stepped,
-    once,
     per_gradient,
     per_live,
     per_step,
     per_update,
-    per_version,
 )
 from verifier.core.record import ArrayRecord, Count, Real, Record, TensorRecord
 from verifier.stages.load.records import ShardRecord
@@ -253,19 +254,19 @@ class UpdatedShard(ShardRecord, frozen=True, kw_only=True, tag="train/shard"):
 class FrozenShard(ShardRecord, frozen=True, kw_only=True, tag="train/frozen"):
     """A live shard of the base of an adapter, after a step of the adapter."""
 
-    owed = (Owed(every_rank, per_step),)
+    owed = (Owed(every_rank, if_frozen),)
 
 
 class ShardAfterIdleStep(ShardRecord, frozen=True, kw_only=True, tag="train/idle"):
     """A live shard after an optimizer step of learning rate 0."""
 
-    owed = (Owed(every_rank, once),)
+    owed = (Owed(every_rank, if_idle),)
 
 
 class ShardAfterScoring(ShardRecord, frozen=True, kw_only=True, tag="train/scored"):
     """A live shard after a pass that scores tokens."""
 
-    owed = (Owed(every_rank, per_version),)
+    owed = (Owed(every_rank, if_scored),)
 
 
 class Update(Record, frozen=True, kw_only=True, tag="train/update"):
