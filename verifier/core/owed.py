@@ -128,10 +128,10 @@ def if_scored(run: Manifest) -> Sequence[When]:
     return per_version(run) if _cycles(run) else []
 
 
-def at_ends(run: Manifest) -> Sequence[When]:
-    """First and last weights that a round trip in fp32 samples by."""
+def at_last(run: Manifest) -> Sequence[When]:
+    """Last weights that a round trip in fp32 samples by."""
     asked = _cycles(run) and run.synced_versions and run.dtype == "float32"
-    return [(0, None), (_cycles(run), None)] if asked else []
+    return [(_cycles(run), None)] if asked else []
 
 
 def per_score(run: Manifest) -> Sequence[When]:

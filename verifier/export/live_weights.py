@@ -12,7 +12,7 @@ from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
 from verifier.export.save import SHARD_BYTES
-from verifier.export.sharding import ParamPlacement, unshard
+from verifier.export.sharding import ParamPlacement, joined_in_turn, require_tiling, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import write_shard
 
@@ -80,6 +80,18 @@ class LiveWeights:
         ranks = range(self._mesh.world_size)
         return frozenset(name for rank in ranks for place in self._places_of(rank).values() for name in place.sources)
 
+    @cached_property
+    def owns_all(self) -> bool:
+        """Every group of replicas has its first copy on rank 0: nothing is split over ranks."""
+        others = range(1, self._mesh.world_size)
+        return bool(self._owned_by(0)) and not any(map(self._owned_by, others))
+
+    def _owned_by(self, rank: int) -> dict[tuple[int, str], ParamPlacement]:
+        """(chunk, local name) to what must be there, of which a rank has the first copy."""
+        at = self._mesh.coordinate(rank)
+        every = self._places_of(rank).items()
+        return {key: place for key, place in every if all(getattr(at, axis) == 0 for axis in place.replicated_over)}
+
     def dump(self, path: Path, tensors: Iterable[tuple[int, str, torch.Tensor]]) -> None:
         """Write what this rank owns of every group of replicas into the folder of all ranks' shards, for `join`.
 
@@ -89,14 +101,24 @@ class LiveWeights:
         """
         owned: dict[str, torch.Tensor] = {}
         files = (path / f"rank-{self.rank:04d}-{number:05d}.safetensors" for number in count())
+        places = self._owned_by(self.rank)
         for chunk, name, tensor in tensors:
-            place = self.places.get((chunk, name))
-            if place is not None and all(getattr(self._at, axis) == 0 for axis in place.replicated_over):
+            if (chunk, name) in places:
                 owned[f"{chunk}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
                 if sum(each.nbytes for each in owned.values()) >= SHARD_BYTES:
                     write_shard(next(files), owned)
                     owned = {}
         write_shard(next(files), owned)
+
+    def join_own(
+        self, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Do what `dump` and `join` do, in memory and tensor by tensor, on rank 0 where it `owns_all`."""
+        every = self._owned_by(0)
+        places = {key: every[key] for key in {place.group: key for key, place in reversed(every.items())}.values()}
+        require_tiling(places.values())
+        shards = ((places[chunk, name], tensor) for chunk, name, tensor in tensors if (chunk, name) in places)
+        return joined_in_turn(shards, gradients=gradients)
 
     def join(self, path: Path, *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Checkpoint tensors, or gradients by them, from the shards of all ranks, joined without Megatron-Bridge.

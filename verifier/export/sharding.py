@@ -136,11 +136,17 @@ def unshard(
     Raises:
         ContractError: a shard has another shape than its placement, or the shards do not tile a checkpoint tensor.
     """
+    shards = sorted(shards, key=lambda item: item[0].sources)
+    require_tiling(placement for placement, _ in shards)
+    yield from joined_in_turn(shards, gradients=gradients)
+
+
+def joined_in_turn(
+    shards: Iterable[tuple[ParamPlacement, torch.Tensor]], *, gradients: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Join shards in the order in which they come, as `unshard` does, of placements that tile every tensor."""
     import torch
 
-    shards = sorted(shards, key=lambda item: item[0].sources)
-    for error in tiling_errors(placement for placement, _ in shards).values():
-        raise ContractError(error)
     whole: dict[str, torch.Tensor] = {}
     left: dict[str, int] = {}
     for placement, tensor in shards:
@@ -159,6 +165,16 @@ def unshard(
             left[box.source] -= piece.numel()
             if not left[box.source]:
                 yield box.source, whole.pop(box.source)
+
+
+def require_tiling(placements: Iterable[ParamPlacement]) -> None:
+    """Refuse placements, one of each group of replicas, that do not hold every index of a tensor once.
+
+    Raises:
+        ContractError: names one such tensor.
+    """
+    for error in tiling_errors(placements).values():
+        raise ContractError(error)
 
 
 def tiling_errors(placements: Iterable[ParamPlacement]) -> dict[str, str]:

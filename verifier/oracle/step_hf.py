@@ -143,7 +143,7 @@ def rounding_anew(model: StreamedModel, draw: int, at: int = 0) -> Iterator[Nois
     if not draw:
         yield None
         return
-    generator = torch.Generator(model.device).manual_seed(draw << 32 | at)
+    generator = torch.Generator(model.device).manual_seed(draw << 20 | at)  # a CPU's takes the lower 32 bits alone
     share = HALF_UNIT * float(model.config.get_text_config().vocab_size) ** 0.5
 
     def back(gradient: torch.Tensor) -> torch.Tensor:

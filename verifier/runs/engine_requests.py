@@ -17,7 +17,7 @@ from verifier.runs.workload import Answer
 from verifier.stages.rollout.records import DrawnTokens, EngineLogprobs, SampledTokens, ShapedTokens
 
 SAMPLING_TEMPERATURE = 2.0
-"""Temperature of one more set of samples at version 0: at 1, a temperature that nobody applies does not show, nor
+"""Temperature of one more set of samples: at 1, a temperature that nobody applies does not show, nor
 log-probabilities of the logits before it."""
 GREEDY = 0.0
 """Temperature at which the likeliest token is taken."""
@@ -82,7 +82,7 @@ def edges_of(vocabulary: int) -> tuple[tuple[int, float], ...]:
 class EngineRequests:
     """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's.
 
-    At the first version and at the last it is asked for more. Samples go on behind the end tokens of the model, `ends`,
+    At the last version it is asked for more. Samples go on behind the end tokens of the model, `ends`,
     as random weights and prompts say them anywhere.
     """
 

@@ -260,7 +260,7 @@ class Session:
         run.say(f"version {version}: engine scores and samples")
         requests = EngineRequests(
             link.client, run.engines[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
-            sorted(end_tokens(run.source)), more=version in (0, run.spec.cycles),
+            sorted(end_tokens(run.source)), more=version == run.spec.cycles,
         )  # fmt: skip
         with in_stage(Stage.ROLLOUT, version):
             requests.score(workload.passes[0].name, [row.tokens for row in workload.passes[0].rollouts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class Steps:
         self._begin()
 
     def _begin(self) -> None:
+        gc.collect()  # an optimizer refers to itself, and is several times as large as the model
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._rule)
         self._scheduler = optimizer_megatron.make_scheduler(self._optimizer, self._rule)
 
@@ -48,6 +50,7 @@ class Steps:
             folder: an empty one, the same for all ranks.
         """
         Writer(self._trainer, self._optimizer, self._scheduler, asynchronous=False).begin(folder)
+        del self._optimizer, self._scheduler
         self._begin()
         load(self._trainer, self._optimizer, self._scheduler, folder, same_mesh=True)
 

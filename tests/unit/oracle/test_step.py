@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +23,7 @@ from verifier.oracle.gradients_hf import (
     spooled,
 )
 from verifier.oracle.oracle import DRAWS
-from verifier.oracle.step_hf import Adam, _rates, half_step
+from verifier.oracle.step_hf import Adam, _rates, half_step, rounding_anew
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
@@ -177,6 +179,20 @@ def test_passes_in_float32_are_made_until_a_gradient_is_near_what_they_are_off_b
     roundings = rounded_anew(beside(exact, actual), {}, compute)
     assert asked == [*range(1, passes + 1)]
     assert roundings == ({"w": pytest.approx(2e-5 * passes, rel=0.01), "unused": 0.0} if passes else {})
+
+
+def test_no_pass_or_batch_is_rounded_as_another() -> None:
+    embedding = torch.nn.Embedding(8, 64, dtype=torch.bfloat16)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=49_152))
+    inner = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    model, ids, found = SimpleNamespace(model=inner, config=config, device=torch.device("cpu")), torch.arange(8), []
+    for draw in range(1, PASSES):
+        for at in (0, 1, 255):
+            with rounding_anew(model, draw, at) as noise:
+                found.append((embedding(ids), noise(torch.ones(4, 64))))
+    for one, other in combinations(found, 2):
+        assert not torch.equal(one[0], other[0])
+        assert not torch.equal(one[1], other[1])
 
 
 def test_what_is_in_doubt_counts_as_near() -> None:

@@ -9,7 +9,7 @@ import msgspec
 from verifier.core.owed import (
     Owed,
     anyone,
-    at_ends,
+    at_last,
     every_rank,
     if_drawn,
     if_measured,
@@ -192,7 +192,7 @@ class OracleOfSampled(OracleRecord, frozen=True, kw_only=True, tag="logprob/samp
 class OracleOfShaped(OracleRecord, frozen=True, kw_only=True, tag="logprob/shaped-oracle"):
     """Oracle's log-probabilities of shaped requests; the nearest value where rounding decides what truncation keeps."""
 
-    owed = (Owed(anyone, at_ends),)
+    owed = (Owed(anyone, at_last),)
     is_side = False
 
 

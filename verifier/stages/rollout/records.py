@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verifier.core.owed import Owed, anyone, at_ends, if_drawn, per_sample, per_version
+from verifier.core.owed import Owed, anyone, at_last, if_drawn, per_sample, per_version
 from verifier.core.record import ArrayRecord, Count, Lengths
 from verifier.stages.replay.records import LogprobRecord
 
@@ -79,7 +79,7 @@ class SampledTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/sample
 class ShapedTokens(SampleRecord, frozen=True, kw_only=True, tag="rollout/shaped"):
     """Sampled with penalties, biases, allowed tokens or truncation."""
 
-    owed = (Owed(anyone, at_ends),)
+    owed = (Owed(anyone, at_last),)
     is_side = False
 
     asked: tuple[dict[str, Any], ...]
