@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verifier.errors import ContractError
+from verifier.launch.child import give_memory_back
 from verifier.megatron import fsdp_megatron
 from verifier.model.provider_megatron import DataParallel, TrainerModel
 from verifier.platform.upstream_fixes import MEGATRON_INDEX
@@ -109,6 +110,12 @@ def make_optimizer(
         index_states(optimizer)
     get_model_config(trainer.chunks[0]).grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def forget_optimizer(trainer: TrainerModel) -> None:
+    """Let the last optimizer go, which is several times as large as the model: the model's config refers to it."""
+    get_model_config(trainer.chunks[0]).grad_scale_func = None
+    give_memory_back()
 
 
 def make_scheduler(optimizer: Any, rule: RolloutRule) -> Any:

@@ -30,6 +30,8 @@ def install() -> None:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # Otherwise mamba-ssm times kernel variants, and its choice varies with the machine.
     os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
+    # Transformer Engine's products of float32 are in TF32, 10 bits, unless cuBLAS is told otherwise before it starts.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     # A program that uses NVLink multicast can put GPUs that other programs use out of service.
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     # Megatron's overlap of collectives with compute needs one hardware queue, set before CUDA starts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from verifier.data.rollout import Rollout
 from verifier.errors import UsageError
 from verifier.export.live_weights import LiveWeights
+from verifier.launch.child import give_memory_back
 from verifier.megatron import optimizer_megatron, step_megatron
 from verifier.megatron.checkpoint_megatron import Writer, load
 from verifier.megatron.step_megatron import StepResult
@@ -32,7 +32,7 @@ class Steps:
         self._begin()
 
     def _begin(self) -> None:
-        gc.collect()  # an optimizer refers to itself, and is several times as large as the model
+        optimizer_megatron.forget_optimizer(self._trainer)
         self._optimizer = optimizer_megatron.make_optimizer(self._trainer, rule=self._rule)
         self._scheduler = optimizer_megatron.make_scheduler(self._optimizer, self._rule)
 
@@ -53,6 +53,7 @@ class Steps:
         del self._optimizer, self._scheduler
         self._begin()
         load(self._trainer, self._optimizer, self._scheduler, folder, same_mesh=True)
+        give_memory_back()
 
 
 def move(live: LiveWeights, source: Checkpoint, seed: str) -> None:
