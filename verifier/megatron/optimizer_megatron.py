@@ -114,6 +114,8 @@ def make_optimizer(
 
 def forget_optimizer(trainer: TrainerModel) -> None:
     """Let the last optimizer go, which is several times as large as the model: the model's config refers to it."""
+    from megatron.core.utils import get_model_config
+
     get_model_config(trainer.chunks[0]).grad_scale_func = None
     give_memory_back()
 
