@@ -18,8 +18,8 @@ def bridges_are_those_that_its_source_registers(context: RankContext) -> None:
     assert "ExaoneMoEForCausalLM" in found, "a second spelling of ExaoneMoeForCausalLM, registered by a function"
 
 
-def no_loss_of_routers_is_left_on(context: RankContext) -> None:
-    """The bridge of EXAONE MoE asks for a balancing loss, a z-loss and updates of the score bias."""
+def no_loss_but_the_policys_is_left_on(context: RankContext) -> None:
+    """The bridge of EXAONE MoE asks for a balancing loss, a z-loss, updates of the score bias and a loss of MTP."""
     from megatron.bridge import AutoBridge
     from transformers import ExaoneMoeConfig
 
@@ -28,7 +28,7 @@ def no_loss_of_routers_is_left_on(context: RankContext) -> None:
 
     config = ExaoneMoeConfig(architectures=["ExaoneMoeForCausalLM"])
     provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor")
     assert all(getattr(provider, name) for name in names)
     _configure(provider, Mesh(), "float32", "cpu")
     assert not any(getattr(provider, name) for name in names)

@@ -12,6 +12,6 @@ def test_bridges_are_those_that_its_source_registers(trainer_launcher, tmp_path)
 
 
 @pytest.mark.slow
-def test_no_loss_of_routers_is_left_on(trainer_launcher, tmp_path):
-    function = "bridge_functions:no_loss_of_routers_is_left_on"
+def test_no_loss_but_the_policys_is_left_on(trainer_launcher, tmp_path):
+    function = "bridge_functions:no_loss_but_the_policys_is_left_on"
     trainer_launcher.run(function, world_size=1, run_dir=tmp_path)

@@ -253,11 +253,10 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "calculate_per_token_loss": True,
         # The all-gather dispatcher refuses variable lengths, even in a model without experts.
         "moe_token_dispatcher_type": "alltoall",
-        # Only the policy's loss trains: no loss of the routers' own, no update of their score bias.
+        # Only the policy's loss trains: none of routers, none of further tokens (MTP), no update of score biases.
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
-        "moe_router_bias_update_rate": 0.0,
+        **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"), 0.0),
         # Granularity of activation recomputation (`recompute_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
