@@ -237,6 +237,7 @@ class EngineRollouts:
         return [self._prompts[index] for index in indices], Sampling(
             seed=self._config.seed * _SEEDS + place, n=options.group_size, max_tokens=options.max_answer_tokens,
             temperature=options.temperature, stop=() if whole else (self._tokenizer.eos_id,), ignore_end=whole,
+            seeded=options.request_seeds,
         )  # fmt: skip
 
     def _scored(

@@ -132,6 +132,13 @@ def test_seeds_and_repeats_are_violated():
     assert not wrong(answers=(7, 7), nats=np.full(TOKENS, -0.01), entropy=np.full(TOKENS, 0.01))
 
 
+def test_requests_without_seeds_are_judged_as_such():
+    config = {"grpo": {"request_seeds": False}}
+    assert wrong(((-1, -1),), config=config) == []
+    assert wrong(((-1, 13),), config=config) == ["seeds of round 0"]
+    assert wrong(((-1, -1),)) == ["seeds of round 0"]
+
+
 def test_knobs_that_the_config_does_not_ask_for_are_violated():
     assert not wrong(shaped=("",))
     assert wrong(shaped=("", "repetition_penalty=1.05")) == ["requests of round 0"]

@@ -111,6 +111,9 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
         for turn, seeds in enumerate(item.turns):
             begin = ((asked.seed or 0) * SEEDS + place + turn * asked.batch_size) * asked.group_size
             where = f"seeds of {item.name}" + (f", turn {turn}" if turn else "")
+            if not flat(trace.manifest.config).get("grpo.request_seeds", True):
+                yield compare_value(At(Stage.ROLLOUT, asked.version), where, max(seeds, default=-1), -1)  # -1: none
+                continue
             right = [*range(begin, begin + len(seeds))] if not turn else None
             wrong = next((at for at, seed in enumerate(seeds) if right and seed != right[at]), None)
             if asked.seed is None:  # a recorded loop's, of which nobody knows more than that each is another
