@@ -31,7 +31,7 @@ from verifier.oracle.gradients_hf import (
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32, moved
 from verifier.oracle.oracle import DRAWS
 from verifier.oracle.step_hf import Adam, chosen, rounding_anew, rounding_of
-from verifier.oracle.streaming_hf import StreamedModel, Take, Tape
+from verifier.oracle.streaming_hf import Room, StreamedModel, Take, Tape
 
 SHIFT = 1e-5
 """Nats by which log-probabilities of two right sides in float32 may differ (LGP001), at a temperature of 1 and more."""
@@ -123,10 +123,12 @@ def judge_updates(
             return distances(exact, lambda take: run(take, dtype, within, draw), device)[0]  # noqa: B023
 
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-            exact[name] = spooled(path, parts[0])  # noqa: B023
+            own = room.held(parts[0])  # noqa: B023
+            exact[name] = own if own.is_cuda else spooled(path, own)  # noqa: B023
             doubts.setdefault(name, float(parts[-1].abs().max()))  # noqa: B023
 
         exact, doubts, roundings = dict[str, torch.Tensor](), dict[str, float](), dict[str, float]()
+        room = Room(torch.device(device))
         right = rounded = run(take, torch.float32)
         stepped, passed = tensors_of(path / f"gradients-{number}"), Distances()
         actual = tensors_of(sampled) if (sampled := path / f"sampled-{number}").is_dir() else stepped

@@ -2,8 +2,8 @@
 
 The modules are made without weights. A unit's forward reads them from the checkpoint, computes, and lets them go. The
 model's own forward runs unchanged: masks, positions and kinds of layers are those of transformers. A `Tape` records
-what each unit was given, on the host, and computes each again for its gradients, the last unit first, for all sequences
-before the unit's weights are let go.
+what each unit was given, on the host or on a GPU with room, and computes each again for its gradients, the last unit
+first, for all sequences before the unit's weights are let go.
 """
 
 from __future__ import annotations
@@ -28,11 +28,25 @@ from verifier.model.transformers_hf import checkpoint_places, compute_the_defini
 ROOM_BYTES = 2**30
 """Bytes of weights that had to be converted or put together and stay on the host, where no gradient is computed."""
 ROOM_SHARE = 0.25
-"""Share of a GPU's free memory for weights that stay."""
+"""Share of a GPU's free memory for weights that stay, and for what else does; see `Room`."""
 Take = Callable[[str, Sequence[torch.Tensor]], None]
-"""Gets a checkpoint tensor's name and its gradients, on the host, one of each kind that was asked for."""
+"""Gets a checkpoint tensor's name and its gradients, of each kind that was asked for, on the host or where computed."""
 Within = Callable[["Unit"], contextlib.AbstractContextManager[Any]]
 """Context of a unit while it is computed, again too."""
+
+
+class Room:
+    """A share of a GPU's free memory for tensors that stay there; a host has none, as they are there already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.left = int(ROOM_SHARE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where it is, while there is room, else on the host."""
+        if tensor.device.type == "cpu" or tensor.nbytes > self.left:
+            return tensor.cpu()
+        self.left -= tensor.nbytes
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +98,7 @@ class StreamedModel:
         self._room = ROOM_BYTES if torch.is_inference_mode_enabled() else 0
         if self.device.type == "cuda":
             release()
-            self._room = int(ROOM_SHARE * torch.cuda.mem_get_info(self.device)[0])
+            self._room = Room(self.device).left
         self._kind: Any = None
         self._forward = self.model.base_model.forward
         self.units = [_unit(module) for module in self._modules(base)]
@@ -212,7 +226,7 @@ class _Call:
     unit: Unit
     forward: Callable[..., Any]
     leaves: list[Any]
-    """Arguments, flat; tensors on the host."""
+    """Arguments, flat; tensors on the host, or on a GPU with room."""
     shape: Any
     """Form of the arguments."""
     edges: dict[int, Any]
@@ -261,7 +275,7 @@ class _Sums:
         if held[kind] is None:
             held[kind] = torch.zeros(empty.shape, dtype=gradient.dtype, device=gradient.device)
         into: Any = held[kind]
-        gradient = gradient.to(into.device)
+        gradient, rows = gradient.to(into.device), None if rows is None else rows.to(into.device)
         if rows is None:
             into += gradient.abs_() if kind in self._magnitudes else gradient
         elif kind in self._magnitudes:
@@ -293,6 +307,7 @@ class Tape:
         self._calls: list[list[_Call]] = []
         self._within: Within = lambda _: contextlib.nullcontext()
         self._anchor = torch.zeros((), requires_grad=True)
+        self._room = Room(model.device)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # masks and positions, which all layers share
 
     @contextlib.contextmanager
@@ -329,8 +344,8 @@ class Tape:
 
     def _hosted(self, leaf: torch.Tensor) -> torch.Tensor:
         if leaf.requires_grad:
-            return leaf.detach().cpu()
-        kept = self._on_host[id(leaf)] = self._on_host.get(id(leaf)) or (leaf, leaf.cpu())
+            return self._room.held(leaf.detach())
+        kept = self._on_host[id(leaf)] = self._on_host.get(id(leaf)) or (leaf, self._room.held(leaf))
         return kept[1]
 
     def backward(self, kinds: int, take: Take) -> None:
@@ -352,10 +367,10 @@ class Tape:
                         rows = self._again(calls.pop(), found)
                     for (empty, kind), gradient in found.items():
                         total.add(place, left[empty], kind, gradient, rows)
-            total.to_host()
             needed = {id(empty) for calls in self._calls for call in calls for _, _, empty in call.unit.tensors}
             for empty in [empty for key, empty in left.items() if key not in needed]:
                 self.model.hand(left.pop(id(empty)), total.of(empty), take)
+            total.to_host()
 
     def _embedded(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """Sequence and embedding that is read by rows, and which rows."""
