@@ -228,6 +228,26 @@ def _written(config: Any, key: str) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """Knobs of a command, or a group of them, checked where it is made.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags or keys.
+    """
+
+    place = ""
+    """Place of a group in the config of its command, such as "grpo."; empty where it has more than one."""
+
+    def __post_init__(self) -> None:
+        check(self, self.place)
+        refuse(self, self._contradictions(), group=self.place)
+
+    def _contradictions(self) -> Mapping[str, object]:
+        """Sentence -> condition, of knobs that are right alone and wrong together."""
+        return {}
+
+
 def build(kind: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:
     """Make a config from dotted keys and values, by `make` in place of `kind`; what is not given takes its default.
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace
+from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace, timeout_knob
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob, refuse
+from verifier.knob import check, group, knob
 from verifier.platform.upstream_fixes import require_known
 
 GATES = Path("gates")
+GATE_FILE = "gate.yaml"
+"""File of every knob in a gate's folder, as `--config` takes it again."""
 KINDS = ("golden", "roundtrip", "train", "faults")
 """Kinds of cells."""
 
@@ -62,10 +64,7 @@ class Waiver:
 class GateConfig(TimedConfig):
     """Config of `verifier gate`."""
 
-    timeout_s: float = knob(
-        "Deadline of the whole gate; what has not begun by then is not run.", 86_400.0, flag="--timeout",
-        metavar="SECONDS", unit="seconds", last=True,
-    )  # fmt: skip
+    timeout_s: float = timeout_knob("Deadline of the whole gate; what has not begun by then is not run.", 86_400.0)
     models: tuple[str, ...] = knob(
         "Generated, tiny:NAME or wide:NAME, or a local HF directory; repeatable.", flag="--model", metavar="MODEL"
     )  # fmt: skip
@@ -124,7 +123,7 @@ class GateConfig(TimedConfig):
         TimedConfig.__post_init__(self)
         require_known(self.fixes)
 
-    def _refuse_contradictions(self) -> None:
+    def _contradictions(self) -> dict[str, object]:
         axes = {
             "--model": self.models,
             "--kind": self.kinds,
@@ -146,7 +145,7 @@ class GateConfig(TimedConfig):
             for name in values
         }
         budget = self.budget_minutes
-        rows = {
+        return {
             "models is empty: name one or more, by --model": not self.models,
             **unknown,
             f"kinds is empty: name one or more of {', '.join(KINDS)}": not self.kinds,
@@ -158,4 +157,3 @@ class GateConfig(TimedConfig):
                 not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S
             ),
         }
-        refuse(self, rows)

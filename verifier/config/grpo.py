@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from verifier.environments.environment import SINGLE, check_environment
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 LOSSES = ("clipped", "gspo", "cispo", "importance")
@@ -22,12 +22,10 @@ _READ_BESIDE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoOptions:
-    """GRPO and its kin; see docs/algorithms.md for the formulas.
+class GrpoOptions(Knobs):
+    """GRPO and its kin; see docs/algorithms.md for the formulas."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "grpo."
 
     group_size: int = knob("Answers of each prompt.", 8, least=1)
     max_answer_tokens: int = knob("Tokens of an answer, its end included, at most.", 64, least=1, unit="tokens")
@@ -93,8 +91,7 @@ class GrpoOptions:
     keep_kv_cache: bool = knob("Requests that run keep keys and values of the old weights; else recomputed.", False)
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 
-    def __post_init__(self) -> None:
-        check(self, "grpo.")
+    def _contradictions(self) -> dict[str, object]:
         check_environment(self.environment)
         in_flight, turns = self.mode == "inflight", "{grpo.environment} and {grpo.max_turns}"
         compares = self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
@@ -111,7 +108,7 @@ class GrpoOptions:
             "grpo.mode=inflight": is_asked and not in_flight
             for name, is_asked in (("keep_kv_cache", self.keep_kv_cache), ("inflight_steps", self.inflight_steps))
         }
-        rows = {
+        return {
             "{grpo.dual_clip} and {grpo.loss}, which has none: use clipped": self.dual_clip and self.loss != "clipped",
             "{grpo.group_size} and {grpo.advantage}, which compares the answers of a group: use 2 or more, or "
             "reinforce++": self.group_size == 1 and compares,
@@ -150,7 +147,6 @@ class GrpoOptions:
                 self.ratio_over == "engine" and self.weight_level is not None
             ),
         }
-        refuse(self, rows, group="grpo.")
 
     @property
     def steps_before_update(self) -> int:

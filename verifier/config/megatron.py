@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 """Parts that Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
@@ -14,12 +14,10 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptions:
-    """Settings of megatron-core besides the mesh.
+class MegatronOptions(Knobs):
+    """Settings of megatron-core besides the mesh."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "megatron."
 
     distributed_optimizer: bool = knob("Shard masters and moments over data-parallel ranks.", True)
     overlap_grad_reduce: bool = knob("Reduce gradients while the backward pass runs.", True)
@@ -65,9 +63,8 @@ class MegatronOptions:
     )
     overlap_optimizer_offload: bool = knob("Copy to and from the host while other parts are stepped.", False)
 
-    def __post_init__(self) -> None:
-        check(self, "megatron.")
-        refuse(self, self._of_data_parallel() | self._of_fsdp() | self._of_layers(), group="megatron.")
+    def _contradictions(self) -> dict[str, object]:
+        return self._of_data_parallel() | self._of_fsdp() | self._of_layers()
 
     def _of_data_parallel(self) -> dict[str, object]:
         needed = {

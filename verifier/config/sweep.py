@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name, stored_dtype
+from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name, stored_dtype, timeout_knob
 from verifier.config.megatron import MegatronOptions
-from verifier.knob import group, knob, refuse
+from verifier.knob import group, knob
 
 RUNS = Path("runs")
 _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
@@ -19,9 +19,7 @@ _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
 class SweepConfig(ModelConfig):
     """Config of `verifier sweep`."""
 
-    timeout_s: float = knob(
-        "Deadline of the whole sweep.", 86_400.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
-    )  # fmt: skip
+    timeout_s: float = timeout_knob("Deadline of the whole sweep.", 86_400.0)
     dtype: str = knob(
         "Type of the weights; by default the checkpoint's own, bf16 of wide:NAME, or fp32.", "", flag="--dtype",
         choices=DTYPES, derived=True,
@@ -66,14 +64,14 @@ class SweepConfig(ModelConfig):
     def __post_init__(self) -> None:
         if not self.dtype:
             wide = self.model.startswith(_WIDE)
-            object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model, DTYPES.values()))
+            object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model))
         if self.run == Path():
             object.__setattr__(self, "run", RUNS / f"sweep-{folder_name(self.model)}")
         TimedConfig.__post_init__(self)
 
-    def _refuse_contradictions(self) -> None:
+    def _contradictions(self) -> dict[str, object]:
         limit = self.memory_limit
-        rows = {
+        return {
             "--mesh names each layout and --ranks is {=ranks}: leave one of the two out": (
                 self.meshes and self.ranks is not None
             ),
@@ -93,4 +91,3 @@ class SweepConfig(ModelConfig):
                 self.megatron.recompute != "none"
             ),
         }
-        refuse(self, rows)

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from verifier.config.profile import ProfileOptions
-from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
+from verifier.config.training import DataOptions, EvaluationOptions, ProfileOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
 from verifier.core.manifest import Facts
 from verifier.core.store import complete, create

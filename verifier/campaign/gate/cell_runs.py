@@ -53,13 +53,13 @@ def serve(channel_fd: str, folder: str) -> None:
     def progress(text: str) -> None:
         channel.send({"progress": text})
 
-    with contextlib.suppress(ChannelClosed, Stopped), Resources(warm=True) as resources:
-        worker = CellRuns(resources, Path(folder), progress)
-        with worker:
-            while True:
-                order = channel.receive()
-                cell = msgspec.convert(order["cell"], Cell)
-                channel.send({"result": msgspec.to_builtins(worker.run(cell, order["deadline_s"]))})
+    lost = contextlib.suppress(ChannelClosed, Stopped)
+    with lost, Resources(warm=True) as resources, contextlib.ExitStack() as stack:
+        worker = CellRuns(resources, Path(folder), progress, stack)
+        while True:
+            order = channel.receive()
+            cell = msgspec.convert(order["cell"], Cell)
+            channel.send({"result": msgspec.to_builtins(worker.run(cell, order["deadline_s"]))})
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -67,20 +67,12 @@ def _stop(signum: int, frame: object) -> None:
 
 
 class CellRuns:
-    """Runs of cells on the same resources."""
+    """Runs of cells on the same resources; trials of faults stay open until the stack is closed."""
 
-    def __init__(self, resources: Resources, folder: Path, progress: Progress) -> None:
-        self._resources, self._folder, self._progress = resources, folder, progress
-        self._runner = Runner(resources, progress)
-        self._stack = contextlib.ExitStack()
+    def __init__(self, resources: Resources, folder: Path, progress: Progress, stack: contextlib.ExitStack) -> None:
+        self._resources, self._folder, self._progress, self._stack = resources, folder, progress, stack
         self._trials: Trials | None = None
         self._engine: tuple[str, ...] = ()
-
-    def __enter__(self) -> CellRuns:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def run(self, cell: Cell, deadline_s: float) -> CellResult:
         """Run and judge a cell, whatever comes of it."""
@@ -94,20 +86,22 @@ class CellRuns:
             self._resources.stop_engines()
             self._engine = engine
         try:
-            result = _RUNS[cell.kind](self, cell, place, deadline_s)
+            runs = {"train": self._train, "faults": self._faults}
+            result = runs.get(cell.kind, self._traced)(cell, place, deadline_s)
         except UsageError as refused:
             result = CellResult(cell=cell, status="not run", reason=str(refused))
         except VerifierError as problem:
             result = self._broken(cell, place, problem)
         return replace(result, began=began, seconds=round(time.monotonic() - at, 1))
 
-    def _golden(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
-        config, _ = load(GoldenConfig, overrides=[*cell.words, f"trace={trace}", f"timeout_s={deadline_s}"])
-        return self._judged(cell, trace, [self._runner.golden(config)])
-
-    def _roundtrip(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
-        config, _ = load(RoundtripConfig, overrides=[*cell.words, f"trace={trace}", f"timeout_s={deadline_s}"])
-        return self._judged(cell, trace, [self._runner.roundtrip(config)])
+    def _traced(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
+        """A golden run, or a round trip."""
+        runner, overrides = Runner(self._resources, self._progress), [f"trace={trace}", f"timeout_s={deadline_s}"]
+        if cell.kind == "golden":
+            made = runner.golden(load(GoldenConfig, overrides=[*cell.words, *overrides])[0])
+        else:
+            made = runner.roundtrip(load(RoundtripConfig, overrides=[*cell.words, *overrides])[0])
+        return self._judged(cell, trace, [made])
 
     def _train(self, cell: Cell, run: Path, deadline_s: float) -> CellResult:
         config, _ = load(TrainConfig, overrides=[*cell.words, f"run={run}", f"timeout_s={deadline_s}"])
@@ -160,11 +154,6 @@ class CellRuns:
 
     def _within(self, path: Path) -> str:
         return os.path.relpath(path, self._folder)
-
-
-_RUNS: dict[str, Callable[[CellRuns, Cell, Path, float], CellResult]] = {
-    "golden": CellRuns._golden, "roundtrip": CellRuns._roundtrip, "train": CellRuns._train, "faults": CellRuns._faults,
-}  # fmt: skip
 
 
 def _traces_of(run: Path) -> list[Path]:

@@ -134,7 +134,7 @@ def _first_line(text: str) -> str:
     return (text.splitlines() or ["no reason is known"])[0]
 
 
-LEDGER, CONFIG = "ledger.jsonl", "gate.yaml"
+LEDGER = "ledger.jsonl"
 
 
 class LedgerRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,7 +21,6 @@ import msgspec
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
 from verifier.campaign.gate.decision import (
-    CONFIG,
     GateLedger,
     decided,
     identity_of,
@@ -33,6 +32,7 @@ from verifier.campaign.gate.matrix import FIRST_S, Matrix, estimate_s, matrix_of
 from verifier.campaign.gate.workers import CellWorker, WorkerPool, next_log, places_of
 from verifier.config import GateConfig
 from verifier.config.cluster import RayOptions
+from verifier.config.gate import GATE_FILE
 from verifier.config.load import resolved
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
@@ -89,7 +89,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
-        write_whole(config.folder / CONFIG, resolved(config, {"folder": "the folder itself"}))
+        write_whole(config.folder / GATE_FILE, resolved(config, {"folder": "the folder itself"}))
         with _pool(config, gpus) as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died

@@ -95,7 +95,8 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
     """
     folder, file = config.run, config.run / "trials.jsonl"
     with locked_folder(folder, "sweep.lock", "folder", "sweep"):
-        asked = {"device": device, **_shared_knobs(config)}
+        knobs = sorted(flat(config.to_dict()).items())
+        asked = {"device": device, **{key: value for key, value in knobs if key not in FREE}}
         lines = read_lines(file)
         if lines:
             _require_same(folder, lines[0], asked)
@@ -103,11 +104,6 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
             append_line(file, asked)
         rows = enumerate(lines[1:], start=2)
         yield SweepRows(file, [decode_line(file, number, line, SweepRow, "sweep") for number, line in rows])
-
-
-def _shared_knobs(config: SweepConfig) -> dict[str, Any]:
-    values = {key: value for key, value in flat(config.to_dict()).items() if key not in FREE}
-    return {key: values[key] for key in sorted(values)}
 
 
 def _require_same(folder: Path, line: bytes, asked: Mapping[str, Any]) -> None:
