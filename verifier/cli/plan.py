@@ -11,10 +11,11 @@ from typing import Any
 from verifier.cli.results import show_results
 from verifier.config import PlanConfig
 from verifier.core.finding import ExitCode
+from verifier.mesh.mesh import ranges
 from verifier.model.named import sizes_alone
 from verifier.plan.chunk_plan import DTYPE_BYTES
 from verifier.plan.held_shards import Holding, is_expert
-from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, ranges, run_plan
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, run_plan
 
 
 def plan(config: PlanConfig, file: Path | None) -> int:

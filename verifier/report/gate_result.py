@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
+from verifier.core.finding import Outcome, Verdict
 from verifier.core.outputs import printable
 from verifier.core.stage import Stage
 from verifier.report.progress import framed
@@ -75,6 +78,24 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verdict: Literal["holds", "inconclusive", "violated", "caught", "missed"]
     """The last two where a fault was injected that the check has to catch."""
     num_compared: int = 0
+
+
+WORDS: dict[Verdict, Literal["holds", "inconclusive", "violated"]] = {
+    Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "inconclusive", Verdict.VIOLATED: "violated",
+}  # fmt: skip
+
+
+def check_verdicts(reports: Iterable[Iterable[Outcome]]) -> tuple[CheckVerdict, ...]:
+    """Worst verdict of each check over the outcomes of all reports, and all that it compared."""
+    worst: dict[str, Outcome] = {}
+    compared = Counter[str]()
+    for outcome in itertools.chain.from_iterable(reports):
+        compared[outcome.code] += outcome.num_compared
+        worst[outcome.code] = max(worst.get(outcome.code, outcome), outcome, key=lambda item: item.verdict)
+    return tuple(
+        CheckVerdict(code=code, name=item.name, verdict=WORDS[item.verdict], num_compared=compared[code])
+        for code, item in sorted(worst.items())
+    )
 
 
 class GateFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

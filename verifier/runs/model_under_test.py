@@ -165,13 +165,7 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
 
 
 def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: Iterable[str], tier: Tier) -> None:
-    """Refuse a round trip that a tier cannot make with a model.
-
-    Args:
-        config: of the run.
-        sizes: config.json of the model.
-        names: tensors of its checkpoint, as far as they are known.
-        tier: tier of the run.
+    """Refuse a round trip that a tier cannot make with a model of this config.json and these tensors, if any is known.
 
     Raises:
         UsageError: the engine, the tier or the model's own sizes do not allow what was asked.

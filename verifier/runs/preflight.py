@@ -74,11 +74,7 @@ def preflight(
 ) -> Preflight:
     """Train one step in the folder `config.run`, which holds nothing yet, and load its checkpoint in new ranks.
 
-    Args:
-        config: of the run, but for its folder.
-        progress: called with a line of text.
-        judge: of the step and of the load.
-        launcher: one with Megatron imported; None starts one.
+    A `launcher` has Megatron imported; None starts one.
 
     Raises:
         UsageError: what the run would be refused for.

@@ -159,12 +159,7 @@ class Runner:
         return phases[-1].trace
 
     def bisect(self, config: BisectConfig, within: Sequence[str] = ()) -> Path:
-        """Record what every module of trainer and oracle puts out, forward and backward; returns the trace.
-
-        Args:
-            config: model, mesh, seed.
-            within: see `RunSpec.within`.
-        """
+        """Record what every module of trainer and oracle puts out, forward and backward; returns the trace."""
         until = Deadline(config.timeout_s)
         asked = RoundtripConfig(
             model=config.model, trace=config.trace, mesh=config.mesh, dtype=config.dtype, cycles=1, seed=config.seed,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -33,7 +32,7 @@ from verifier.faults.trial import Trials
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report import report_of
-from verifier.report.gate_result import Cell, CellResult, CheckVerdict, GateFinding, Status
+from verifier.report.gate_result import WORDS, Cell, CellResult, CheckVerdict, GateFinding, Status, check_verdicts
 from verifier.report.progress import Progress
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report, explanation
@@ -176,30 +175,11 @@ def result_of(cell: Cell, reports: Sequence[Report], within: Callable[[Path], st
     if not found and unfinished and not reason:
         reason = "the run did not finish writing its trace"
     return CellResult(
-        cell=cell, status=_STATUS[verdict], reason=reason, checks=tuple(_verdicts(reports)), findings=tuple(found),
+        cell=cell, status=WORDS[verdict], reason=reason, findings=tuple(found),
+        checks=check_verdicts([report.outcomes for report in reports]),
         first_bad_stage=first,
         not_judged=tuple(dict.fromkeys(clause for report in reports for clause in report.not_judged)),
     )  # fmt: skip
-
-
-_STATUS: dict[Verdict, Status] = {
-    Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "inconclusive", Verdict.VIOLATED: "violated",
-}  # fmt: skip
-
-
-def _verdicts(reports: Sequence[Report]) -> list[CheckVerdict]:
-    """Worst verdict of each check over all reports, and all that it compared."""
-    worst: dict[str, Outcome] = {}
-    compared: dict[str, int] = {}
-    for outcome in (outcome for report in reports for outcome in report.outcomes):
-        compared[outcome.code] = compared.get(outcome.code, 0) + outcome.num_compared
-        if outcome.code not in worst or outcome.verdict > worst[outcome.code].verdict:
-            worst[outcome.code] = outcome
-    names: dict[Verdict, Any] = _STATUS
-    return [
-        CheckVerdict(code=code, name=item.name, verdict=names[item.verdict], num_compared=compared[code])
-        for code, item in sorted(worst.items())
-    ]
 
 
 def _finding(report: Report, outcome: Outcome, within: Callable[[Path], str]) -> GateFinding:

@@ -29,12 +29,9 @@ _STOP_S = 15.0
 
 
 class CellWorker:
-    """One worker; use it on the main thread, with whose end it ends.
+    """One worker; use it on the main thread, with whose end it ends. `log` receives what it prints.
 
-    Args:
-        places: names of its GPUs, or one empty name of a machine without.
-        folder: of the gate.
-        log: receives what it prints.
+    `places` are the names of its GPUs, or one empty name on a machine without.
     """
 
     def __init__(self, places: Sequence[str], folder: Path, log: Path) -> None:
@@ -98,9 +95,8 @@ class CellWorker:
         assert self.cell is not None
         seconds = round(time.monotonic() - self._began, 1)
         self._process.stop()
-        return CellResult(
-            cell=self.cell, status="failed", reason=f"{cause}{last_lines(self._log)}", seconds=seconds
-        )  # fmt: skip
+        reason = f"{cause}{last_lines(self._log)}"
+        return CellResult(cell=self.cell, status="failed", reason=reason, seconds=seconds)
 
 
 class WorkerPool:

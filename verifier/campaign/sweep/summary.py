@@ -147,6 +147,12 @@ def summaries(rows: Sequence[SweepRow]) -> list[LayoutSummary]:
     return sorted(found, key=lambda item: -speed(item.fastest))
 
 
+def _best(found: Sequence[LayoutSummary]) -> tuple[SweepRow | None, SweepRow | None]:
+    """The fastest row of all layouts, and the one with the largest budget."""
+    largest = [row for item in found if (row := item.largest) is not None]
+    return found[0].fastest if found else None, max(largest, key=lambda row: row.max_tokens, default=None)
+
+
 def speed(row: SweepRow | None) -> float:
     """Tokens a second of a row; 0 where nothing ran."""
     return 0.0 if row is None or row.tokens_per_s is None else row.tokens_per_s
@@ -168,9 +174,7 @@ def as_json(
 ) -> str:  # fmt: skip
     """Return the content of sweep.json."""
     found = summaries(rows)
-    best = [row for item in found if (row := item.fastest) is not None]
-    largest = [row for item in found if (row := item.largest) is not None]
-    fastest, roomiest = best[0] if best else None, max(largest, key=lambda row: row.max_tokens, default=None)
+    fastest, roomiest = _best(found)
     value = {
         "model": config.model, "dtype": config.dtype, "device": device, "tolerance": TOLERANCE,
         "fastest": _record(fastest), "largest_budget": _record(roomiest),
@@ -220,13 +224,11 @@ def _cells(row: SweepRow | None) -> tuple[str, str, str, str]:
 
 def answer(rows: Sequence[SweepRow]) -> str:
     """Return the lines that name the fastest layout and the largest budget, each as knobs of a training run."""
-    found = summaries(rows)
-    best = [row for item in found if (row := item.fastest) is not None]
-    if not best:
+    fastest, largest = _best(summaries(rows))
+    if fastest is None or largest is None:
         return ""
-    largest = max((row for item in found if (row := item.largest) is not None), key=lambda row: row.max_tokens)
     return (
-        f"fastest: {speed(best[0]):,.0f} tokens/s with {words_of(best[0])}\n"
+        f"fastest: {speed(fastest):,.0f} tokens/s with {words_of(fastest)}\n"
         f"largest budget: {largest.max_tokens:,} tokens, {speed(largest):,.0f} tokens/s with {words_of(largest)}\n"
     )
 

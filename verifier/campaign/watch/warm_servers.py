@@ -102,12 +102,9 @@ class WarmServer:
 
 
 class WarmServers:
-    """All of them that a command needs; nothing is left of them, nor of a round, after `with`.
+    """All of them that a command needs; nothing is left of them, nor of a round, after `with`. Logs go to `folder`.
 
-    Args:
-        wanted: libraries, by the name under which a round is lent them; a round is forked from "oracles" itself.
-        folder: for logs.
-        load_deadline_s: seconds that imports may take.
+    `wanted` has libraries by the name under which a round is lent them; a round is forked from "oracles" itself.
     """
 
     def __init__(self, wanted: Mapping[str, Libraries], folder: Path, load_deadline_s: float) -> None:
