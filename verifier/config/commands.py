@@ -20,7 +20,7 @@ import msgspec
 
 from verifier.config_json import quantization, stated_dtype
 from verifier.errors import UsageError
-from verifier.knob import Knobs, check, group, knob, refuse
+from verifier.knob import Knobs, group, knob
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, require_known, selected
 
@@ -31,9 +31,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 MAX_TIMEOUT_S = 7 * 24 * 3600
 
 
-def next_trace(command: str, under: Path = Path("traces")) -> Path:
-    """Return the first free ``<under>/<command>-<number>``: the name of a trace that the user did not name."""
-    paths = (under / f"{command}-{number:04d}" for number in itertools.count(1))
+def next_trace(command: str, under: Path = Path("traces"), suffix: str = "") -> Path:
+    """Return the first free ``<under>/<command>-<number><suffix>``, such as a trace that the user did not name."""
+    paths = (under / f"{command}-{number:04d}{suffix}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 
@@ -74,8 +74,10 @@ def dtype_knob() -> Any:
 
 
 def timeout_knob(whole: str, default: float) -> Any:
-    """Make the knob of a deadline in seconds; `whole` is its help."""
-    return knob(whole, default, flag="--timeout", metavar="SECONDS", unit="seconds", last=True)
+    """Make the knob of a deadline in seconds, a week at most; `whole` is its help."""
+    return knob(
+        whole, default, flag="--timeout", metavar="SECONDS", unit="seconds", above=0, most=MAX_TIMEOUT_S, last=True
+    )
 
 
 def fixes_knob() -> Any:
@@ -107,21 +109,9 @@ class CommandConfig(Knobs):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedConfig(CommandConfig):
-    """Knobs of every command that starts processes.
-
-    Raises:
-        UsageError: see `CommandConfig`, and a deadline that is none.
-    """
+    """Knobs of every command that starts processes."""
 
     timeout_s: float = timeout_knob("Deadline of the whole run.", 1800.0)
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise UsageError(
-                f"--timeout is {self.timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week"
-            )
-        refuse(self, self._contradictions())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +129,10 @@ class RunConfig(ModelConfig):
     dtype: str = dtype_knob()
     fixes: tuple[str, ...] = fixes_knob()
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
+        require_known(self.fixes)
         if not self.dtype:
             object.__setattr__(self, "dtype", stored_dtype(self.model))
-        TimedConfig.__post_init__(self)
-        require_known(self.fixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,11 +300,10 @@ class PlanConfig(CommandConfig):
         flag="--gather-gb-s", metavar="GB_S", unit="GB/s", above=0,
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
+        require_known(self.fixes)
         if not self.dtype:
             object.__setattr__(self, "dtype", stored_dtype(self.model))
-        CommandConfig.__post_init__(self)
-        require_known(self.fixes)
 
     @property
     def rounds_decay(self) -> bool:

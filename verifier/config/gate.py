@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
 from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace, timeout_knob
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob
+from verifier.knob import group, knob
 from verifier.platform.upstream_fixes import require_known
 
 GATES = Path("gates")
@@ -98,11 +97,11 @@ class GateConfig(TimedConfig):
     )  # fmt: skip
     budget_minutes: float | None = knob(
         "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
-        flag="--budget", metavar="MINUTES", unit="minutes",
+        flag="--budget", metavar="MINUTES", unit="minutes", above=0,
     )  # fmt: skip
     cell_timeout_s: float = knob(
         "Deadline of one cell, which then counts as failed.", 900.0, flag="--cell-timeout", metavar="SECONDS",
-        unit="seconds", last=True,
+        unit="seconds", above=0, most=MAX_TIMEOUT_S, last=True,
     )  # fmt: skip
     folder: Path = knob(
         "Folder of the gate, which the same command continues; by default the next free gates/NAME-NNNN.", Path(),
@@ -114,14 +113,12 @@ class GateConfig(TimedConfig):
     )  # fmt: skip
     ray: RayOptions = group(RayOptions)
 
-    def __post_init__(self) -> None:
-        check(self)
+    def _fill(self) -> None:
+        require_known(self.fixes)
         spelled = {value: name for name, value in DTYPES.items()}
         object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
             object.__setattr__(self, "folder", next_trace(folder_name(self.models[0]), GATES))
-        TimedConfig.__post_init__(self)
-        require_known(self.fixes)
 
     def _contradictions(self) -> dict[str, object]:
         axes = {
@@ -144,16 +141,9 @@ class GateConfig(TimedConfig):
             for option, values in axes.items()
             for name in values
         }
-        budget = self.budget_minutes
         return {
             "models is empty: name one or more, by --model": not self.models,
             **unknown,
             f"kinds is empty: name one or more of {', '.join(KINDS)}": not self.kinds,
             **twice,
-            "--budget is {=budget_minutes} minutes, it must be above 0 and finite": (
-                budget is not None and not 0 < budget < math.inf
-            ),
-            "--cell-timeout is {=cell_timeout_s} s, it must be above 0 and at most a week": (
-                not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S
-            ),
         }

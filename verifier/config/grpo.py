@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from verifier.environments.environment import SINGLE, check_environment
@@ -53,7 +52,7 @@ class GrpoOptions(Knobs):
     loss: str = knob("Loss of a token; plugins add others.", "clipped")
     clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2, least=0)
     clip_high: float = knob("Ratios above 1 + clip_high are clipped.", 0.2, least=0)
-    dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None)
+    dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None, above=1)
     ratio_over: str = knob(
         "Log-probability that the ratio divides by: the trainer's before the batch, or the engine's.", "old",
         choices=("old", "engine"),
@@ -112,9 +111,6 @@ class GrpoOptions(Knobs):
             "{grpo.dual_clip} and {grpo.loss}, which has none: use clipped": self.dual_clip and self.loss != "clipped",
             "{grpo.group_size} and {grpo.advantage}, which compares the answers of a group: use 2 or more, or "
             "reinforce++": self.group_size == 1 and compares,
-            "{grpo.dual_clip}, it must be above 1 and finite, or null": (
-                self.dual_clip is not None and not 1 < self.dual_clip < math.inf
-            ),
             "{grpo.mask_low} and {grpo.mask_high}: no ratio would stay, use 0 <= grpo.mask_low <= grpo.mask_high": (
                 not 0 <= self.mask_low <= self.mask_high
             ),

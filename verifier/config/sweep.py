@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name, stored_dtype, timeout_knob
+from verifier.config.commands import DTYPES, ModelConfig, folder_name, stored_dtype, timeout_knob
 from verifier.config.megatron import MegatronOptions
 from verifier.knob import group, knob
 
@@ -48,12 +47,12 @@ class SweepConfig(ModelConfig):
     steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
     memory_limit: float | None = knob(
         "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all.",
-        None, flag="--memory-limit", metavar="GIB", unit="GiB",
+        None, flag="--memory-limit", metavar="GIB", unit="GiB", above=0,
     )  # fmt: skip
     seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")
     trial_timeout_s: float = knob(
         "Deadline of one trial, which then counts as failed.", 300.0, flag="--trial-timeout", metavar="SECONDS",
-        unit="seconds", last=True,
+        unit="seconds", above=0, last=True,
     )  # fmt: skip
     run: Path = knob(
         "Folder of the sweep, which the same command continues; by default runs/sweep-MODEL.", Path(), flag="--run",
@@ -61,28 +60,20 @@ class SweepConfig(ModelConfig):
     )  # fmt: skip
     megatron: MegatronOptions = group(MegatronOptions)
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
         if not self.dtype:
             wide = self.model.startswith(_WIDE)
             object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model))
         if self.run == Path():
             object.__setattr__(self, "run", RUNS / f"sweep-{folder_name(self.model)}")
-        TimedConfig.__post_init__(self)
 
     def _contradictions(self) -> dict[str, object]:
-        limit = self.memory_limit
         return {
             "--mesh names each layout and --ranks is {=ranks}: leave one of the two out": (
                 self.meshes and self.ranks is not None
             ),
             "--most-tokens is {=most_tokens}, below --least-tokens, {=least_tokens}": (
                 self.most_tokens is not None and self.most_tokens < self.least_tokens
-            ),
-            "--memory-limit is {=memory_limit} GiB, it must be above 0 and finite": (
-                limit is not None and not 0 < limit < math.inf
-            ),
-            "--trial-timeout is {=trial_timeout_s} s, it must be above 0 and finite": (
-                not 0 < self.trial_timeout_s < math.inf
             ),
             "{megatron.use_fsdp}, and a sweep has no trials of Megatron-FSDP so far: leave it out": (
                 self.megatron.use_fsdp

@@ -211,7 +211,9 @@ class TrainConfig(RunConfig):
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
-    aggregation_constant: float | None = knob("Tokens that the aggregation `constant` divides a sequence by.", None)
+    aggregation_constant: float | None = knob(
+        "Tokens that the aggregation `constant` divides a sequence by.", None, above=0
+    )
     grpo: GrpoOptions = group(GrpoOptions)
     engine: SamplingOptions = group(SamplingOptions)
     transport: str | None = knob(
@@ -227,11 +229,11 @@ class TrainConfig(RunConfig):
     profile: ProfileOptions = group(ProfileOptions)
     ray: RayOptions = group(RayOptions)
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
+        RunConfig._fill(self)
         if math.isnan(self.optimizer.learning_rate):
             rate = default_learning_rate(self.model, self.algorithm, adapters=bool(self.lora.rank))
             object.__setattr__(self, "optimizer", replace(self.optimizer, learning_rate=rate))
-        RunConfig.__post_init__(self)
 
     def _contradictions(self) -> dict[str, object]:
         modes = self._of_modes() if self.algorithm == "grpo" else {}
@@ -253,9 +255,6 @@ class TrainConfig(RunConfig):
         return {
             "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither": (
                 (self.aggregation == "constant") != (constant is not None)
-            ),
-            "{aggregation_constant}, it must be above 0 and finite: it divides": (
-                constant is not None and not 0 < constant < math.inf
             ),
             "{data.rollouts} and {algorithm}, which trains on text: leave data.rollouts out, or give algorithm=grpo": (
                 self.algorithm == "sft" and self.data.rollouts is not None

