@@ -82,9 +82,7 @@ def timeout_knob(whole: str, default: float) -> Any:
 
 def fixes_knob() -> Any:
     """Make the knob of upstream fixes."""
-    return knob(
-        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )  # fmt: skip
+    return knob("Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +190,7 @@ class RoundtripConfig(RunConfig):
     cycles: int = knob("Updates to sync, each followed by logprobs.", 3, flag="--cycles", least=1)
     update: str = knob(
         "A real optimizer step, or seeded noise on every weight.", "step", flag="--update", choices=("step", "noise")
-    )  # fmt: skip
+    )
     transport: str | None = knob(
         "To the engine; nccl needs GPUs of its own, ipc shares the trainer's; by default chosen by the free GPUs.",
         None, flag="--transport", choices=("gloo", "nccl", "ipc"),
@@ -212,7 +210,7 @@ class GoldenConfig(RunConfig):
     why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
     against: Path | None = knob(
         "Compare with a recorded manifest, not with source weights.", None, flag="--against", metavar="MANIFEST"
-    )  # fmt: skip
+    )
     trace: Path = _trace("golden")
 
     def _contradictions(self) -> dict[str, object]:
@@ -228,7 +226,7 @@ class BisectConfig(RunConfig):
 
     fault: str | None = knob(
         "Inject this fault of the catalogue first, to see it found.", None, flag="--fault", metavar="ID"
-    )  # fmt: skip
+    )
     seed: int = knob("Seed of the tokens.", 1, flag="--seed")
     trace: Path = _trace("bisect")
 
@@ -277,10 +275,10 @@ class PlanConfig(CommandConfig):
     gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
     tokens: int = knob(
         "Tokens of a micro-batch of one data-parallel rank.", 4096, flag="--tokens", least=1, unit="tokens"
-    )  # fmt: skip
+    )
     recompute: str = knob(
         "Recompute activations in the backward pass.", "none", flag="--recompute", choices=("none", "full")
-    )  # fmt: skip
+    )
     distributed_optimizer: bool = knob(
         "Shard masters and moments over data-parallel ranks.", True,
         flag="--distributed-optimizer/--no-distributed-optimizer",

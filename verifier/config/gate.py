@@ -66,13 +66,13 @@ class GateConfig(TimedConfig):
     timeout_s: float = timeout_knob("Deadline of the whole gate; what has not begun by then is not run.", 86_400.0)
     models: tuple[str, ...] = knob(
         "Generated, tiny:NAME or wide:NAME, or a local HF directory; repeatable.", flag="--model", metavar="MODEL"
-    )  # fmt: skip
+    )
     kinds: tuple[str, ...] = knob(
         f"Kind of cells, of {', '.join(KINDS)}; by default all; repeatable.", KINDS, flag="--kind", metavar="KIND"
-    )  # fmt: skip
+    )
     meshes: tuple[str, ...] = knob(
         "Mesh, such as tp=2,dp=2, in place of the default ones; repeatable.", (), flag="--mesh", metavar="AXES"
-    )  # fmt: skip
+    )
     dtypes: tuple[str, ...] = knob(
         "Type of the weights, fp32 or bf16; by default the stored one, and both of tiny:NAME; repeatable.", (),
         flag="--dtype", metavar="DTYPE",
@@ -94,7 +94,7 @@ class GateConfig(TimedConfig):
     seed: int = knob("Seed of tokens, data and noise.", 1, flag="--seed")
     fixes: tuple[str, ...] = knob(
         "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )  # fmt: skip
+    )
     budget_minutes: float | None = knob(
         "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
         flag="--budget", metavar="MINUTES", unit="minutes", above=0,

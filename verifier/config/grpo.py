@@ -31,7 +31,7 @@ class GrpoOptions(Knobs):
     reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
     reward_processes: int | None = knob(
         "Processes in which rewards and environments run; by default one a core, 8 at most.", None, least=1
-    )  # fmt: skip
+    )
     reward_timeout_s: float = knob(
         "Deadline of one reward, or of one turn of an environment.", 30.0, above=0, unit="seconds"
     )
@@ -41,7 +41,7 @@ class GrpoOptions(Knobs):
     )  # fmt: skip
     environment: str = knob(
         "Environment that answers turns: single, calculator, verifiers, or package.module:Class.", "single"
-    )  # fmt: skip
+    )
     max_turns: int = knob("Turns of an episode, at most; each has max_answer_tokens.", 1, least=1)
     max_reply_tokens: int = knob(
         "Tokens that an environment puts between two turns, at most, those of the template included.", 64, least=1,
@@ -64,7 +64,7 @@ class GrpoOptions(Knobs):
     kl_in: str = knob("Place of the KL divergence.", "loss", choices=("loss", "reward"))
     weight_level: str | None = knob(
         "Truncated importance weights old / engine by this ratio; null: none.", None, choices=LEVELS
-    )  # fmt: skip
+    )
     weight_cap: float = knob("Greatest importance weight.", 2.0, above=0)
     mask_level: str | None = knob("Mask of tokens by this ratio old / engine; null: none.", None, choices=LEVELS)
     mask_low: float = knob("Least ratio that stays.", 0.5)
@@ -79,14 +79,14 @@ class GrpoOptions(Knobs):
     epochs: int = knob("Passes over a batch.", 1, least=1)
     replay_routes: bool = knob(
         "Routers of the trainer choose the experts that the engine chose (R3); vLLM reports them.", False
-    )  # fmt: skip
+    )
     mode: str = knob(
         "Sampling before each step, while the step before trains, or so that new weights reach running requests.",
         "sync", choices=("sync", "async", "inflight"),
     )  # fmt: skip
     inflight_steps: int | None = knob(
         "Engine steps of a batch before the new weights reach it; null: half of max_answer_tokens.", None, least=1
-    )  # fmt: skip
+    )
     keep_kv_cache: bool = knob("Requests that run keep keys and values of the old weights; else recomputed.", False)
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 

@@ -22,7 +22,7 @@ class LoraOptions(Knobs):
                             least=1)  # fmt: skip
     alpha: int | None = knob(
         "The adapters' product is multiplied by alpha / rank; by default alpha is twice the rank.", None, least=1
-    )  # fmt: skip
+    )
     targets: tuple[str, ...] = knob("Linears of Megatron that have an adapter.", TARGETS)
     sync: str = knob(
         "Engine gets the adapter and keeps the base, or gets the weights with the adapter added to them.", "adapter",

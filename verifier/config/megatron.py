@@ -25,7 +25,7 @@ class MegatronOptions(Knobs):
     grad_reduce_in_fp32: bool = knob("Accumulate and reduce gradients in fp32, or in the weights' type.", True)
     bucket_size: int | None = knob(
         "Elements of a gradient bucket; by default Megatron's, and 40,000 on a CPU.", None, least=1
-    )  # fmt: skip
+    )
     use_fsdp: bool = knob(
         "Shard over data-parallel ranks by Megatron-FSDP, in place of its buckets; needs GPUs.", False
     )
@@ -36,13 +36,11 @@ class MegatronOptions(Knobs):
     fsdp_prefetch: bool = knob("Megatron-FSDP: gather the first weights as soon as a step ends.", True)
     fsdp_unit_elements: int | None = knob(
         "Megatron-FSDP: elements that are gathered ahead; by default Megatron's.", None, least=1
-    )  # fmt: skip
+    )
     rope_fusion: bool | None = knob(
         "Rotary embeddings of all packed sequences in one kernel; by default where the model has plain ones.", None
-    )  # fmt: skip
-    recompute: str = knob(
-        "Recompute activations in the backward pass.", "none", choices=("none", "full", "selective")
-    )  # fmt: skip
+    )
+    recompute: str = knob("Recompute activations in the backward pass.", "none", choices=("none", "full", "selective"))
     recompute_method: str | None = knob(
         "Full: keep the input of every so many layers, or recompute the first so many; default uniform.", None,
         choices=("uniform", "block"),
@@ -51,13 +49,13 @@ class MegatronOptions(Knobs):
     recompute_modules: tuple[str, ...] = knob(f"Selective: {', '.join(RECOMPUTABLE)}; default core_attn.", ())
     moe_load_balancing: str = knob(
         "Balancing loss of routers; bridges ask for one, here it is off unless asked for.", "none", choices=BALANCING
-    )  # fmt: skip
+    )
     moe_aux_loss: float = knob("Coefficient of the balancing loss; bridges have up to 1e-3.", 0.0, least=0)
     moe_z_loss: float = knob("Coefficient of the routers' z-loss.", 0.0, least=0)
     moe_bias_update_rate: float = knob("Change of a router's score bias in a step; Megatron has 1e-3.", 0.0, least=0)
     moe_router_dtype: str | None = knob(
         "Type of the routers' scores; by default the bridge's.", None, choices=("fp32", "fp64")
-    )  # fmt: skip
+    )
     optimizer_offload: float = knob(
         "Share of masters and moments on the host, which steps there; needs GPUs.", 0.0, least=0, most=1
     )

@@ -34,7 +34,7 @@ class SweepConfig(ModelConfig):
     )  # fmt: skip
     least_tokens: int = knob(
         "Budget of a micro-batch that the search begins with.", 1024, flag="--least-tokens", least=2, unit="tokens"
-    )  # fmt: skip
+    )
     most_tokens: int | None = knob(
         "Greatest budget that is tried; by default 1,048,576, and 8,192 on a CPU without --memory-limit.", None,
         flag="--most-tokens", least=2, unit="tokens",

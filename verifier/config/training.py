@@ -30,13 +30,13 @@ class DataOptions(Knobs):
     source: str = knob(
         "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL or Parquet file, or a folder.",
         "arithmetic",
-    )  # fmt: skip
+    )
     options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
     held_out: str | None = knob("File or folder of held-out examples; by default a split of the source.", None)
     split: str = knob("Split of a folder to train on.", "train")
     held_out_split: str | None = knob(
         "Split of a folder to evaluate on; by default the first there is of held-out, validation, test.", None
-    )  # fmt: skip
+    )
     prompt_key: str | None = knob("Column of the prompt; several are joined as `instruction+input`.", "prompt")
     messages_key: str | None = knob("Column of the conversation.", "messages")
     response_key: str | None = knob("Column of the response to learn.", "response")
@@ -46,7 +46,7 @@ class DataOptions(Knobs):
     chat_template: Path | None = knob("Jinja file in the place of the checkpoint's chat template.", None)
     chat_template_kwargs: tuple[str, ...] = knob(
         "Arguments of the chat template, each as name=value, such as enable_thinking=false.", ()
-    )  # fmt: skip
+    )
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)
     rollouts: Path | None = knob("Folder of recorded rollouts, a JSONL file a step, 2 before 10.", None)
@@ -60,10 +60,10 @@ class BatchOptions(Knobs):
 
     micro_batch_size: int | None = knob(
         "Rollouts of a micro-batch, at most; by default 8, or by tokens.", None, least=1
-    )  # fmt: skip
+    )
     max_tokens: int | None = knob(
         "Tokens of a micro-batch, padding included, at most; in place of a count.", None, least=1, unit="tokens"
-    )  # fmt: skip
+    )
 
     def _contradictions(self) -> dict[str, object]:
         both = self.micro_batch_size is not None and self.max_tokens is not None

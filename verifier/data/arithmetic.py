@@ -86,11 +86,9 @@ def calculator_examples(split: str, count: int | None = None, seed: int = 1, *, 
         return tuple(Message(role=role, content=content) for role, content in said[: 4 if solved else 1])
 
     return tuple(
-        Example(
-            id=f"calculator/{item.prompt}", messages=messages(item.prompt, item.answer or ""), answer=item.answer
-        )
+        Example(id=f"calculator/{item.prompt}", messages=messages(item.prompt, item.answer or ""), answer=item.answer)
         for item in arithmetic_examples(split, count, seed)
-    )  # fmt: skip
+    )
 
 
 def tokenizer_files() -> dict[str, str]:

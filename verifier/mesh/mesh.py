@@ -55,10 +55,10 @@ class Mesh:
     )  # fmt: skip
     first_stage_layers: int | None = knob(
         "Layers on the first pipeline stage, where uneven.", None, flag="--first-stage-layers"
-    )  # fmt: skip
+    )
     last_stage_layers: int | None = knob(
         "Layers on the last pipeline stage, where uneven.", None, flag="--last-stage-layers"
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         check(self)

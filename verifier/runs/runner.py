@@ -189,9 +189,7 @@ class Runner:
             objective = msgspec.to_builtins(workload.objective)
             rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
             with in_stage(Stage.LOGPROB):
-                record_activations(
-                    oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh
-                )  # fmt: skip
+                record_activations(oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh)
             complete(config.trace)
         return config.trace
 

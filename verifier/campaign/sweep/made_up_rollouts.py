@@ -29,9 +29,7 @@ def lengths_of(budget: int, *, longest: int, multiple: int, seed: int) -> list[i
     return lengths
 
 
-def made_up(
-    budget: int, *, copies: int, longest: int, multiple: int, vocabulary: int, seed: int
-) -> list[Rollout]:  # fmt: skip
+def made_up(budget: int, *, copies: int, longest: int, multiple: int, vocabulary: int, seed: int) -> list[Rollout]:
     """Make the rollouts of a step, which `split_by_tokens` packs into `copies` full micro-batches.
 
     Every micro-batch has rollouts of the same lengths: then each is filled to the last token, since rollouts go from

@@ -169,9 +169,7 @@ def words_of(row: SweepRow) -> str:
     return " ".join(f"{key}={value}" for key, value in knobs_of(row).items())
 
 
-def as_json(
-    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[LeftOut]
-) -> str:  # fmt: skip
+def as_json(config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[LeftOut]) -> str:
     """Return the content of sweep.json."""
     found = summaries(rows)
     fastest, roomiest = _best(found)
