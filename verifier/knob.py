@@ -126,8 +126,8 @@ class KnobEntry:
         is_left = self.knob.derived and value != value  # NaN: the command's config, which knows the model, makes it
         if (bounds := self.knob.bounds) and not self.knob.holds(value) and not is_left:
             finite = " and finite" if self.kind is float and " and " not in bounds else ""
-            shown = f"{value:g}" if self.kind is float else value
-            raise UsageError(f"{name} is {shown}, it must be {bounds}{finite}")
+            shown, unit = f"{value:g}" if self.kind is float else value, f" {self.knob.unit}" if self.knob.unit else ""
+            raise UsageError(f"{name} is {shown}{unit}, it must be {bounds}{finite}")
         return value
 
 
@@ -226,6 +226,30 @@ def _written(config: Any, key: str) -> str:
     return (
         f"{spelled:g}" if isinstance(spelled, float) else f"{spelled:,}" if isinstance(spelled, int) else str(spelled)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """Knobs of a command, or a group of them, checked where it is made.
+
+    Raises:
+        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags or keys.
+    """
+
+    place = ""
+    """Place of a group in the config of its command, such as "grpo."; empty where it has more than one."""
+
+    def __post_init__(self) -> None:
+        self._fill()
+        check(self, self.place)
+        refuse(self, self._contradictions(), group=self.place)
+
+    def _fill(self) -> None:
+        """Give knobs that nobody gave the values that follow from others; overridden where there are any."""
+
+    def _contradictions(self) -> Mapping[str, object]:
+        """Sentence -> condition, of knobs that are right alone and wrong together."""
+        return {}
 
 
 def build(kind: type, values: Mapping[str, Any], make: Callable[..., Any] | None = None) -> Any:

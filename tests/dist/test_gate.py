@@ -169,7 +169,7 @@ def test_a_waiver_of_what_nobody_knows_ends_it_before_anything_starts(tmp_path, 
 
 
 def test_a_worker_that_hangs_makes_a_failed_cell(tmp_path):
-    worker = CellWorker([""], tmp_path, tmp_path / "worker.log")
+    worker = CellWorker([""], tmp_path, "worker")
     worker.begin(fault_cells(())[0], 0.5)
     pid = the_worker_of(os.getpid())
     os.kill(pid, signal.SIGSTOP)

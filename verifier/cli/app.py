@@ -42,6 +42,7 @@ from verifier.config import (
     SweepConfig,
     TrainConfig,
 )
+from verifier.config.gate import GATE_FILE
 from verifier.core.finding import ExitCode
 from verifier.errors import Stopped, UsageError, VerifierError
 
@@ -137,14 +138,19 @@ def _run(
     return run_and_judge(command, run, config.trace, results)
 
 
-def _file_of_replay(*, replay: Path | None, **_: object) -> Path | None:
-    from verifier.cli.train import config_of
+def _file_of(folder: Path | None, name: str, absent: str) -> Path | None:
+    """File of the config of an earlier run, which is taken where none is given."""
+    if folder is not None and not (folder / name).is_file():
+        raise UsageError(absent.format(folder))
+    return folder and folder / name
 
-    return None if replay is None else config_of(replay)
+
+_NO_RUN = "--replay `{}` is no folder of a run: it has no config.yaml"
+_NO_GATE = "there is no gate in `{}` to resume: give the folder that a gate made"
 
 
 @app.command(cls=KnobCommand)
-@functools.partial(configured, file_of=_file_of_replay)
+@functools.partial(configured, file_of=lambda replay, **_: _file_of(replay, "config.yaml", _NO_RUN))
 def train(
     config: TrainConfig,
     owners: dict[str, str],
@@ -205,14 +211,8 @@ def sweep(
         return cli_sweep.sweep(config, progress)
 
 
-def _file_of_resume(*, resume: Path | None, **_: object) -> Path | None:
-    from verifier.cli.gate import config_in
-
-    return None if resume is None else config_in(resume)
-
-
 @app.command(cls=KnobCommand)
-@functools.partial(configured, file_of=_file_of_resume)
+@functools.partial(configured, file_of=lambda resume, **_: _file_of(resume, GATE_FILE, _NO_GATE))
 def gate(
     config: GateConfig,
     owners: dict[str, str],
@@ -395,7 +395,10 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """One command, from its arguments to its exit code. The outermost frame: every error ends here, as one sentence."""
     try:
-        _require_current_directory()
+        os.getcwd()
+    except FileNotFoundError:  # later imports would die in a deleted folder, with exit codes of their own
+        return _refuse("the current directory does not exist any more: change to one that does", ExitCode.USAGE)
+    try:
         return int(app(arguments, prog_name="verifier", standalone_mode=False) or 0)
     except typer.TyperException as problem:
         message = " ".join(problem.format_message().split()).rstrip(".?")
@@ -415,14 +418,6 @@ def run(arguments: list[str]) -> int:
             where = f"`{str(problem.filename)[:200]}`: " if problem.filename else ""
             return _refuse(f"this machine refused: {where}{problem.strerror}", ExitCode.USAGE)
         return _refuse(f"internal error: {type(problem).__name__}: {problem}{save_traceback()}", ExitCode.INTERNAL)
-
-
-def _require_current_directory() -> None:
-    """Refuse to run in a deleted folder: later imports die in it, with exit codes of their own."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as problem:
-        raise UsageError("the current directory does not exist any more: change to one that does") from problem
 
 
 def _refuse(sentence: str, code: int) -> int:

@@ -171,17 +171,6 @@ def _differs(findings: Findings) -> list[dict[str, str | None]]:
     ]
 
 
-def _text_of_sets(running: str) -> str:
-    """One line for each verified set: what it pins otherwise than the default, and how to run in it."""
-    lines = []
-    for name, changed in SETS.items():
-        pins = ", ".join(f"{package} {version}" for package, version in changed.items())
-        option = "" if name == DEFAULT_SET else f"--set {name} "
-        how = "runs here" if name == running else f"`ci/with-env {option}COMMAND`"
-        lines.append(f"verified set {name}{f' ({pins})' if pins else ''}: {how}")
-    return "\n".join(lines)
-
-
 def render_text(findings: Findings) -> str:
     """A table of packages, then one paragraph per tier, then the verified sets."""
     table = [("package", "verified", "found", "tier")]
@@ -197,7 +186,13 @@ def render_text(findings: Findings) -> str:
             lines += [f"  - {gap.missing}" for gap in gaps if gap.mend == mend]
             lines.append(f"    mend: {mend}")
         parts.append("\n".join(lines))
-    parts.append(_text_of_sets(findings.verified_set))
+    sets = []
+    for name, changed in SETS.items():  # what each pins otherwise than the default, and how to run in it
+        pins = ", ".join(f"{package} {version}" for package, version in changed.items())
+        option = "" if name == DEFAULT_SET else f"--set {name} "
+        how = "runs here" if name == findings.verified_set else f"`ci/with-env {option}COMMAND`"
+        sets.append(f"verified set {name}{f' ({pins})' if pins else ''}: {how}")
+    parts.append("\n".join(sets))
     if differs := _differs(findings):
         named = ", ".join(f"{item['name']} {item['installed']} (verified {item['verified']})" for item in differs)
         parts.append(

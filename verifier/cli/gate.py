@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from verifier.cli.results import Results, show, show_results
 from verifier.config import GateConfig
-from verifier.errors import UsageError
 from verifier.platform.provenance import may_have_gpu
 from verifier.report.progress import Progress
 
@@ -25,19 +23,6 @@ def dry_run(config: GateConfig) -> int:
         num_gpus = torch.cuda.device_count()
     show(listed(planned(config, "cuda" if num_gpus else "cpu", num_gpus)))
     return 0
-
-
-def config_in(folder: Path) -> Path:
-    """File of the config in the folder of a gate.
-
-    Raises:
-        UsageError: there is none.
-    """
-    from verifier.campaign.gate.decision import CONFIG
-
-    if not (folder / CONFIG).is_file():
-        raise UsageError(f"there is no gate in `{folder}` to resume: give the folder that a gate made")
-    return folder / CONFIG
 
 
 def gate(config: GateConfig, progress: Progress, results: Results) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 from verifier.cli.results import show_results
 from verifier.config import PlanConfig
 from verifier.core.finding import ExitCode
+from verifier.mesh.mesh import ranges
 from verifier.model.named import sizes_alone
 from verifier.plan.chunk_plan import DTYPE_BYTES
-from verifier.plan.held_shards import Holding, RankBytes, is_expert
-from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, ranges, run_plan
+from verifier.plan.held_shards import Holding, is_expert
+from verifier.plan.run_plan import GIB, MEASURED_GB_S, MEASURED_IN, Made, RunPlan, run_plan
 
 
 def plan(config: PlanConfig, file: Path | None) -> int:
@@ -137,13 +138,14 @@ def _made(found: RunPlan, made: Made) -> dict[str, Any]:
     for index, holding in enumerate(made.holdings):
         owned = [place for place in holding.places if made.ownership.replicas[place.group].owner == holding.ranks[0]]
         for rank in holding.ranks:
+            own = made.bytes_of(index, rank)
             ranks.append(
                 {
                     "rank": rank, "coordinate": str(found.config.mesh.coordinate(rank)), "holding": index,
                     "parameters": {
                         "dense": holding.count(expert=False), "expert": holding.count(expert=True),
                     },
-                    "bytes": _bytes(made.bytes_of(index, rank)), "plan": digests[rank],
+                    "bytes": {name: getattr(own, name) for name in (*_PARTS, "total")}, "plan": digests[rank],
                     "sends_bytes": found.num_bytes if rank == 0 else 0,
                     "owns": len(owned) if rank == holding.ranks[0] else 0,
                 }
@@ -164,10 +166,6 @@ def _made(found: RunPlan, made: Made) -> dict[str, Any]:
             for item in made.plans
         ],
     }  # fmt: skip
-
-
-def _bytes(item: RankBytes) -> dict[str, int]:
-    return {**{name: getattr(item, name) for name in _PARTS}, "total": item.total}
 
 
 def _holding(found: RunPlan, made: Made, holding: Holding) -> dict[str, Any]:

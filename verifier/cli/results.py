@@ -27,14 +27,9 @@ JsonOption = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Also write the complete report as JSON; `-` prints it, and no text."),
 ]
-JunitOption = Annotated[
-    Path | None, typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML, one case per check.")
-]
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Also write one HTML page that holds all it needs.")
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict and the cause alone.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding whole.")]
 STDOUT = Path("-")
 """File of results that stands for stdout."""
 LISTENERS: list[Callable[[Report], None]] = []
@@ -56,12 +51,13 @@ class Results:
         return STDOUT in (self.json, self.junit, self.html)
 
 
+_JUNIT = typer.Option("--junit", metavar="FILE", help="Also write the report as JUnit XML, one case per check.")
 _OPTIONS = {
     "json": JsonOption,
-    "junit": JunitOption,
+    "junit": Annotated[Path | None, _JUNIT],
     "html": HtmlOption,
-    "quiet": QuietOption,
-    "verbose": VerboseOption,
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict and the cause alone.")],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Print every finding whole.")],
 }
 """Options in the place of a parameter `results`."""
 

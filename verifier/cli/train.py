@@ -203,18 +203,6 @@ def preflight(config: TrainConfig, progress: Progress) -> int:
     return ExitCode.HOLDS
 
 
-def config_of(run: Path) -> Path:
-    """File of a run's config, which a replay takes where none is given.
-
-    Raises:
-        UsageError: there is none.
-    """
-    file = run / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"--replay `{run}` is no folder of a run: it has no config.yaml")
-    return file
-
-
 def require_replay(owners: Mapping[str, str], run: Path | None, step: int | None, others: Mapping[str, bool]) -> None:
     """Refuse options that contradict each other.
 

@@ -6,12 +6,12 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from verifier.campaign.watch import changes
-from verifier.campaign.watch.warm_servers import ENGINES, ORACLES, RANKS, Libraries, WarmServers
+from verifier.campaign.watch.warm_servers import ENGINES, ORACLES, RANKS, WarmServers
 from verifier.cli.results import Results, complain, show
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.core import store
@@ -42,19 +42,15 @@ def loop(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, r
         if not path.exists():
             raise UsageError(f"--watch-path names `{path}`, which does not exist")
     roots = _roots(config, paths or ())
-    with work_folder("watch") as folder, WarmServers(_libraries(config), folder, config.timeout_s) as servers:
+    wanted = {"launcher": RANKS, "oracles": ORACLES}
+    if isinstance(config, RoundtripConfig) and config.engine.kind == "vllm":
+        wanted["engines"] = ENGINES
+    with work_folder("watch") as folder, WarmServers(wanted, folder, config.timeout_s) as servers:
         try:
             _rounds(config, roots, servers)
         finally:
             sweep()
     return 0  # never: a signal ends it
-
-
-def _libraries(config: GoldenConfig | RoundtripConfig) -> dict[str, Libraries]:
-    wanted = {"launcher": RANKS, "oracles": ORACLES}
-    if isinstance(config, RoundtripConfig) and config.engine.kind == "vllm":
-        wanted["engines"] = ENGINES
-    return wanted
 
 
 def _roots(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path]) -> list[Path]:
@@ -97,7 +93,8 @@ def _rounds(config: GoldenConfig | RoundtripConfig, roots: Sequence[Path], serve
             verdicts = judged or verdicts
         edited, seen = _edited(seen, look)
         store.discard(config.trace)
-        if _runs_loop(edited):
+        loops = (module.__file__ or "" for name, module in sys.modules.items() if name.startswith(_LOOP))
+        if edited & {Path(os.path.realpath(file)) for file in loops}:
             show("watch: that is the loop's own code, which starts anew\n")
             servers.close()
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this very command
@@ -112,7 +109,8 @@ def _edited(
         show("watch: waiting for a change\n")
         changed, seen = changes.next_change(seen, look)
         edited.update(changed)
-        show(f"\nwatch: {_names(changed)} changed\n")
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        show(f"\nwatch: {', '.join(f'`{path.name}`' for path in changed[:_NAMED])}{more} changed\n")
         if not (errors := changes.syntax_errors(sorted(edited))):
             return edited, seen
         for sentence in errors:
@@ -143,11 +141,6 @@ def _without_watch(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _runs_loop(changed: Collection[Path]) -> bool:
-    mine = {os.path.realpath(module.__file__ or "") for name, module in sys.modules.items() if name.startswith(_LOOP)}
-    return any(str(path) in mine for path in changed)
-
-
 def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Changes in the verdicts of checks since the last round that had any."""
     if not now:
@@ -160,9 +153,3 @@ def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:
             moved.setdefault(now.get(code, "not judged"), []).append(code)
     said = [f"newly {verdict}: {', '.join(codes)}" for verdict, codes in moved.items()]
     return "; " + ("; ".join(said) or "no verdict changed")
-
-
-def _names(changed: Sequence[Path]) -> str:
-    shown = ", ".join(f"`{path.name}`" for path in changed[:_NAMED])
-    rest = len(changed) - _NAMED
-    return f"{shown} and {rest} more" if rest > 0 else shown

@@ -22,18 +22,10 @@ def play(
     channel: Channel, out: int, err: int, *fds: int, words: list[str], environment: dict[str, str],
     write_caches: bool, lent: list[dict[str, Any]],
 ) -> None:  # fmt: skip
-    """Run one command, and send the verdict of each check.
+    """Run one command, whose output goes to the descriptors `out` and `err`, and send the verdict of each check.
 
-    Args:
-        channel: to the loop.
-        out: descriptor that takes stdout.
-        err: descriptor that takes stderr.
-        fds: channels of the fork servers that are lent.
-        words: the command and its arguments.
-        environment: of the loop.
-        write_caches: have Python keep what it compiles. Its caches know a source by bytes and whole seconds, so those
-            of an edited one may be taken for those of the next edit.
-        lent: name, process id and log of each.
+    `fds` are the channels of the fork servers that are `lent`. Python keeps what it compiles with `write_caches` alone:
+    its caches know a source by bytes and whole seconds, so those of one edit may be taken for those of the next.
     """
     os.dup2(out, 1)
     os.dup2(err, 2)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayOptions:
-    """Ray actors around trainer ranks and engine.
+class RayOptions(Knobs):
+    """Ray actors around trainer ranks and engine."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "ray."
 
     use: bool = knob("Start trainer ranks and engine, or the workers of a gate, from Ray actors.", False)
     address: str = knob("Ray cluster to join, HOST:PORT; `local` starts one on this host.", LOCAL)
@@ -23,11 +21,10 @@ class RayOptions:
         "Nodes that share the trainer's ranks, in blocks of the same size, or have a worker of a gate each.", 1, least=1
     )
 
-    def __post_init__(self) -> None:
-        check(self, "ray.")
+    def _contradictions(self) -> dict[str, object]:
         host, _, port = self.address.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
-        rows = {
+        return {
             "ray.address and ray.nodes need ray.use=true": (
                 not self.use and (self.address != LOCAL or self.nodes != 1)
             ),
@@ -35,4 +32,3 @@ class RayOptions:
             "ray.address is `{=ray.address}`, it must be `local` or HOST:PORT": self.address != LOCAL
             and not is_address,
         }
-        refuse(self, rows, group="ray.")

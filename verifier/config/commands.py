@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import msgspec
 
 from verifier.config_json import quantization, stated_dtype
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob, refuse
+from verifier.knob import Knobs, group, knob
 from verifier.mesh import Mesh
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, require_known, selected
 
@@ -31,9 +31,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 MAX_TIMEOUT_S = 7 * 24 * 3600
 
 
-def next_trace(command: str, under: Path = Path("traces")) -> Path:
-    """Return the first free ``<under>/<command>-<number>``: the name of a trace that the user did not name."""
-    paths = (under / f"{command}-{number:04d}" for number in itertools.count(1))
+def next_trace(command: str, under: Path = Path("traces"), suffix: str = "") -> Path:
+    """Return the first free ``<under>/<command>-<number><suffix>``, such as a trace that the user did not name."""
+    paths = (under / f"{command}-{number:04d}{suffix}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 
@@ -73,27 +73,21 @@ def dtype_knob() -> Any:
     )  # fmt: skip
 
 
+def timeout_knob(whole: str, default: float) -> Any:
+    """Make the knob of a deadline in seconds, a week at most; `whole` is its help."""
+    return knob(
+        whole, default, flag="--timeout", metavar="SECONDS", unit="seconds", above=0, most=MAX_TIMEOUT_S, last=True
+    )
+
+
 def fixes_knob() -> Any:
     """Make the knob of upstream fixes."""
-    return knob(
-        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )  # fmt: skip
+    return knob("Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandConfig:
-    """Config of a command: what all of them do with their knobs.
-
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
-    """
-
-    def __post_init__(self) -> None:
-        check(self)
-        self._refuse_contradictions()
-
-    def _refuse_contradictions(self) -> None:
-        """Raise a UsageError for knobs that are right alone and wrong together; overridden where there are any."""
+class CommandConfig(Knobs):
+    """Config of a command, as JSON there and back."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-able values that the manifest of a trace records under "config"; the trace is not named."""
@@ -113,23 +107,9 @@ class CommandConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedConfig(CommandConfig):
-    """Knobs of every command that starts processes.
+    """Knobs of every command that starts processes."""
 
-    Raises:
-        UsageError: see `CommandConfig`, and a deadline that is none.
-    """
-
-    timeout_s: float = knob(
-        "Deadline of the whole run.", 1800.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check(self)
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise UsageError(
-                f"--timeout is {self.timeout_s:g} s, it must be above 0 and at most {MAX_TIMEOUT_S:,} s, a week"
-            )
-        self._refuse_contradictions()
+    timeout_s: float = timeout_knob("Deadline of the whole run.", 1800.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,21 +127,17 @@ class RunConfig(ModelConfig):
     dtype: str = dtype_knob()
     fixes: tuple[str, ...] = fixes_knob()
 
-    def __post_init__(self) -> None:
-        if not self.dtype:
-            object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
-        TimedConfig.__post_init__(self)
+    def _fill(self) -> None:
         require_known(self.fixes)
+        if not self.dtype:
+            object.__setattr__(self, "dtype", stored_dtype(self.model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Engine that receives the weights.
+class EngineOptions(Knobs):
+    """Engine that receives the weights."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the flags.
-    """
-
+    place = "engine."
     kind: str = knob("Where the weights go: vLLM, or transformers.", "vllm", flag="--engine", choices=("vllm", "hf"))
     tp: int = knob("Tensor parallel size of the engine.", 1, flag="--engine-tp", least=1)
     cuda_graphs: bool | None = knob(
@@ -181,26 +157,19 @@ class EngineOptions:
         flag="--engine-lora-rank", choices=(0, 8, 16, 32, 64),
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        check(self, "engine.")
+    def _contradictions(self) -> dict[str, object]:
         asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
-        beside_adapters = {
+        one_rank = f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm"
+        rows: dict[str, object] = {one_rank: self.kind == "hf" and self.tp != 1}
+        rows |= {
             _beside_an_adapter(name): self.lora_rank and is_asked
             for name, is_asked in asked.items()
             if name != "--cuda-graphs"
         }
-        of_vllm = {
+        return rows | {
             f"{name} is an option of vLLM, --engine is {self.kind}: leave one of the two out": self.kind != "vllm"
             for name in self.gpu_options()
         }
-        rows = {
-            f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm": (
-                self.kind == "hf" and self.tp != 1
-            ),
-            **beside_adapters,
-            **of_vllm,
-        }
-        refuse(self, rows)
 
     def gpu_options(self) -> list[str]:
         """Return the flags of what was asked for that only vLLM on a GPU has."""
@@ -221,7 +190,7 @@ class RoundtripConfig(RunConfig):
     cycles: int = knob("Updates to sync, each followed by logprobs.", 3, flag="--cycles", least=1)
     update: str = knob(
         "A real optimizer step, or seeded noise on every weight.", "step", flag="--update", choices=("step", "noise")
-    )  # fmt: skip
+    )
     transport: str | None = knob(
         "To the engine; nccl needs GPUs of its own, ipc shares the trainer's; by default chosen by the free GPUs.",
         None, flag="--transport", choices=("gloo", "nccl", "ipc"),
@@ -229,8 +198,8 @@ class RoundtripConfig(RunConfig):
     seed: int = knob("Seed of tokens and noise.", 1, flag="--seed")
     trace: Path = _trace("roundtrip")
 
-    def _refuse_contradictions(self) -> None:
-        refuse(self, {_beside_an_adapter("--update noise"): self.engine.lora_rank and self.update != "step"})
+    def _contradictions(self) -> dict[str, object]:
+        return {_beside_an_adapter("--update noise"): self.engine.lora_rank and self.update != "step"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,14 +210,14 @@ class GoldenConfig(RunConfig):
     why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
     against: Path | None = knob(
         "Compare with a recorded manifest, not with source weights.", None, flag="--against", metavar="MANIFEST"
-    )  # fmt: skip
+    )
     trace: Path = _trace("golden")
 
-    def _refuse_contradictions(self) -> None:
+    def _contradictions(self) -> dict[str, object]:
         both = "--record writes a manifest and --against compares with one: give one of the two"
         absent = "there is no manifest `{=against}`: give the path of a file that `--record` wrote"
         rows = {both: self.record and self.against is not None, **_reason(self.record, self.why)}
-        refuse(self, rows | {absent: self.against is not None and not self.against.is_file()})
+        return rows | {absent: self.against is not None and not self.against.is_file()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,16 +226,16 @@ class BisectConfig(RunConfig):
 
     fault: str | None = knob(
         "Inject this fault of the catalogue first, to see it found.", None, flag="--fault", metavar="ID"
-    )  # fmt: skip
+    )
     seed: int = knob("Seed of the tokens.", 1, flag="--seed")
     trace: Path = _trace("bisect")
 
-    def _refuse_contradictions(self) -> None:
+    def _contradictions(self) -> dict[str, object]:
         sentence = (
             f"bisect compares in fp32, where sides differ by rounding alone, and the dtype is {self.dtype}: give a "
             "checkpoint that is stored in fp32"
         )
-        refuse(self, {sentence: self.dtype != "float32"})
+        return {sentence: self.dtype != "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +245,8 @@ class NoiseConfig(ModelConfig):
     record: bool = knob("Store the noise as a tolerance under golden/noise/.", False, flag="--record")
     why: str | None = knob("Why it is recorded; kept with it.", None, flag="--why", metavar="TEXT")
 
-    def _refuse_contradictions(self) -> None:
-        refuse(self, _reason(self.record, self.why))
+    def _contradictions(self) -> dict[str, object]:
+        return _reason(self.record, self.why)
 
 
 def _reason(record: bool, why: str | None) -> dict[str, object]:
@@ -306,10 +275,10 @@ class PlanConfig(CommandConfig):
     gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
     tokens: int = knob(
         "Tokens of a micro-batch of one data-parallel rank.", 4096, flag="--tokens", least=1, unit="tokens"
-    )  # fmt: skip
+    )
     recompute: str = knob(
         "Recompute activations in the backward pass.", "none", flag="--recompute", choices=("none", "full")
-    )  # fmt: skip
+    )
     distributed_optimizer: bool = knob(
         "Shard masters and moments over data-parallel ranks.", True,
         flag="--distributed-optimizer/--no-distributed-optimizer",
@@ -329,11 +298,10 @@ class PlanConfig(CommandConfig):
         flag="--gather-gb-s", metavar="GB_S", unit="GB/s", above=0,
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        if not self.dtype:
-            object.__setattr__(self, "dtype", stored_dtype(self.model, DTYPES.values()))
-        CommandConfig.__post_init__(self)
+    def _fill(self) -> None:
         require_known(self.fixes)
+        if not self.dtype:
+            object.__setattr__(self, "dtype", stored_dtype(self.model))
 
     @property
     def rounds_decay(self) -> bool:
@@ -347,15 +315,11 @@ _OF_WEIGHTS = {"F32": "float32", "BF16": "bfloat16"}
 """The safetensors format's name of a dtype -> torch's."""
 
 
-def stored_dtype(model: str, known: Collection[str]) -> str:
+def stored_dtype(model: str) -> str:
     """Return the dtype that a local Hugging Face directory names, or of its weights; `DEFAULT` for a generated model.
 
     A quantized model is in bfloat16 once it is converted. A directory whose files cannot be read or name another dtype
-    is refused later, by whoever opens its weights.
-
-    Args:
-        model: directory, its config.json, or name of a generated model.
-        known: dtypes that a run can have.
+    is refused later, by whoever opens its weights. `model` may be the config.json too.
     """
     found = None
     with contextlib.suppress(OSError, RecursionError, ValueError, AttributeError, KeyError, TypeError):
@@ -364,7 +328,7 @@ def stored_dtype(model: str, known: Collection[str]) -> str:
         found = stated_dtype(config) or ("bfloat16" if quantization(config) else None)
         if found is None and path.is_dir():
             found = _dtype_of_weights(path)
-    return found if found is not None and found in known else DEFAULT
+    return found if found is not None and found in DTYPES.values() else DEFAULT
 
 
 def _dtype_of_weights(folder: Path) -> str | None:

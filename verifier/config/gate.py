@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace
+from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace, timeout_knob
 from verifier.errors import UsageError
-from verifier.knob import check, group, knob, refuse
+from verifier.knob import group, knob
 from verifier.platform.upstream_fixes import require_known
 
 GATES = Path("gates")
+GATE_FILE = "gate.yaml"
+"""File of every knob in a gate's folder, as `--config` takes it again."""
 KINDS = ("golden", "roundtrip", "train", "faults")
 """Kinds of cells."""
 
@@ -62,19 +63,16 @@ class Waiver:
 class GateConfig(TimedConfig):
     """Config of `verifier gate`."""
 
-    timeout_s: float = knob(
-        "Deadline of the whole gate; what has not begun by then is not run.", 86_400.0, flag="--timeout",
-        metavar="SECONDS", unit="seconds", last=True,
-    )  # fmt: skip
+    timeout_s: float = timeout_knob("Deadline of the whole gate; what has not begun by then is not run.", 86_400.0)
     models: tuple[str, ...] = knob(
         "Generated, tiny:NAME or wide:NAME, or a local HF directory; repeatable.", flag="--model", metavar="MODEL"
-    )  # fmt: skip
+    )
     kinds: tuple[str, ...] = knob(
         f"Kind of cells, of {', '.join(KINDS)}; by default all; repeatable.", KINDS, flag="--kind", metavar="KIND"
-    )  # fmt: skip
+    )
     meshes: tuple[str, ...] = knob(
         "Mesh, such as tp=2,dp=2, in place of the default ones; repeatable.", (), flag="--mesh", metavar="AXES"
-    )  # fmt: skip
+    )
     dtypes: tuple[str, ...] = knob(
         "Type of the weights, fp32 or bf16; by default the stored one, and both of tiny:NAME; repeatable.", (),
         flag="--dtype", metavar="DTYPE",
@@ -96,14 +94,14 @@ class GateConfig(TimedConfig):
     seed: int = knob("Seed of tokens, data and noise.", 1, flag="--seed")
     fixes: tuple[str, ...] = knob(
         "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )  # fmt: skip
+    )
     budget_minutes: float | None = knob(
         "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
-        flag="--budget", metavar="MINUTES", unit="minutes",
+        flag="--budget", metavar="MINUTES", unit="minutes", above=0,
     )  # fmt: skip
     cell_timeout_s: float = knob(
         "Deadline of one cell, which then counts as failed.", 900.0, flag="--cell-timeout", metavar="SECONDS",
-        unit="seconds", last=True,
+        unit="seconds", above=0, most=MAX_TIMEOUT_S, last=True,
     )  # fmt: skip
     folder: Path = knob(
         "Folder of the gate, which the same command continues; by default the next free gates/NAME-NNNN.", Path(),
@@ -115,16 +113,14 @@ class GateConfig(TimedConfig):
     )  # fmt: skip
     ray: RayOptions = group(RayOptions)
 
-    def __post_init__(self) -> None:
-        check(self)
+    def _fill(self) -> None:
+        require_known(self.fixes)
         spelled = {value: name for name, value in DTYPES.items()}
         object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
             object.__setattr__(self, "folder", next_trace(folder_name(self.models[0]), GATES))
-        TimedConfig.__post_init__(self)
-        require_known(self.fixes)
 
-    def _refuse_contradictions(self) -> None:
+    def _contradictions(self) -> dict[str, object]:
         axes = {
             "--model": self.models,
             "--kind": self.kinds,
@@ -145,17 +141,9 @@ class GateConfig(TimedConfig):
             for option, values in axes.items()
             for name in values
         }
-        budget = self.budget_minutes
-        rows = {
+        return {
             "models is empty: name one or more, by --model": not self.models,
             **unknown,
             f"kinds is empty: name one or more of {', '.join(KINDS)}": not self.kinds,
             **twice,
-            "--budget is {=budget_minutes} minutes, it must be above 0 and finite": (
-                budget is not None and not 0 < budget < math.inf
-            ),
-            "--cell-timeout is {=cell_timeout_s} s, it must be above 0 and at most a week": (
-                not 0 < self.cell_timeout_s <= MAX_TIMEOUT_S
-            ),
         }
-        refuse(self, rows)

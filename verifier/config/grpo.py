@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from verifier.environments.environment import SINGLE, check_environment
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 LOSSES = ("clipped", "gspo", "cispo", "importance")
@@ -22,19 +21,17 @@ _READ_BESIDE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoOptions:
-    """GRPO and its kin; see docs/algorithms.md for the formulas.
+class GrpoOptions(Knobs):
+    """GRPO and its kin; see docs/algorithms.md for the formulas."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "grpo."
 
     group_size: int = knob("Answers of each prompt.", 8, least=1)
     max_answer_tokens: int = knob("Tokens of an answer, its end included, at most.", 64, least=1, unit="tokens")
     reward: str = knob("Reward of an answer: a name, or package.module:function.", "answer")
     reward_processes: int | None = knob(
         "Processes in which rewards and environments run; by default one a core, 8 at most.", None, least=1
-    )  # fmt: skip
+    )
     reward_timeout_s: float = knob(
         "Deadline of one reward, or of one turn of an environment.", 30.0, above=0, unit="seconds"
     )
@@ -44,7 +41,7 @@ class GrpoOptions:
     )  # fmt: skip
     environment: str = knob(
         "Environment that answers turns: single, calculator, verifiers, or package.module:Class.", "single"
-    )  # fmt: skip
+    )
     max_turns: int = knob("Turns of an episode, at most; each has max_answer_tokens.", 1, least=1)
     max_reply_tokens: int = knob(
         "Tokens that an environment puts between two turns, at most, those of the template included.", 64, least=1,
@@ -55,7 +52,7 @@ class GrpoOptions:
     loss: str = knob("Loss of a token; plugins add others.", "clipped")
     clip_low: float = knob("Ratios below 1 - clip_low are clipped.", 0.2, least=0)
     clip_high: float = knob("Ratios above 1 + clip_high are clipped.", 0.2, least=0)
-    dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None)
+    dual_clip: float | None = knob("Greatest ratio that counts where the advantage is negative.", None, above=1)
     ratio_over: str = knob(
         "Log-probability that the ratio divides by: the trainer's before the batch, or the engine's.", "old",
         choices=("old", "engine"),
@@ -70,7 +67,7 @@ class GrpoOptions:
     kl_in: str = knob("Place of the KL divergence.", "loss", choices=("loss", "reward"))
     weight_level: str | None = knob(
         "Truncated importance weights old / engine by this ratio; null: none.", None, choices=LEVELS
-    )  # fmt: skip
+    )
     weight_cap: float = knob("Greatest importance weight.", 2.0, above=0)
     mask_level: str | None = knob("Mask of tokens by this ratio old / engine; null: none.", None, choices=LEVELS)
     mask_low: float = knob("Least ratio that stays.", 0.5)
@@ -85,19 +82,18 @@ class GrpoOptions:
     epochs: int = knob("Passes over a batch.", 1, least=1)
     replay_routes: bool = knob(
         "Routers of the trainer choose the experts that the engine chose (R3); vLLM reports them.", False
-    )  # fmt: skip
+    )
     mode: str = knob(
         "Sampling before each step, while the step before trains, or so that new weights reach running requests.",
         "sync", choices=("sync", "async", "inflight"),
     )  # fmt: skip
     inflight_steps: int | None = knob(
         "Engine steps of a batch before the new weights reach it; null: half of max_answer_tokens.", None, least=1
-    )  # fmt: skip
+    )
     keep_kv_cache: bool = knob("Requests that run keep keys and values of the old weights; else recomputed.", False)
     max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
 
-    def __post_init__(self) -> None:
-        check(self, "grpo.")
+    def _contradictions(self) -> dict[str, object]:
         check_environment(self.environment)
         in_flight, turns = self.mode == "inflight", "{grpo.environment} and {grpo.max_turns}"
         compares = self.advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
@@ -114,13 +110,10 @@ class GrpoOptions:
             "grpo.mode=inflight": is_asked and not in_flight
             for name, is_asked in (("keep_kv_cache", self.keep_kv_cache), ("inflight_steps", self.inflight_steps))
         }
-        rows = {
+        return {
             "{grpo.dual_clip} and {grpo.loss}, which has none: use clipped": self.dual_clip and self.loss != "clipped",
             "{grpo.group_size} and {grpo.advantage}, which compares the answers of a group: use 2 or more, or "
             "reinforce++": self.group_size == 1 and compares,
-            "{grpo.dual_clip}, it must be above 1 and finite, or null": (
-                self.dual_clip is not None and not 1 < self.dual_clip < math.inf
-            ),
             "{grpo.mask_low} and {grpo.mask_high}: no ratio would stay, use 0 <= grpo.mask_low <= grpo.mask_high": (
                 not 0 <= self.mask_low <= self.mask_high
             ),
@@ -153,7 +146,6 @@ class GrpoOptions:
                 self.ratio_over == "engine" and self.weight_level is not None
             ),
         }
-        refuse(self, rows, group="grpo.")
 
     @property
     def steps_before_update(self) -> int:

@@ -78,9 +78,7 @@ def load(
 def resolved(config: Any, owners: Mapping[str, str]) -> str:
     """Return a config as YAML that `--config` takes again: a line per knob, with its owner and default in a comment.
 
-    Args:
-        config: the config.
-        owners: key -> who gave its value; a knob that nobody gave has its default.
+    `owners` has for each key who gave its value; a knob that nobody gave has its default.
     """
     lines = []
     for entry in entries(type(config)):
@@ -191,7 +189,9 @@ def _typed(kind: type, known: Mapping[str, KnobEntry], given: Mapping[str, Given
         try:
             OmegaConf.update(tree, key, _parsed(known[key], item.value))
         except (OmegaConfBaseException, ValueError) as problem:
-            raise _refusal(known[key], item) from problem
+            place = "" if item.where.startswith(item.name) else f" in {item.where}"
+            said = f"{item.name} is `{item.value}`{place}, it must be {_WORDS[known[key].kind]}"
+            raise UsageError(said) from problem
     for key, item in plain.items():
         try:
             value = OmegaConf.select(tree, key)
@@ -226,11 +226,6 @@ def _parsed(entry: KnobEntry, value: Any) -> Any:
     if entry.kind is tuple and isinstance(value, str):
         return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
     return list(value) if isinstance(value, tuple) else value
-
-
-def _refusal(entry: KnobEntry, item: Given) -> UsageError:
-    place = "" if item.where.startswith(item.name) else f" in {item.where}"
-    return UsageError(f"{item.name} is `{item.value}`{place}, it must be {_WORDS[entry.kind]}")
 
 
 TERMS = {

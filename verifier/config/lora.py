@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linears of Megatron that can have an adapter."""
@@ -13,26 +13,23 @@ ENGINE_RANKS = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraOptions:
-    """Adapters, off unless a rank is given.
+class LoraOptions(Knobs):
+    """Adapters, off unless a rank is given."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "lora."
 
     rank: int | None = knob("Rank of the adapters that are trained on a frozen base; null trains all weights.", None,
                             least=1)  # fmt: skip
     alpha: int | None = knob(
         "The adapters' product is multiplied by alpha / rank; by default alpha is twice the rank.", None, least=1
-    )  # fmt: skip
+    )
     targets: tuple[str, ...] = knob("Linears of Megatron that have an adapter.", TARGETS)
     sync: str = knob(
         "Engine gets the adapter and keeps the base, or gets the weights with the adapter added to them.", "adapter",
         choices=("adapter", "merged"),
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        check(self, "lora.")
+    def _contradictions(self) -> dict[str, object]:
         turned = {"alpha": self.alpha, "targets": self.targets != TARGETS, "sync": self.sync != "adapter"}
         without = {
             f"{{lora.{name}}} and lora.rank is not given: give a rank, or leave it out": self.rank is None and value
@@ -42,13 +39,12 @@ class LoraOptions:
             f"lora.targets has `{target}`, it must be one of {', '.join(TARGETS)}": target not in TARGETS
             for target in self.targets
         }
-        rows = {
+        return {
             **without,
             f"lora.targets is empty: name some of {', '.join(TARGETS)}": not self.targets,
             **unknown,
             "{lora.targets}: name each linear once": len(set(self.targets)) < len(self.targets),
         }
-        refuse(self, rows, group="lora.")
 
     @property
     def effective_alpha(self) -> int:

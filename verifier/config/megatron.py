@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verifier.knob import check, knob, refuse
+from verifier.knob import Knobs, knob
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 """Parts that Megatron-FSDP divides over data-parallel ranks: masters and moments, gradients too, weights too."""
@@ -14,12 +14,10 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptions:
-    """Settings of megatron-core besides the mesh.
+class MegatronOptions(Knobs):
+    """Settings of megatron-core besides the mesh."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "megatron."
 
     distributed_optimizer: bool = knob("Shard masters and moments over data-parallel ranks.", True)
     overlap_grad_reduce: bool = knob("Reduce gradients while the backward pass runs.", True)
@@ -27,7 +25,7 @@ class MegatronOptions:
     grad_reduce_in_fp32: bool = knob("Accumulate and reduce gradients in fp32, or in the weights' type.", True)
     bucket_size: int | None = knob(
         "Elements of a gradient bucket; by default Megatron's, and 40,000 on a CPU.", None, least=1
-    )  # fmt: skip
+    )
     use_fsdp: bool = knob(
         "Shard over data-parallel ranks by Megatron-FSDP, in place of its buckets; needs GPUs.", False
     )
@@ -38,13 +36,11 @@ class MegatronOptions:
     fsdp_prefetch: bool = knob("Megatron-FSDP: gather the first weights as soon as a step ends.", True)
     fsdp_unit_elements: int | None = knob(
         "Megatron-FSDP: elements that are gathered ahead; by default Megatron's.", None, least=1
-    )  # fmt: skip
+    )
     rope_fusion: bool | None = knob(
         "Rotary embeddings of all packed sequences in one kernel; by default where the model has plain ones.", None
-    )  # fmt: skip
-    recompute: str = knob(
-        "Recompute activations in the backward pass.", "none", choices=("none", "full", "selective")
-    )  # fmt: skip
+    )
+    recompute: str = knob("Recompute activations in the backward pass.", "none", choices=("none", "full", "selective"))
     recompute_method: str | None = knob(
         "Full: keep the input of every so many layers, or recompute the first so many; default uniform.", None,
         choices=("uniform", "block"),
@@ -53,21 +49,20 @@ class MegatronOptions:
     recompute_modules: tuple[str, ...] = knob(f"Selective: {', '.join(RECOMPUTABLE)}; default core_attn.", ())
     moe_load_balancing: str = knob(
         "Balancing loss of routers; bridges ask for one, here it is off unless asked for.", "none", choices=BALANCING
-    )  # fmt: skip
+    )
     moe_aux_loss: float = knob("Coefficient of the balancing loss; bridges have up to 1e-3.", 0.0, least=0)
     moe_z_loss: float = knob("Coefficient of the routers' z-loss.", 0.0, least=0)
     moe_bias_update_rate: float = knob("Change of a router's score bias in a step; Megatron has 1e-3.", 0.0, least=0)
     moe_router_dtype: str | None = knob(
         "Type of the routers' scores; by default the bridge's.", None, choices=("fp32", "fp64")
-    )  # fmt: skip
+    )
     optimizer_offload: float = knob(
         "Share of masters and moments on the host, which steps there; needs GPUs.", 0.0, least=0, most=1
     )
     overlap_optimizer_offload: bool = knob("Copy to and from the host while other parts are stepped.", False)
 
-    def __post_init__(self) -> None:
-        check(self, "megatron.")
-        refuse(self, self._of_data_parallel() | self._of_fsdp() | self._of_layers(), group="megatron.")
+    def _contradictions(self) -> dict[str, object]:
+        return self._of_data_parallel() | self._of_fsdp() | self._of_layers()
 
     def _of_data_parallel(self) -> dict[str, object]:
         needed = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, TimedConfig, folder_name, stored_dtype
+from verifier.config.commands import DTYPES, ModelConfig, folder_name, stored_dtype, timeout_knob
 from verifier.config.megatron import MegatronOptions
-from verifier.knob import group, knob, refuse
+from verifier.knob import group, knob
 
 RUNS = Path("runs")
 _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
@@ -19,9 +18,7 @@ _WIDE, _WIDE_DTYPE = "wide:", "bfloat16"
 class SweepConfig(ModelConfig):
     """Config of `verifier sweep`."""
 
-    timeout_s: float = knob(
-        "Deadline of the whole sweep.", 86_400.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
-    )  # fmt: skip
+    timeout_s: float = timeout_knob("Deadline of the whole sweep.", 86_400.0)
     dtype: str = knob(
         "Type of the weights; by default the checkpoint's own, bf16 of wide:NAME, or fp32.", "", flag="--dtype",
         choices=DTYPES, derived=True,
@@ -37,7 +34,7 @@ class SweepConfig(ModelConfig):
     )  # fmt: skip
     least_tokens: int = knob(
         "Budget of a micro-batch that the search begins with.", 1024, flag="--least-tokens", least=2, unit="tokens"
-    )  # fmt: skip
+    )
     most_tokens: int | None = knob(
         "Greatest budget that is tried; by default 1,048,576, and 8,192 on a CPU without --memory-limit.", None,
         flag="--most-tokens", least=2, unit="tokens",
@@ -50,12 +47,12 @@ class SweepConfig(ModelConfig):
     steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
     memory_limit: float | None = knob(
         "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all.",
-        None, flag="--memory-limit", metavar="GIB", unit="GiB",
+        None, flag="--memory-limit", metavar="GIB", unit="GiB", above=0,
     )  # fmt: skip
     seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")
     trial_timeout_s: float = knob(
         "Deadline of one trial, which then counts as failed.", 300.0, flag="--trial-timeout", metavar="SECONDS",
-        unit="seconds", last=True,
+        unit="seconds", above=0, last=True,
     )  # fmt: skip
     run: Path = knob(
         "Folder of the sweep, which the same command continues; by default runs/sweep-MODEL.", Path(), flag="--run",
@@ -63,28 +60,20 @@ class SweepConfig(ModelConfig):
     )  # fmt: skip
     megatron: MegatronOptions = group(MegatronOptions)
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
         if not self.dtype:
             wide = self.model.startswith(_WIDE)
-            object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model, DTYPES.values()))
+            object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model))
         if self.run == Path():
             object.__setattr__(self, "run", RUNS / f"sweep-{folder_name(self.model)}")
-        TimedConfig.__post_init__(self)
 
-    def _refuse_contradictions(self) -> None:
-        limit = self.memory_limit
-        rows = {
+    def _contradictions(self) -> dict[str, object]:
+        return {
             "--mesh names each layout and --ranks is {=ranks}: leave one of the two out": (
                 self.meshes and self.ranks is not None
             ),
             "--most-tokens is {=most_tokens}, below --least-tokens, {=least_tokens}": (
                 self.most_tokens is not None and self.most_tokens < self.least_tokens
-            ),
-            "--memory-limit is {=memory_limit} GiB, it must be above 0 and finite": (
-                limit is not None and not 0 < limit < math.inf
-            ),
-            "--trial-timeout is {=trial_timeout_s} s, it must be above 0 and finite": (
-                not 0 < self.trial_timeout_s < math.inf
             ),
             "{megatron.use_fsdp}, and a sweep has no trials of Megatron-FSDP so far: leave it out": (
                 self.megatron.use_fsdp
@@ -93,4 +82,3 @@ class SweepConfig(ModelConfig):
                 self.megatron.recompute != "none"
             ),
         }
-        refuse(self, rows)

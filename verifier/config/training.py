@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import RunConfig, next_trace
+from verifier.config.commands import RunConfig, next_trace, timeout_knob
 from verifier.config.grpo import GrpoOptions
 from verifier.config.lora import ENGINE_RANKS, LoraOptions
 from verifier.config.megatron import MegatronOptions
-from verifier.config.profile import ProfileOptions
 from verifier.config.sampling import SamplingOptions
-from verifier.knob import check, group, knob, refuse
+from verifier.knob import Knobs, group, knob
 
 SCHEDULES = ("constant", "linear", "cosine")
 AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
@@ -25,23 +24,19 @@ DEFAULT_COUNT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions:
-    """Examples, or recorded rollouts, that steps train on.
-
-    Raises:
-        UsageError: a value that its knob does not allow.
-    """
+class DataOptions(Knobs):
+    """Examples, or recorded rollouts, that steps train on."""
 
     source: str = knob(
         "`arithmetic`, `calculator`, `reasoning-gym:TASK`, `verifiers:TASKSET`, a JSONL or Parquet file, or a folder.",
         "arithmetic",
-    )  # fmt: skip
+    )
     options: tuple[str, ...] = knob("Options NAME=VALUE of a task of reasoning-gym or a task set of verifiers.", ())
     held_out: str | None = knob("File or folder of held-out examples; by default a split of the source.", None)
     split: str = knob("Split of a folder to train on.", "train")
     held_out_split: str | None = knob(
         "Split of a folder to evaluate on; by default the first there is of held-out, validation, test.", None
-    )  # fmt: skip
+    )
     prompt_key: str | None = knob("Column of the prompt; several are joined as `instruction+input`.", "prompt")
     messages_key: str | None = knob("Column of the conversation.", "messages")
     response_key: str | None = knob("Column of the response to learn.", "response")
@@ -51,38 +46,32 @@ class DataOptions:
     chat_template: Path | None = knob("Jinja file in the place of the checkpoint's chat template.", None)
     chat_template_kwargs: tuple[str, ...] = knob(
         "Arguments of the chat template, each as name=value, such as enable_thinking=false.", ()
-    )  # fmt: skip
+    )
     num_examples: int | None = knob("Examples to train on; by default all.", None, least=1)
     batch_size: int = knob("Examples of a step.", 32, least=1)
     rollouts: Path | None = knob("Folder of recorded rollouts, a JSONL file a step, 2 before 10.", None)
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
-    """Division of a step's batch over passes; no division changes the step.
+class BatchOptions(Knobs):
+    """Division of a step's batch over passes; no division changes the step."""
 
-    Raises:
-        UsageError: a value that its knob does not allow.
-    """
+    place = "batch."
 
     micro_batch_size: int | None = knob(
         "Rollouts of a micro-batch, at most; by default 8, or by tokens.", None, least=1
-    )  # fmt: skip
+    )
     max_tokens: int | None = knob(
         "Tokens of a micro-batch, padding included, at most; in place of a count.", None, least=1, unit="tokens"
-    )  # fmt: skip
+    )
 
-    def __post_init__(self) -> None:
-        check(self, "batch.")
+    def _contradictions(self) -> dict[str, object]:
         both = self.micro_batch_size is not None and self.max_tokens is not None
         sentence = (
             "{batch.micro_batch_size} and {batch.max_tokens}: a micro-batch is cut by one of the two, leave the other "
             "out"
         )
-        refuse(self, {sentence: both}, group="batch.")
+        return {sentence: both}
 
     @property
     def count(self) -> int:
@@ -91,12 +80,10 @@ class BatchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOptions:
-    """Adam and the schedule of its rates.
+class OptimizerOptions(Knobs):
+    """Adam and the schedule of its rates."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "optimizer."
 
     learning_rate: float = knob(
         "Learning rate after the warm-up; by default 1e-6 in GRPO, 1e-5 in SFT, 1e-3 of random weights.", math.nan,
@@ -111,25 +98,21 @@ class OptimizerOptions:
     beta_2: float = knob("Decay of Adam's second moment.", 0.95, least=0, below=1)
     epsilon: float = knob("Summand of Adam's denominator.", 1e-8, least=0)
 
-    def __post_init__(self) -> None:
-        check(self, "optimizer.")
-        rows = {
+    def _contradictions(self) -> dict[str, object]:
+        return {
             "{optimizer.least_learning_rate}, above optimizer.learning_rate, {=optimizer.learning_rate}: make it "
             "smaller": self.least_learning_rate > self.learning_rate,
             "{optimizer.least_learning_rate} and {optimizer.schedule}, which never falls: choose linear or cosine": (
                 self.schedule == "constant" and self.least_learning_rate
             ),
         }
-        refuse(self, rows, group="optimizer.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOptions:
-    """Held-out evaluation: the share of problems whose answer greedy decoding gives, token by token.
+class EvaluationOptions(Knobs):
+    """Held-out evaluation: the share of problems whose answer greedy decoding gives, token by token."""
 
-    Raises:
-        UsageError: a value that its knob does not allow, or knobs that contradict each other; names the keys.
-    """
+    place = "evaluation."
 
     every: int = knob(
         "Steps between two evaluations; above 1 there is one before step 1 too; 0: at the end alone.", 0, least=0
@@ -137,38 +120,26 @@ class EvaluationOptions:
     num_problems: int | None = knob("Held-out problems; 0: none; by default those there are, up to 512.", None, least=0)
     stop_above: float = knob("Accuracy at which training ends early; above 1: never.", 2.0)
 
-    def __post_init__(self) -> None:
-        check(self, "evaluation.")
+    def _contradictions(self) -> dict[str, object]:
         sentence = (
             "{evaluation.stop_above} and {evaluation.every}, which evaluates at the end alone: give evaluation.every, "
             "or leave it out"
         )
-        refuse(self, {sentence: not self.every and self.stop_above <= 1}, group="evaluation.")
+        return {sentence: not self.every and self.stop_above <= 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointOptions:
-    """Checkpoints, from which the same command continues a run that was stopped.
-
-    Raises:
-        UsageError: a value that its knob does not allow.
-    """
+class CheckpointOptions(Knobs):
+    """Checkpoints, from which the same command continues a run that was stopped."""
 
     every: int = knob("Steps between two checkpoints; 0: at the end alone.", 100, least=0)
     keep: int = knob("Checkpoints that are kept: the last ones.", 2, least=1)
     asynchronous: bool = knob("Write checkpoints in a process of their own while training goes on.", False)
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """Judging of steps while the run trains.
-
-    Raises:
-        UsageError: a value that its knob does not allow.
-    """
+class VerifyOptions(Knobs):
+    """Judging of steps while the run trains."""
 
     steps: bool = knob("Judge every stage of every step.", False, flag="--verify/--no-verify")
     every: int | None = knob(
@@ -184,8 +155,28 @@ class VerifyOptions:
         None, least=0,
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        check(self)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(Knobs):
+    """Steps of which torch.profiler leaves a chrome trace."""
+
+    steps: tuple[str, ...] = knob("Steps that torch.profiler looks at.", ())
+    ranks: tuple[str, ...] = knob("Ranks that it looks at.", ("0",))
+
+    def _contradictions(self) -> dict[str, object]:
+        wrong = {
+            f"profile.{name} has `{text}`, it must be a whole number of at least {least}": (
+                not text.isascii() or not text.isdigit() or int(text) < least
+            )
+            for name, least in (("steps", 1), ("ranks", 0))
+            for text in getattr(self, name)
+        }
+        nothing = "profile.steps is given and profile.ranks is empty: nothing would be profiled"
+        return wrong | {nothing: self.steps and not self.ranks}
+
+    def covers(self, step: int, rank: int) -> bool:
+        """Tell whether a step is profiled on a rank."""
+        return step in map(int, self.steps) and rank in map(int, self.ranks)
 
 
 def default_learning_rate(model: str, algorithm: str, *, adapters: bool) -> float:
@@ -204,9 +195,7 @@ def default_learning_rate(model: str, algorithm: str, *, adapters: bool) -> floa
 class TrainConfig(RunConfig):
     """Config of `verifier train`."""
 
-    timeout_s: float = knob(
-        "Deadline of the whole run.", 86_400.0, flag="--timeout", metavar="SECONDS", unit="seconds", last=True
-    )  # fmt: skip
+    timeout_s: float = timeout_knob("Deadline of the whole run.", 86_400.0)
     algorithm: str = knob("Supervised fine-tuning, or GRPO.", "sft", choices=("sft", "grpo"))
     first: Path | None = knob(
         "Config of a run to train before this one, in its folder `first`; this run begins with its weights.", None,
@@ -222,7 +211,9 @@ class TrainConfig(RunConfig):
     data: DataOptions = group(DataOptions)
     batch: BatchOptions = group(BatchOptions)
     aggregation: str = knob("Mean of the tokens' losses.", "token_mean", choices=AGGREGATIONS)
-    aggregation_constant: float | None = knob("Tokens that the aggregation `constant` divides a sequence by.", None)
+    aggregation_constant: float | None = knob(
+        "Tokens that the aggregation `constant` divides a sequence by.", None, above=0
+    )
     grpo: GrpoOptions = group(GrpoOptions)
     engine: SamplingOptions = group(SamplingOptions)
     transport: str | None = knob(
@@ -238,18 +229,16 @@ class TrainConfig(RunConfig):
     profile: ProfileOptions = group(ProfileOptions)
     ray: RayOptions = group(RayOptions)
 
-    def __post_init__(self) -> None:
+    def _fill(self) -> None:
+        RunConfig._fill(self)
         if math.isnan(self.optimizer.learning_rate):
             rate = default_learning_rate(self.model, self.algorithm, adapters=bool(self.lora.rank))
             object.__setattr__(self, "optimizer", replace(self.optimizer, learning_rate=rate))
-        RunConfig.__post_init__(self)
 
-    def _refuse_contradictions(self) -> None:
-        rows = self._of_algorithm() | self._of_adapters() | self._of_engine()
-        if self.algorithm == "grpo":
-            rows |= self._of_modes()
-        rows |= self._of_fsdp() | self._of_course()
-        refuse(self, rows)
+    def _contradictions(self) -> dict[str, object]:
+        modes = self._of_modes() if self.algorithm == "grpo" else {}
+        shared = self._of_algorithm() | self._of_adapters() | self._of_engine()
+        return shared | modes | self._of_fsdp() | self._of_course()
 
     @property
     def samples(self) -> bool:
@@ -266,9 +255,6 @@ class TrainConfig(RunConfig):
         return {
             "aggregation=constant divides by aggregation_constant, no other aggregation does: give both or neither": (
                 (self.aggregation == "constant") != (constant is not None)
-            ),
-            "{aggregation_constant}, it must be above 0 and finite: it divides": (
-                constant is not None and not 0 < constant < math.inf
             ),
             "{data.rollouts} and {algorithm}, which trains on text: leave data.rollouts out, or give algorithm=grpo": (
                 self.algorithm == "sft" and self.data.rollouts is not None

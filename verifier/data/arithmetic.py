@@ -76,16 +76,9 @@ def arithmetic_examples(split: str, count: int | None = None, seed: int = 1) -> 
 
 
 def calculator_examples(split: str, count: int | None = None, seed: int = 1, *, solved: bool) -> tuple[Example, ...]:
-    """Conversations in which a calculator is asked for the sum: the examples of `arithmetic_examples`, in that order.
+    """Conversations in which a calculator is asked for the sum: see `arithmetic_examples`, also for the order.
 
-    Args:
-        split: "train" or "held-out".
-        count: number of examples; all of the split by default.
-        seed: seed of the choice and its order.
-        solved: with the call `37+85=`, the tool's `122` and the answer `####122`; else the question alone.
-
-    Raises:
-        UsageError: see `arithmetic_examples`.
+    If `solved`, with the call `37+85=`, the tool's `122` and the answer `####122`; else the question alone.
     """
 
     def messages(prompt: str, answer: str) -> tuple[Message, ...]:
@@ -93,11 +86,9 @@ def calculator_examples(split: str, count: int | None = None, seed: int = 1, *, 
         return tuple(Message(role=role, content=content) for role, content in said[: 4 if solved else 1])
 
     return tuple(
-        Example(
-            id=f"calculator/{item.prompt}", messages=messages(item.prompt, item.answer or ""), answer=item.answer
-        )
+        Example(id=f"calculator/{item.prompt}", messages=messages(item.prompt, item.answer or ""), answer=item.answer)
         for item in arithmetic_examples(split, count, seed)
-    )  # fmt: skip
+    )
 
 
 def tokenizer_files() -> dict[str, str]:

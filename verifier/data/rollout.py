@@ -192,12 +192,9 @@ _ROUTES = "routes"
 def save_rollouts(
     path: Path, rollouts: Sequence[Rollout], columns: Mapping[str, Sequence[np.ndarray]] | None = None
 ) -> None:
-    """Write a batch; the file appears when it is whole.
+    """Write a batch of one or more rollouts, all or none with routes; the file appears when it is whole.
 
-    Args:
-        path: file to write.
-        rollouts: at least one; all or none have routes.
-        columns: name -> per rollout [L] values of its tokens.
+    `columns` are further values: name -> per rollout [L] values of its tokens.
 
     Raises:
         UsageError: the file cannot be written.

@@ -69,7 +69,10 @@ def load_examples(
     if source == ARITHMETIC:
         return arithmetic_examples(split, count, seed)
     if source == CALCULATOR:
-        return _divided(calculator_examples(split, count, seed, solved=task == "sft"), divide, count)
+        examples = calculator_examples(split, count, seed, solved=task == "sft")
+        if divide is None:
+            return examples
+        return tuple(itertools.islice(itertools.chain.from_iterable(map(divide, examples)), count))
     if source.startswith(SOURCES):
         if task == "sft":
             raise UsageError(f"`{source}` has no responses to learn: give algorithm=grpo, or other data")
@@ -124,12 +127,6 @@ def splits_of(source: str) -> tuple[str, ...]:
         return tuple(name for name in files if name)
     loaded = _saved(path)
     return tuple(map(str, loaded)) if isinstance(loaded, Mapping) else ()
-
-
-def _divided(examples: tuple[Example, ...], divide: Split | None, count: int | None) -> tuple[Example, ...]:
-    if divide is None:
-        return examples
-    return tuple(itertools.islice(itertools.chain.from_iterable(map(divide, examples)), count))
 
 
 def require_disjoint(train: Sequence[Example], held_out: Sequence[Example]) -> None:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from verifier.core.stage import stage_of
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
+from verifier.mesh.mesh import ranges
 from verifier.platform.provenance import installed
 from verifier.stages.load.records import StackFailure
 
@@ -119,10 +120,10 @@ class Stall:
         of_tensor = f" of {self.tensor}" if self.tensor else ""
         what = "every rank arrived, yet it did not complete"
         if self.missing:
-            what = f"{_ranks(self.arrived)} arrived, {_ranks(self.missing)} did not"
+            what = f"[{ranges(self.arrived)}] arrived, [{ranges(self.missing)}] did not"
         if self.stopped:
-            what = f"rank {_ranks(self.stopped)} is stopped by a signal ({what})"
-        where = f"in a group of {len(self.group)} ranks {_ranks(self.group)}"
+            what = f"rank [{ranges(self.stopped)}] is stopped by a signal ({what})"
+        where = f"in a group of {len(self.group)} ranks [{ranges(self.group)}]"
         return f"{self.op}{of_tensor} waited {self.waited_s:.1f} s {where}: {what}"
 
 
@@ -187,17 +188,6 @@ def _states(states: Sequence[RankState]) -> list[str]:
     shown = [f"  {state}" for state in states[:_MAX_RANKS_SHOWN]]
     rest = len(states) - len(shown)
     return [*shown, f"  and {rest} more ranks"] if rest else shown
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text with runs folded: "[0-3, 7]"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return "[" + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "]"
 
 
 def _last_lines(text: str) -> str:

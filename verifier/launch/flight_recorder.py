@@ -81,12 +81,7 @@ class Slot(ctypes.Structure):
 
 
 def slots_for(num_ranks: int, fd: int = -1) -> ctypes.Array[Slot]:
-    """A slot per rank, zeroed at first.
-
-    Args:
-        num_ranks: the job's.
-        fd: descriptor of a file in memory, by which other processes map the same; -1: none, only forks share it.
-    """
+    """A slot per rank, zeroed at first, in a file in memory that others map by its descriptor; -1: for forks alone."""
     kind = Slot * num_ranks
     if fd >= 0:
         os.ftruncate(fd, ctypes.sizeof(kind))

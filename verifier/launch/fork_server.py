@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection, reduction
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NoReturn
 
 from verifier.errors import ContractError, InternalError, VerifierError
@@ -80,9 +79,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

@@ -81,11 +81,7 @@ class RankContext:
         self.report({"progress": text})
 
     def serve(self, methods: Mapping[str, Callable[..., JSON]]) -> None:
-        """Answer the calls of the job's owner (`ForkJob.call`), one after another, until it asks for the end.
-
-        Args:
-            methods: name -> function of keyword arguments, which are JSON values; returns what JSON can carry.
-        """
+        """Answer the calls of the job's owner (`ForkJob.call`) by these functions, until it asks for the end."""
         while (call := self.receive()) is not None:
             self.report({"answer": methods[call["name"]](**call["arguments"])})
 

@@ -53,12 +53,7 @@ def find_stall(
 
 
 def on_this_clock(raw: bytes, offset_s: float) -> Slot | None:
-    """A slot as `NodeRanks.slots` gives it, with its time on the clock of this process.
-
-    Args:
-        raw: the slot; empty before the rank's first collective.
-        offset_s: this process's monotonic clock, less that of the rank's node.
-    """
+    """A slot as `NodeRanks.slots` gives it, its time moved by the seconds that this process's clock is ahead."""
     if not raw:
         return None
     slot = Slot.from_buffer_copy(raw)
@@ -101,11 +96,9 @@ class Vigil:
         self._deaths: dict[Child, Callable[[], VerifierError]] = {}
 
     def keep(self, child: Child, death: Callable[[], VerifierError]) -> None:
-        """Watch a process from now on. Of several dead ones the first kept is named.
+        """Watch a process, until it is dropped, which is before it is stopped. Of several dead ones the first is named.
 
-        Args:
-            child: process; drop it before it is stopped.
-            death: makes the error that names it, once it has ended; must not wait by this vigil.
+        `death` makes the error that names it, once it has ended; it must not wait by this vigil.
         """
         self._deaths[child] = death
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from verifier.errors import UsageError
@@ -54,10 +55,10 @@ class Mesh:
     )  # fmt: skip
     first_stage_layers: int | None = knob(
         "Layers on the first pipeline stage, where uneven.", None, flag="--first-stage-layers"
-    )  # fmt: skip
+    )
     last_stage_layers: int | None = knob(
         "Layers on the last pipeline stage, where uneven.", None, flag="--last-stage-layers"
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -194,3 +195,10 @@ def axes_of(text: str) -> dict[str, int]:
             raise UsageError(f"--mesh is `{text}`, it must be sizes of {', '.join(AXES)}, such as tp=2,dp=2")
         axes[axis] = int(size)
     return axes
+
+
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
+    """Ranks in words: sorted numbers as ranges, such as "0-3, 8"; at most so many of them."""
+    runs = [[value for _, value in run] for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])]
+    said = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(said[:most]) + (", ..." if most is not None and len(said) > most else "")

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from verifier.config import PlanConfig
 from verifier.export.names import PARAMS, Cut, ModelLayout
@@ -26,13 +25,6 @@ _MOMENTS = 8
 """Bytes of Adam's two moments of a parameter, fp32 each."""
 BUFFERS = {"nccl": 4, "ipc": 5}
 """Chunks that the sender's GPU holds at a time: three ahead and one being packed; by IPC also one being read."""
-
-
-class Layout(Protocol):
-    """Places of a model's tensors; a function of a rank's coordinates tp, pp, ep and etp alone."""
-
-    def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
-        """List the parameters and checkpointed buffers of one model chunk of a rank, in the model's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +60,10 @@ def is_expert(place: ParamPlacement) -> bool:
     return "edp" in place.replicated_over
 
 
-def holdings_of(layout: Layout, mesh: Mesh) -> tuple[Holding, ...]:
+def holdings_of(layout: ModelLayout, mesh: Mesh) -> tuple[Holding, ...]:
     """Return what the ranks hold, in the order of the first rank of each holding.
+
+    Places are a function of a rank's coordinates tp, pp, ep and etp alone.
 
     Raises:
         UsageError: the mesh does not divide the layers, the experts or a tensor.

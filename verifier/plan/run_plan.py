@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
 
 from verifier.config import PlanConfig
 from verifier.config_json import stated_dtype
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
+from verifier.mesh.mesh import ranges
 from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of, unmet
 from verifier.model.mesh_fit import architecture_of, misfits
 from verifier.plan.chunk_plan import DTYPE_BYTES, ChunkPlan, chunk_bytes_of
@@ -228,13 +228,9 @@ def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
             sentence += f"; {offer} does"
         yield sentence
     if any(sentence.startswith("tp ") for sentence in found):
-        fits = [tp for tp in range(1, mesh.tp) if not _about_tp(config, tp)]
+        wrong = ((tp, misfits(config, Mesh(tp=tp))) for tp in range(1, mesh.tp))
+        fits = [tp for tp, said in wrong if not any(sentence.startswith("tp ") for sentence in said)]
         yield f"the greatest tp below {mesh.tp} that divides this model is {fits[-1]}"
-
-
-def _about_tp(config: Mapping[str, JSON], tp: int) -> bool:
-    """True if this tp, alone, does not divide the model."""
-    return any(sentence.startswith("tp ") for sentence in misfits(config, Mesh(tp=tp)))
 
 
 def _stages(num_layers: int, mesh: Mesh) -> str:
@@ -248,12 +244,7 @@ def _stages(num_layers: int, mesh: Mesh) -> str:
 
 
 def plan_errors(plans: Sequence[RanksPlan], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a sentence on each set of ranks that has no plan, or another one; and on tensors that are not sent.
-
-    Args:
-        plans: of all ranks, equal ones once, that of most ranks first.
-        shapes: name -> shape of every tensor of the checkpoint.
-    """
+    """Return a sentence on each set of ranks that has no plan, or another one than most; and on tensors not sent."""
     first, *others = plans
     found = [f"{_said(item.ranks)} cannot plan the transfer: {item.refused}" for item in plans if item.refused]
     found += [
@@ -280,10 +271,3 @@ def _unlike(first: ChunkPlan, other: ChunkPlan) -> str:
 
 def _said(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks, most=3)}"
-
-
-def ranges(numbers: Sequence[int], most: int | None = None) -> str:
-    """Return sorted numbers as ranges, such as "0-3, 8"; at most so many of them."""
-    runs = [[value for _, value in run] for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])]
-    said = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(said[:most]) + (", ..." if most is not None and len(said) > most else "")

@@ -169,11 +169,7 @@ def zigzag_positions(length: int, cp_size: int, cp_rank: int) -> Tensor:
 def packed_rows(cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
     """Return the rows of one context-parallel rank, [total_tokens / cp_size] int32, as Transformer Engine's extension.
 
-    Args:
-        cu_seqlens: [sequences + 1] padded boundaries; the last is `total_tokens`.
-        total_tokens: number of rows of all ranks.
-        cp_size: number of context-parallel ranks.
-        cp_rank: context-parallel rank.
+    `cu_seqlens` are the padded boundaries, [sequences + 1]; the last is `total_tokens`, the rows of all ranks.
     """
     runs = itertools.pairwise(cu_seqlens.tolist())
     return torch.cat([begin + zigzag_positions(end - begin, cp_size, cp_rank) for begin, end in runs]).int()

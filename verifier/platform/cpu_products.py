@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -21,8 +22,8 @@ def multiply_bfloat16_in_float32() -> None:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
-        for name, kernel in {"mm": _mm, "bmm": _bmm, "addmm": _addmm, "baddbmm": _baddbmm}.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+        for name in ("mm", "bmm", "addmm", "baddbmm"):
+            library.impl(name, _product(name), "CPU", allow_override=True)
     _held.append(library)
 
 
@@ -30,33 +31,14 @@ _held: list[torch.library.Library] = []
 """Libraries whose kernels stay registered."""
 
 
-def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if left.dtype == torch.bfloat16:
-        return torch.mm(left.float(), right.float()).bfloat16()
-    return torch.ops.aten.mm.out(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+def _product(name: str) -> Callable[..., torch.Tensor]:
+    """Kernel of a product whose last two tensors are the factors; torch's own where they are not of bfloat16."""
+    exact, own = getattr(torch, name), getattr(torch.ops.aten, name).out
 
+    def product(*parts: torch.Tensor, **weights: float) -> torch.Tensor:
+        left, right = parts[-2:]
+        if left.dtype == torch.bfloat16:
+            return exact(*(part.float() for part in parts), **weights).bfloat16()
+        return own(*parts, **weights, out=left.new_empty(*left.shape[:-1], right.shape[-1]))
 
-def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if left.dtype == torch.bfloat16:
-        return torch.bmm(left.float(), right.float()).bfloat16()
-    return torch.ops.aten.bmm.out(left, right, out=left.new_empty(*left.shape[:2], right.shape[2]))
-
-
-def _addmm(
-    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor:
-    if left.dtype == torch.bfloat16:
-        parts = (part.float() for part in (added, left, right))
-        return torch.addmm(*parts, beta=beta, alpha=alpha).bfloat16()
-    out = left.new_empty(left.shape[0], right.shape[1])
-    return torch.ops.aten.addmm.out(added, left, right, beta=beta, alpha=alpha, out=out)
-
-
-def _baddbmm(
-    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor:
-    if left.dtype == torch.bfloat16:
-        parts = (part.float() for part in (added, left, right))
-        return torch.baddbmm(*parts, beta=beta, alpha=alpha).bfloat16()
-    out = left.new_empty(*left.shape[:2], right.shape[2])
-    return torch.ops.aten.baddbmm.out(added, left, right, beta=beta, alpha=alpha, out=out)
+    return product

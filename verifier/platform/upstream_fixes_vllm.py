@@ -129,11 +129,7 @@ def install(fixes: Collection[str]) -> None:
 
 
 def install_asked() -> None:
-    """Install what the environment of an engine's process asks for.
-
-    Raises:
-        UsageError: as `install` does.
-    """
+    """Install what the environment of an engine's process asks for; see `install`."""
     install(os.environ.get(ENGINE_VARIABLE, "").split(","))
 
 

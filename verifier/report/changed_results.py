@@ -13,7 +13,7 @@ from verifier.core.outputs import printable
 from verifier.errors import UsageError
 from verifier.report import report_of
 from verifier.report.charts import measures_of
-from verifier.report.gate_result import BADNESS, CellResult, GateResult
+from verifier.report.gate_result import BADNESS, CellResult
 from verifier.report.pages import gate_at
 from verifier.report.render_text import first_line
 
@@ -100,7 +100,9 @@ def result_of(path: Path) -> ResultStanding:
         UsageError: neither lies there.
     """
     if (gate := gate_at(path)) is not None:
-        return _of_gate(path, gate)
+        made = _made_by(gate.verifier, gate.commit, ", ".join([gate.host, *gate.gpus]), gate.versions, gate.fixes)
+        cells = {item.cell.id: _of_cell(item) for item in gate.cells}
+        return ResultStanding(path=str(path), kind="gate", verdict=gate.decision, made_by=made, cells=cells)
     trace = store.read(path)
     report, manifest = report_of(trace, str(path)), trace.manifest
     cell = CellStanding(
@@ -114,12 +116,6 @@ def result_of(path: Path) -> ResultStanding:
     return ResultStanding(path=str(path), kind="trace", verdict=cell.verdict, made_by=made, cells={"": cell})
 
 
-def _of_gate(path: Path, gate: GateResult) -> ResultStanding:
-    made = _made_by(gate.verifier, gate.commit, ", ".join([gate.host, *gate.gpus]), gate.versions, gate.fixes)
-    cells = {item.cell.id: _of_cell(item) for item in gate.cells}
-    return ResultStanding(path=str(path), kind="gate", verdict=gate.decision, made_by=made, cells=cells)
-
-
 def _of_cell(item: CellResult) -> CellStanding:
     return CellStanding(
         verdict=item.verdict, reason=(item.reason.splitlines() or [""])[0],
@@ -129,11 +125,7 @@ def _of_cell(item: CellResult) -> CellStanding:
 
 
 def _made_by(
-    verifier: str,
-    commit: str,
-    host: str,
-    versions: Mapping[str, str],
-    fixes: Sequence[str],
+    verifier: str, commit: str, host: str, versions: Mapping[str, str], fixes: Sequence[str]
 ) -> dict[str, str]:
     return {"verifier": f"{verifier} {commit}".strip(), "host": host, **versions, "fixes": ", ".join(fixes) or "none"}
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
+from verifier.core.finding import Outcome, Verdict
 from verifier.core.outputs import printable
 from verifier.core.stage import Stage
 from verifier.report.progress import framed
@@ -75,6 +78,24 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     verdict: Literal["holds", "inconclusive", "violated", "caught", "missed"]
     """The last two where a fault was injected that the check has to catch."""
     num_compared: int = 0
+
+
+WORDS: dict[Verdict, Literal["holds", "inconclusive", "violated"]] = {
+    Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "inconclusive", Verdict.VIOLATED: "violated",
+}  # fmt: skip
+
+
+def check_verdicts(reports: Iterable[Iterable[Outcome]]) -> tuple[CheckVerdict, ...]:
+    """Worst verdict of each check over the outcomes of all reports, and all that it compared."""
+    worst: dict[str, Outcome] = {}
+    compared = Counter[str]()
+    for outcome in itertools.chain.from_iterable(reports):
+        compared[outcome.code] += outcome.num_compared
+        worst[outcome.code] = max(worst.get(outcome.code, outcome), outcome, key=lambda item: item.verdict)
+    return tuple(
+        CheckVerdict(code=code, name=item.name, verdict=WORDS[item.verdict], num_compared=compared[code])
+        for code, item in sorted(worst.items())
+    )
 
 
 class GateFinding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -230,16 +251,25 @@ MAX_FINDINGS = 10
 
 def render_gate(result: GateResult) -> str:
     """Return the whole text."""
-    parts = [_decision(result), _table(result.cells), *_findings(result), _failed_before(result.cells)]
-    parts += [_waivers(result.waivers), left_out(result.left_out), _end(result)]
+    decided = [f"{result.decision}: {result.counted}"]
+    if result.first_bad_stage:
+        decided.append(f"first bad stage: {result.first_bad_stage}")
+    decided += [f"  {reason}" for reason in result.reasons]
+    earlier = [f"{item.cell.id}: {why}" for item in result.cells for why in item.failed_before]
+    parts = [
+        _lines(decided),
+        _table(result.cells),
+        *_findings(result),
+        _lines(f"failed in an earlier attempt: {item}" for item in earlier),
+        _lines(f"waiver: {item.line}" for item in result.waivers),
+        left_out(result.left_out),
+        _end(result),
+    ]
     return "\n".join(part for part in parts if part)
 
 
-def _decision(result: GateResult) -> str:
-    lines = [f"{result.decision}: {result.counted}"]
-    if result.first_bad_stage:
-        lines.append(f"first bad stage: {result.first_bad_stage}")
-    return "".join(f"{line}\n" for line in [*lines, *(printable(f"  {reason}") for reason in result.reasons)])
+def _lines(texts: Iterable[str]) -> str:
+    return "".join(f"{printable(text)}\n" for text in texts)
 
 
 def _table(cells: Sequence[CellResult]) -> str:
@@ -276,21 +306,9 @@ def _block(cell: Cell, text: str) -> str:
     return f"{printable(cell.id)} (`{printable(cell.command)}`)\n{lines}\n"
 
 
-def _failed_before(cells: Sequence[CellResult]) -> str:
-    return "".join(
-        f"failed in an earlier attempt: {printable(f'{item.cell.id}: {why}')}\n"
-        for item in cells
-        for why in item.failed_before
-    )
-
-
-def _waivers(uses: Sequence[WaiverUse]) -> str:
-    return "".join(f"waiver: {printable(item.line)}\n" for item in uses)
-
-
 def left_out(items: Sequence[LeftOut]) -> str:
     """Lines on what the matrix does not have."""
-    return "".join(f"left out: {printable(item.what)}: {printable(item.reason)}\n" for item in items)
+    return _lines(f"left out: {item.what}: {item.reason}" for item in items)
 
 
 def _end(result: GateResult) -> str:
@@ -300,9 +318,5 @@ def _end(result: GateResult) -> str:
     fixes = f"fixes on: {', '.join(result.fixes)}\n" if result.fixes else ""
     return (
         f"{result.began} to {result.ended}, {result.seconds:,.0f} s of cells; {machine}\n{code}; {stack}\n{fixes}"
-        f"gate: {result.folder}\n{_answer(result)}\n"
+        f"gate: {result.folder}\n{': '.join([result.decision, *map(printable, result.reasons[:1])])}\n"
     )
-
-
-def _answer(result: GateResult) -> str:
-    return result.decision if not result.reasons else f"{result.decision}: {printable(result.reasons[0])}"

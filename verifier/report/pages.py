@@ -16,7 +16,7 @@ from verifier.core.finding import Outcome, Verdict
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.report.charts import Chart, Series, charts_of
-from verifier.report.gate_result import RESULT, CellResult, CheckVerdict, GateFinding, GateResult, Kind
+from verifier.report.gate_result import RESULT, CellResult, GateFinding, GateResult, Kind, check_verdicts
 from verifier.report.render_html import Block, Card, Page
 from verifier.report.render_text import Detail, first_line, header, render_outcome, render_text
 from verifier.report.report import Report, explanation, report_of
@@ -130,12 +130,7 @@ def _outcome_block(report: Report, outcome: Outcome) -> Block:
 
 
 def page_of_gate(result: GateResult, folder: Path | None = None) -> Page:
-    """Page of a gate's result.
-
-    Args:
-        result: the gate.
-        folder: where its traces are, the folder that it names if None; charts of traces that are not there are absent.
-    """
+    """Page of a gate's result; traces are in `folder`, by default the one that it names. Charts need the traces."""
     folder = Path(result.folder) if folder is None else folder
     stand_ins: dict[str, None] = {}
     cards = {item.cell.id: _cell_card(result, item, folder, stand_ins) for item in result.cells}
@@ -244,7 +239,8 @@ def page_of_run(run: Path) -> Page:
     folders = [path for path in every if (path / "evidence").is_dir()]
     verdict = Verdict.HOLDS if folders else Verdict.INCONCLUSIVE
     cards: list[Card] = []
-    pages: dict[str, Page] = {}
+    roots: list[Block] = []
+    pages: list[Page] = []
     for folder in folders[-MAX_STEPS:]:
         step = f"step {folder.name.lstrip('0') or '0'}"
         if (trace := _readable(folder)) is None:
@@ -253,20 +249,23 @@ def page_of_run(run: Path) -> Page:
             continue
         report = report_of(trace, str(folder))
         verdict = max(verdict, report.verdict)
-        pages[step] = page = page_of_report(report, trace)
+        page = page_of_report(report, trace)
+        pages.append(page)
         cards.append(
             Card(
                 title=step,
                 verdict=page.decision,
                 note=page.stage,
                 blocks=page.roots,
-                checks=tuple(map(_check, report.outcomes)),
+                checks=check_verdicts([report.outcomes]),
                 charts=page.charts,
                 facts=(("trace", str(folder)),),
             )
         )
-    bad = {step: page for step, page in pages.items() if page.roots}
-    first = next(iter(bad.values()), None)
+        if page.roots:
+            root, *others = page.roots
+            roots.append(replace(root, place=step, later=(*others, *root.later)))
+    first = next((page for page in pages if page.roots), None)
     notes = [f"steps that are recorded and left out here: {left:,}"] if (left := len(folders) - MAX_STEPS) > 0 else []
     if removed := len(every) - len(folders):
         notes.append(f"steps that held and whose records verify.keep has removed: {removed:,}")
@@ -278,23 +277,13 @@ def page_of_run(run: Path) -> Page:
         summary=_summary(rows, len(cards)),
         stage=first.stage if first else "",
         reasons=first.reasons if first else (),
-        roots=tuple(_folded_step(step, page.roots) for step, page in bad.items()),
+        roots=tuple(roots),
         charts=run_charts(rows),
         notes=tuple(notes),
         groups={"recorded steps": tuple(cards)} if cards else {},
-        run=[*pages.values()][-1].run if pages else (),
+        run=pages[-1].run if pages else (),
         samples=tuple(metrics_of(run, SAMPLES)[-MAX_SAMPLES:]),
     )
-
-
-def _check(outcome: Outcome) -> CheckVerdict:
-    verdict: Any = outcome.verdict.name.lower()
-    return CheckVerdict(code=outcome.code, name=outcome.name, verdict=verdict, num_compared=outcome.num_compared)
-
-
-def _folded_step(step: str, roots: Sequence[Block]) -> Block:
-    root, *others = roots
-    return replace(root, place=step, later=(*others, *root.later))
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], num_judged: int) -> str:
@@ -341,10 +330,8 @@ def run_charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
 
 
 def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    yield Chart(
-        title="Reward", x="step", y="reward, share",
-        series=_lines(rows, {"reward": "reward", "held_out_reward": "held-out reward", "accuracy": "accuracy"}),
-    )  # fmt: skip
+    rewards = {"reward": "reward", "held_out_reward": "held-out reward", "accuracy": "accuracy"}
+    yield Chart(title="Reward", x="step", y="reward, share", series=_lines(rows, rewards))
     for key, unit in _LEARNING.items():
         name = key.replace("_", " ")
         yield Chart(title=name.capitalize(), x="step", y=unit, series=_lines(rows, {key: name}))
@@ -363,13 +350,10 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
             for colour, name in enumerate(stages)
         ),
     )  # fmt: skip
-    yield Chart(
-        title="Bandwidth of the weight sync", x="step", y="GB/s",
-        series=_lines(rows, {"transfer_gb_per_s": "export, transfer and load, engine's caches included"}),
-    )  # fmt: skip
-    yield Chart(
-        title="Memory", x="step", y="GiB", series=_lines(rows, {"peak_memory_gib": "peak of rank 0 so far"}),
-    )  # fmt: skip
+    sync = _lines(rows, {"transfer_gb_per_s": "export, transfer and load, engine's caches included"})
+    yield Chart(title="Bandwidth of the weight sync", x="step", y="GB/s", series=sync)
+    memory = _lines(rows, {"peak_memory_gib": "peak of rank 0 so far"})
+    yield Chart(title="Memory", x="step", y="GiB", series=memory)
 
 
 def _by_position(rows: Sequence[Row]) -> Iterator[Chart]:

@@ -160,7 +160,8 @@ def table_of(values: Mapping[str, Any], steps: int, verdict: str) -> RenderableT
 
 def _rows(values: Mapping[str, Any], steps: int, verdict: str) -> Iterator[tuple[str, str]]:
     yield "step", f"{values['step']:,} of {steps:,}"
-    yield "learning", ", ".join(f"{_words(name)} {values[name]:.3g}" for name in _LEARNING if name in values)
+    learning = {name.replace("_", " "): values[name] for name in _LEARNING if name in values}
+    yield "learning", ", ".join(f"{name} {value:.3g}" for name, value in learning.items())
     if "held_out_version" in values:
         yield "held out", f"evaluated with version {values['held_out_version']:.0f}"
     longest = max((values.get(seconds, 0.0) for _, seconds in _STAGES), default=0.0)
@@ -175,21 +176,12 @@ def _rows(values: Mapping[str, Any], steps: int, verdict: str) -> Iterator[tuple
         yield "device", ", ".join(device)
     if "mismatch_floor" in values:
         trend = f", {values['mismatch_trend']:.3g} times lately" if "mismatch_trend" in values else ""
-        yield (
-            "mismatch",
-            (
-                f"p99 {values['mismatch_p99']:.3g} nats, floor {values['mismatch_floor']:.3g}{trend}; "
-                f"greatest {values['mismatch_max']:.3g}, k3 {values['mismatch_k3']:.3g}"
-            ),
-        )
+        said = f"p99 {values['mismatch_p99']:.3g} nats, floor {values['mismatch_floor']:.3g}{trend}; "
+        yield "mismatch", said + f"greatest {values['mismatch_max']:.3g}, k3 {values['mismatch_k3']:.3g}"
     if verdict:
         yield "judged", verdict
     for sign in values.get("signs", ()):
         yield "sign", sign
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 import msgspec
@@ -50,19 +50,14 @@ def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:
     parts += [render_outcome(item, report.trace, report.manifest) for item in roots[:MAX_FINDINGS]]
     if len(roots) > MAX_FINDINGS:
         parts.append(f"{len(roots) - MAX_FINDINGS} more findings are left out here; `--json` holds all")
-    parts += [_folded(later), _not_judged(report)]
+    if later:
+        lines = ["after it in the flow of data, so perhaps its consequences (`-v` shows each whole):"]
+        parts.append("\n".join([*lines, *(f"  {first_line(item)}" for item in later)]))
+    parts.append(_not_judged(report))
     if any("vd1:" in part for part in parts):
         parts.append(_LEGEND)
     parts.append(_answer(report))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _folded(later: Sequence[Outcome]) -> str:
-    """One line for each violation that data met after the first bad stage."""
-    if not later:
-        return ""
-    lines = ["after it in the flow of data, so perhaps its consequences (`-v` shows each whole):"]
-    return "\n".join([*lines, *(f"  {first_line(item)}" for item in later)])
 
 
 def _not_judged(report: Report) -> str:
@@ -102,7 +97,7 @@ def render_outcome(outcome: Outcome, trace: str, manifest: Manifest) -> str:
             ("mismatched", first.mismatched),
             ("allowed", first.allowed),
             ("spread", _spread(finding)),
-            ("kinds", _kinds(finding)),
+            ("kinds", grouped(names) if len(names := {item.what for item in finding.bad}) > 1 else ""),
         ]
     if outcome.suspected:
         fields.append(("suspected", f"{excess(outcome)}: judge another step before you trust it"))
@@ -133,12 +128,6 @@ def _why_unsure(outcome: Outcome) -> str:
     if outcome.moved:
         return f"it rests on what the installed versions do not keep: {', '.join(outcome.moved)}"
     return "there was nothing to compare"
-
-
-def _kinds(finding: Finding) -> str:
-    """Kinds of what is wrong, where there are several."""
-    names = {item.what for item in finding.bad}
-    return grouped(names) if len(names) > 1 else ""
 
 
 def _spread(finding: Finding) -> str:

@@ -62,18 +62,8 @@ def derived(
     """Return a model without a row with a derived layout, or with the reason why there is none.
 
     Ranks that fail here are a reason too: the run's own ranks load the real weights by the same code, and what becomes
-    of them is on record.
-
-    Args:
-        model: without a row.
-        fixes: of upstream, that the run asks for.
-        launcher: gives the one that starts the ranks.
-        work: an empty folder that all ranks see.
-        until: deadline of the run.
-        progress: called with a line of text.
-        num_gpus: see `JobSpec.num_gpus`.
-        collective_deadline_s: seconds that a rank waits for others.
-        within: see `with_layout`.
+    of them is on record. `launcher` gives what starts them, and all of them see `work`, an empty folder. For `num_gpus`
+    and `collective_deadline_s` see `JobSpec`, for `within` see `with_layout`.
     """
     if why := _why_not_numbered(model):
         return replace(model, why_no_layout=why)

@@ -54,13 +54,7 @@ def run(context: RankContext) -> dict[str, Any]:
 def derived_layout(trainer: TrainerModel, source: Checkpoint, numbering: Numbering, folder: Path) -> DerivedLayout:
     """Load every pass of a numbered checkpoint over the weights of all ranks, and derive the layout. A collective.
 
-    Contents of the last pass stay: the real weights have to be loaded afterwards.
-
-    Args:
-        trainer: built, wrapped for training or not.
-        source: the real checkpoint.
-        numbering: of its elements.
-        folder: that all ranks see, for one pass at a time.
+    Contents of the last pass stay: the real weights have to be loaded afterwards. All ranks see `folder`.
     """
     held = held_by(_contents(trainer, source, numbering, folder), numbering)
     ranks = [msgspec.convert(rows, list[Held]) for rows in gather_json(msgspec.to_builtins(held))]

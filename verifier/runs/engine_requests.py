@@ -73,12 +73,6 @@ def edge_temperature() -> float:
     return EDGE_TEMPERATURE if (int(major), int(minor)) <= (0, 22) else LESSER_TEMPERATURE
 
 
-def edges_of(vocabulary: int) -> tuple[tuple[int, float], ...]:
-    """Bias of the first two ids and of the last two, so that each is drawn often."""
-    nats = edge_temperature() * (math.log(vocabulary) + EDGE_NATS)
-    return tuple((token, nats) for token in (0, 1, vocabulary - 2, vocabulary - 1))
-
-
 class EngineRequests:
     """Everything that the engine is asked at one version of the weights; `probe` is engine rank 0's.
 
@@ -166,8 +160,10 @@ class EngineRequests:
         if self._more:
             warm = replace(sampling, temperature=SAMPLING_TEMPERATURE, seeded=False)
             self._draw("drawn at a temperature", prompt, warm)
-            shape = Shape(bias=edges_of(self._vocabulary))
-            few = replace(sampling, n=DRAWS // 4, temperature=edge_temperature(), shape=shape)
+            size, temperature = self._vocabulary, edge_temperature()
+            nats = temperature * (math.log(size) + EDGE_NATS)
+            edges = tuple((token, nats) for token in (0, 1, size - 2, size - 1))
+            few = replace(sampling, n=DRAWS // 4, temperature=temperature, shape=Shape(bias=edges))
             self._draw("drawn at the edges", prompt, few)
 
     def _known(self, samples: Sequence[Sample]) -> bool:

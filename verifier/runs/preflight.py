@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from verifier.config.profile import ProfileOptions
-from verifier.config.training import DataOptions, EvaluationOptions, TrainConfig, VerifyOptions
+from verifier.config.training import DataOptions, EvaluationOptions, ProfileOptions, TrainConfig, VerifyOptions
 from verifier.core.finding import ExitCode
 from verifier.core.manifest import Facts
 from verifier.core.store import complete, create
@@ -75,11 +74,7 @@ def preflight(
 ) -> Preflight:
     """Train one step in the folder `config.run`, which holds nothing yet, and load its checkpoint in new ranks.
 
-    Args:
-        config: of the run, but for its folder.
-        progress: called with a line of text.
-        judge: of the step and of the load.
-        launcher: one with Megatron imported; None starts one.
+    A `launcher` has Megatron imported; None starts one.
 
     Raises:
         UsageError: what the run would be refused for.

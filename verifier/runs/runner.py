@@ -159,12 +159,7 @@ class Runner:
         return phases[-1].trace
 
     def bisect(self, config: BisectConfig, within: Sequence[str] = ()) -> Path:
-        """Record what every module of trainer and oracle puts out, forward and backward; returns the trace.
-
-        Args:
-            config: model, mesh, seed.
-            within: see `RunSpec.within`.
-        """
+        """Record what every module of trainer and oracle puts out, forward and backward; returns the trace."""
         until = Deadline(config.timeout_s)
         asked = RoundtripConfig(
             model=config.model, trace=config.trace, mesh=config.mesh, dtype=config.dtype, cycles=1, seed=config.seed,
@@ -194,9 +189,7 @@ class Runner:
             objective = msgspec.to_builtins(workload.objective)
             rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
             with in_stage(Stage.LOGPROB):
-                record_activations(
-                    oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh
-                )  # fmt: skip
+                record_activations(oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh)
             complete(config.trace)
         return config.trace
 

@@ -39,11 +39,7 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, rank
     """Place trainer and engines: by NCCL engines have GPUs of their own, else they share the trainer's first ones.
 
     A trainer of more ranks than it has GPUs shares them. Unless told otherwise, NCCL is taken where nobody need share.
-
-    Args:
-        config: of the run.
-        tier: of this machine.
-        ranks: trainer ranks on this host, where engines are; None: all of the mesh.
+    `ranks` are the trainer's on this host, where engines are; None: all of the mesh.
 
     Raises:
         UsageError: this machine has no GPUs, or too few, for what was asked.

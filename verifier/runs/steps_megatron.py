@@ -44,11 +44,7 @@ class Steps:
         )  # fmt: skip
 
     def resume(self, folder: Path) -> None:
-        """Go on as a run does that was stopped: with a checkpoint, in an optimizer made anew. A collective.
-
-        Args:
-            folder: an empty one, the same for all ranks.
-        """
+        """Go on from a checkpoint in an empty folder by an optimizer made anew, as a stopped run does. A collective."""
         Writer(self._trainer, self._optimizer, self._scheduler, asynchronous=False).begin(folder)
         del self._optimizer, self._scheduler
         self._begin()

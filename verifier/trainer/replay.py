@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from verifier.config.cluster import RayOptions
-from verifier.config.profile import ProfileOptions
-from verifier.config.training import CheckpointOptions, EvaluationOptions, TrainConfig, VerifyOptions
+from verifier.config.training import (
+    CheckpointOptions,
+    EvaluationOptions,
+    ProfileOptions,
+    TrainConfig,
+    VerifyOptions,
+)
 from verifier.core.outputs import work_folder
 from verifier.errors import UsageError
 from verifier.runs.model_under_test import open_model

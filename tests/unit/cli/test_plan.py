@@ -71,8 +71,8 @@ def test_a_contradiction_is_exit_code_1(capsys):
     ("words", "sentence"),
     [
         (("--model", "absent"), "unknown model `absent`"),
-        (("--model", "tiny:qwen3", "--gpu-gib", "0"), "--gpu-gib is 0, it must be above 0 and finite"),
-        (("--model", "tiny:qwen3", "--gather-gb-s", "nan"), "--gather-gb-s is nan, it must be above 0 and finite"),
+        (("--model", "tiny:qwen3", "--gpu-gib", "0"), "--gpu-gib is 0 GiB, it must be above 0 and finite"),
+        (("--model", "tiny:qwen3", "--gather-gb-s", "nan"), "--gather-gb-s is nan GB/s, it must be above 0 and finite"),
         (("--model", "tiny:qwen3-moe", "--ep", "3", "--dp", "2"), "the least --dp that does is 3"),
     ],
 )

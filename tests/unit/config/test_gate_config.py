@@ -54,7 +54,7 @@ def test_a_flag_goes_before_the_file(file):
         ("reason: rounded", "reason: 5", "waivers, item 1, reason is `5`, it must be text: put it into quotes"),
         ("owner: ada, ", "", "the waiver of WGT001 has no `owner`: a waiver has check,"),
         ("until: 2027-01-31", "until: someday", "the waiver of WGT001 has until `someday`: write a day,"),
-        ("budget_minutes: 25", "budget_minutes: -1", "--budget is -1 minutes, it must be above 0 and finite"),
+        ("budget_minutes: 25", "budget_minutes: -1", "budget_minutes is -1 minutes, it must be above 0 and finite"),
         ("dtypes: [bf16]", "dtypes: [fp8]", "--dtype is `fp8`, it must be one of fp32, bf16"),
         ("models: [tiny:qwen3, tiny:llama]", "models: []", "models is empty: name one or more, by --model"),
         ("engines:", "engine:", "there is no knob `engine` in "),

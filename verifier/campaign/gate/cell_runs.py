@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -33,7 +32,7 @@ from verifier.faults.trial import Trials
 from verifier.launch.channel import Channel, ChannelClosed
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report import report_of
-from verifier.report.gate_result import Cell, CellResult, CheckVerdict, GateFinding, Status
+from verifier.report.gate_result import WORDS, Cell, CellResult, CheckVerdict, GateFinding, Status, check_verdicts
 from verifier.report.progress import Progress
 from verifier.report.render_text import first_line, render_outcome
 from verifier.report.report import Report, explanation
@@ -53,13 +52,13 @@ def serve(channel_fd: str, folder: str) -> None:
     def progress(text: str) -> None:
         channel.send({"progress": text})
 
-    with contextlib.suppress(ChannelClosed, Stopped), Resources(warm=True) as resources:
-        worker = CellRuns(resources, Path(folder), progress)
-        with worker:
-            while True:
-                order = channel.receive()
-                cell = msgspec.convert(order["cell"], Cell)
-                channel.send({"result": msgspec.to_builtins(worker.run(cell, order["deadline_s"]))})
+    lost = contextlib.suppress(ChannelClosed, Stopped)
+    with lost, Resources(warm=True) as resources, contextlib.ExitStack() as stack:
+        worker = CellRuns(resources, Path(folder), progress, stack)
+        while True:
+            order = channel.receive()
+            cell = msgspec.convert(order["cell"], Cell)
+            channel.send({"result": msgspec.to_builtins(worker.run(cell, order["deadline_s"]))})
 
 
 def _stop(signum: int, frame: object) -> None:
@@ -67,20 +66,12 @@ def _stop(signum: int, frame: object) -> None:
 
 
 class CellRuns:
-    """Runs of cells on the same resources."""
+    """Runs of cells on the same resources; trials of faults stay open until the stack is closed."""
 
-    def __init__(self, resources: Resources, folder: Path, progress: Progress) -> None:
-        self._resources, self._folder, self._progress = resources, folder, progress
-        self._runner = Runner(resources, progress)
-        self._stack = contextlib.ExitStack()
+    def __init__(self, resources: Resources, folder: Path, progress: Progress, stack: contextlib.ExitStack) -> None:
+        self._resources, self._folder, self._progress, self._stack = resources, folder, progress, stack
         self._trials: Trials | None = None
         self._engine: tuple[str, ...] = ()
-
-    def __enter__(self) -> CellRuns:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def run(self, cell: Cell, deadline_s: float) -> CellResult:
         """Run and judge a cell, whatever comes of it."""
@@ -94,20 +85,22 @@ class CellRuns:
             self._resources.stop_engines()
             self._engine = engine
         try:
-            result = _RUNS[cell.kind](self, cell, place, deadline_s)
+            runs = {"train": self._train, "faults": self._faults}
+            result = runs.get(cell.kind, self._traced)(cell, place, deadline_s)
         except UsageError as refused:
             result = CellResult(cell=cell, status="not run", reason=str(refused))
         except VerifierError as problem:
             result = self._broken(cell, place, problem)
         return replace(result, began=began, seconds=round(time.monotonic() - at, 1))
 
-    def _golden(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
-        config, _ = load(GoldenConfig, overrides=[*cell.words, f"trace={trace}", f"timeout_s={deadline_s}"])
-        return self._judged(cell, trace, [self._runner.golden(config)])
-
-    def _roundtrip(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
-        config, _ = load(RoundtripConfig, overrides=[*cell.words, f"trace={trace}", f"timeout_s={deadline_s}"])
-        return self._judged(cell, trace, [self._runner.roundtrip(config)])
+    def _traced(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
+        """A golden run, or a round trip."""
+        runner, overrides = Runner(self._resources, self._progress), [f"trace={trace}", f"timeout_s={deadline_s}"]
+        if cell.kind == "golden":
+            made = runner.golden(load(GoldenConfig, overrides=[*cell.words, *overrides])[0])
+        else:
+            made = runner.roundtrip(load(RoundtripConfig, overrides=[*cell.words, *overrides])[0])
+        return self._judged(cell, trace, [made])
 
     def _train(self, cell: Cell, run: Path, deadline_s: float) -> CellResult:
         config, _ = load(TrainConfig, overrides=[*cell.words, f"run={run}", f"timeout_s={deadline_s}"])
@@ -162,11 +155,6 @@ class CellRuns:
         return os.path.relpath(path, self._folder)
 
 
-_RUNS: dict[str, Callable[[CellRuns, Cell, Path, float], CellResult]] = {
-    "golden": CellRuns._golden, "roundtrip": CellRuns._roundtrip, "train": CellRuns._train, "faults": CellRuns._faults,
-}  # fmt: skip
-
-
 def _traces_of(run: Path) -> list[Path]:
     """Traces of a training run: its steps, its export, and its failure."""
     steps = sorted(path.parent for path in (run / "steps").glob("*/evidence"))
@@ -187,30 +175,11 @@ def result_of(cell: Cell, reports: Sequence[Report], within: Callable[[Path], st
     if not found and unfinished and not reason:
         reason = "the run did not finish writing its trace"
     return CellResult(
-        cell=cell, status=_STATUS[verdict], reason=reason, checks=tuple(_verdicts(reports)), findings=tuple(found),
+        cell=cell, status=WORDS[verdict], reason=reason, findings=tuple(found),
+        checks=check_verdicts([report.outcomes for report in reports]),
         first_bad_stage=first,
         not_judged=tuple(dict.fromkeys(clause for report in reports for clause in report.not_judged)),
     )  # fmt: skip
-
-
-_STATUS: dict[Verdict, Status] = {
-    Verdict.HOLDS: "holds", Verdict.INCONCLUSIVE: "inconclusive", Verdict.VIOLATED: "violated",
-}  # fmt: skip
-
-
-def _verdicts(reports: Sequence[Report]) -> list[CheckVerdict]:
-    """Worst verdict of each check over all reports, and all that it compared."""
-    worst: dict[str, Outcome] = {}
-    compared: dict[str, int] = {}
-    for outcome in (outcome for report in reports for outcome in report.outcomes):
-        compared[outcome.code] = compared.get(outcome.code, 0) + outcome.num_compared
-        if outcome.code not in worst or outcome.verdict > worst[outcome.code].verdict:
-            worst[outcome.code] = outcome
-    names: dict[Verdict, Any] = _STATUS
-    return [
-        CheckVerdict(code=code, name=item.name, verdict=names[item.verdict], num_compared=compared[code])
-        for code, item in sorted(worst.items())
-    ]
 
 
 def _finding(report: Report, outcome: Outcome, within: Callable[[Path], str]) -> GateFinding:

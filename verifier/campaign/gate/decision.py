@@ -134,7 +134,7 @@ def _first_line(text: str) -> str:
     return (text.splitlines() or ["no reason is known"])[0]
 
 
-LEDGER, CONFIG = "ledger.jsonl", "gate.yaml"
+LEDGER = "ledger.jsonl"
 
 
 class LedgerRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,23 +146,15 @@ class LedgerRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def identity_of(cell: Cell, machine: Mapping[str, object]) -> str:
-    """Digest of all that a cell's result depends on.
+    """Digest of all that a cell's result depends on; `machine` is JSON: digest of the code, versions, tier, GPUs.
 
-    Args:
-        cell: of the matrix.
-        machine: JSON values: digest of the code, versions, tier, GPUs.
+    A local checkpoint counts by name, bytes and time of its files; a generated one is made by the code.
     """
-    known = {"cell": msgspec.to_builtins(cell), "machine": dict(machine), "files": _files_of(cell.model)}
+    folder = Path(cell.model)
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    known = {"cell": msgspec.to_builtins(cell), "machine": dict(machine), "files": stamps}
     return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _files_of(model: str) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of each file of a local checkpoint; none of a generated one, which the code makes."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return []
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 @dataclass(frozen=True, slots=True)

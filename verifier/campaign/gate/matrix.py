@@ -145,7 +145,7 @@ def _dtypes(config: GateConfig, model: str, tier: Tier) -> list[str]:
         return [DTYPES[name] for name in config.dtypes]
     if tier == "cuda" and is_generated(model):
         return ["bfloat16"]
-    stored = "bfloat16" if model.startswith("wide:") else stored_dtype(model, DTYPES.values())
+    stored = "bfloat16" if model.startswith("wide:") else stored_dtype(model)
     return [stored, *(["bfloat16"] if model.startswith(PREFIX) and stored != "bfloat16" else [])]
 
 

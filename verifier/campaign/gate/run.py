@@ -21,7 +21,6 @@ import msgspec
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
 from verifier.campaign.gate.decision import (
-    CONFIG,
     GateLedger,
     decided,
     identity_of,
@@ -30,9 +29,10 @@ from verifier.campaign.gate.decision import (
     waived,
 )
 from verifier.campaign.gate.matrix import FIRST_S, Matrix, estimate_s, matrix_of, ordered
-from verifier.campaign.gate.workers import CellWorker, WorkerPool, next_log, places_of
+from verifier.campaign.gate.workers import CellWorker, WorkerPool, places_of
 from verifier.config import GateConfig
 from verifier.config.cluster import RayOptions
+from verifier.config.gate import GATE_FILE
 from verifier.config.load import resolved
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
@@ -89,8 +89,10 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
-        write_whole(config.folder / CONFIG, resolved(config, {"folder": "the folder itself"}))
-        with _pool(config, gpus) as pool:
+        write_whole(config.folder / GATE_FILE, resolved(config, {"folder": "the folder itself"}))
+        folder = config.folder.absolute()
+        workers: AbstractContextManager[WorkerPool | NodePool] = WorkerPool(places_of(len(gpus)), folder)
+        with node_pool(config.ray, folder, gpus) if config.ray.use else workers as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
         results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
@@ -105,14 +107,6 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
         )  # fmt: skip
         write_whole(config.folder / RESULT, gate_json(result))
     return result
-
-
-def _pool(config: GateConfig, gpus: Sequence[str]) -> AbstractContextManager[WorkerPool | NodePool]:
-    """Workers on this machine, or one on each node of a Ray cluster."""
-    folder = config.folder.absolute()
-    if not config.ray.use:
-        return WorkerPool(places_of(len(gpus)), folder)
-    return node_pool(config.ray, folder, gpus)
 
 
 def _run(
@@ -180,8 +174,7 @@ class CellNode(NodeServer):
     def begin(self, cell: Mapping[str, Any], deadline_s: float, folder: str, node: int) -> None:
         """Run a cell, as `CellWorker.begin` does."""
         if self._worker is None:
-            log = next_log(Path(folder), f"node-{node}")
-            self._worker = CellWorker(places_of(len(self.gpus())), Path(folder), log)
+            self._worker = CellWorker(places_of(len(self.gpus())), Path(folder), f"node-{node}")
         self._worker.begin(msgspec.convert(cell, Cell), deadline_s)
 
     def turn(self, within_s: float) -> tuple[list[str], Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from verifier.config import next_trace
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
 from verifier.launch.child import Child, last_lines, spawn
 from verifier.report.gate_result import Cell, CellResult
@@ -29,21 +30,18 @@ _STOP_S = 15.0
 
 
 class CellWorker:
-    """One worker; use it on the main thread, with whose end it ends.
+    """One worker; use it on the main thread, with whose end it ends. A log under its name has what it prints.
 
-    Args:
-        places: names of its GPUs, or one empty name of a machine without.
-        folder: of the gate.
-        log: receives what it prints.
+    `places` are the names of its GPUs, or one empty name on a machine without.
     """
 
-    def __init__(self, places: Sequence[str], folder: Path, log: Path) -> None:
-        self.places, self._log = tuple(places), log
+    def __init__(self, places: Sequence[str], folder: Path, name: str) -> None:
+        self.places, self._log = tuple(places), next_trace(name, folder / "logs", ".log")
         ours, theirs = Pipe()
         self._channel = Channel(ours)
         gpus = [place for place in places if place]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log.open("wb") as file:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self._log.open("wb") as file:
             self._process: Child = spawn(
                 "verifier.campaign.gate.cell_runs:serve", [str(theirs.fileno()), str(folder)], file,
                 death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
@@ -98,9 +96,8 @@ class CellWorker:
         assert self.cell is not None
         seconds = round(time.monotonic() - self._began, 1)
         self._process.stop()
-        return CellResult(
-            cell=self.cell, status="failed", reason=f"{cause}{last_lines(self._log)}", seconds=seconds
-        )  # fmt: skip
+        reason = f"{cause}{last_lines(self._log)}"
+        return CellResult(cell=self.cell, status="failed", reason=reason, seconds=seconds)
 
 
 class WorkerPool:
@@ -134,7 +131,7 @@ class WorkerPool:
             while len(self._free) < cell.num_gpus:
                 self._end(self._idle.pop())
             own, self._free = self._free[: cell.num_gpus], self._free[cell.num_gpus :]
-            worker = CellWorker(own, self._folder, next_log(self._folder, "worker"))
+            worker = CellWorker(own, self._folder, "worker")
         worker.begin(cell, deadline_s)
         self.busy.append(worker)
         return True
@@ -159,14 +156,6 @@ class WorkerPool:
     def _end(self, worker: CellWorker) -> None:
         worker.close()
         self._free += worker.places
-
-
-def next_log(folder: Path, name: str) -> Path:
-    """The next free log of a gate under a name."""
-    number = 1
-    while (path := folder / "logs" / f"{name}-{number:04d}.log").exists():
-        number += 1
-    return path
 
 
 def places_of(num_gpus: int) -> list[str]:

@@ -29,21 +29,12 @@ def lengths_of(budget: int, *, longest: int, multiple: int, seed: int) -> list[i
     return lengths
 
 
-def made_up(
-    budget: int, *, copies: int, longest: int, multiple: int, vocabulary: int, seed: int
-) -> list[Rollout]:  # fmt: skip
+def made_up(budget: int, *, copies: int, longest: int, multiple: int, vocabulary: int, seed: int) -> list[Rollout]:
     """Make the rollouts of a step, which `split_by_tokens` packs into `copies` full micro-batches.
 
     Every micro-batch has rollouts of the same lengths: then each is filled to the last token, since rollouts go from
-    the longest to the shortest, each to the emptiest micro-batch. A quarter of each rollout is its prompt.
-
-    Args:
-        budget: tokens of a micro-batch, padding included.
-        copies: micro-batches of all data-parallel ranks.
-        longest: greatest length of a rollout, tokens.
-        multiple: tokens that each rollout is padded to a multiple of.
-        vocabulary: number of token ids to draw from.
-        seed: of lengths and tokens.
+    the longest to the shortest, each to the emptiest micro-batch. A quarter of each rollout is its prompt. Token ids
+    are below `vocabulary`; for the lengths see `lengths_of`.
     """
     random = np.random.default_rng([seed, budget])
     rollouts = []

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from verifier.campaign.sweep.layouts import SweptLayout, first_budget, layouts_of, longest_of, train_config
-from verifier.campaign.sweep.summary import Status, SweepRow, SweepRows, memory_file, next_budget, opened_rows
+from verifier.campaign.sweep.summary import Status, SweepRow, memory_file, next_budget, opened_rows
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
@@ -66,14 +67,6 @@ def device_of(tier: Tier) -> str:
     return done.stdout.strip()
 
 
-def most_tokens_of(config: SweepConfig, tier: Tier) -> int:
-    """Return the greatest budget that is tried."""
-    if config.most_tokens is not None:
-        return config.most_tokens
-    unlimited = tier == "cpu" and config.memory_limit is None
-    return max(config.least_tokens, MOST_TOKENS_UNLIMITED_CPU if unlimited else MOST_TOKENS)
-
-
 def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
     """Run every trial that the folder does not hold yet, row by row.
 
@@ -88,23 +81,20 @@ def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
     longest = longest_of(config, sizes)
     _require_device(config, valid, tier)
     sweep_work_folders()
-    most, device = most_tokens_of(config, tier), device_of(tier)
+    unlimited, device = tier == "cpu" and config.memory_limit is None, device_of(tier)
+    most = config.most_tokens or max(config.least_tokens, MOST_TOKENS_UNLIMITED_CPU if unlimited else MOST_TOKENS)
     with opened_rows(config, device) as rows:
         write_whole(config.run / "config.json", json.dumps(sizes, indent=1) + "\n")
         with ForkLauncher(preload="verifier.model.provider_megatron:preload") as launcher:
-            trials = SweepTrials(config, launcher, tier, longest)
+            trial = partial(_trial, config, launcher, tier, longest)
             for number, layout in enumerate(valid, start=1):
-                first = first_budget(config, layout)
-                while (budget := _next(rows, layout, first, most)) is not None:
+                bounds = {"least": first_budget(config, layout), "most": most, "multiple": layout.multiple}
+                while (budget := next_budget(rows.tried(layout.name), **bounds)) is not None:
                     progress(f"layout {number} of {len(valid)}, {layout.name}, {budget:,} tokens")
-                    rows.add(trials.run(layout, budget, until.left(f"the trial of {budget:,} tokens, {layout.name}")))
+                    rows.add(trial(layout, budget, until.left(f"the trial of {budget:,} tokens, {layout.name}")))
         names = {layout.name for layout in valid}
         asked = [row for row in rows.rows if row.layout in names]
     return SweepResult(rows=asked, invalid=invalid, device=device)
-
-
-def _next(rows: SweepRows, layout: SweptLayout, first: int, most: int) -> int | None:
-    return next_budget(rows.tried(layout.name), least=first, most=most, multiple=layout.multiple)
 
 
 def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier) -> None:
@@ -120,61 +110,63 @@ def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier)
         raise UsageError("Transformer Engine attends to packed sequences in bf16 only: use --dtype bf16")
 
 
-class SweepTrials:
-    """Trials of one sweep, one after another."""
+def _trial(
+    config: SweepConfig,
+    launcher: ForkLauncher,
+    tier: Tier,
+    longest: int,
+    layout: SweptLayout,
+    budget: int,
+    left_s: float,
+) -> SweepRow:
+    """Take the steps of one trial in ranks of its own; how it ends is its row.
 
-    def __init__(self, config: SweepConfig, launcher: ForkLauncher, tier: Tier, longest: int) -> None:
-        self._config, self._launcher, self._tier, self._longest = config, launcher, tier, longest
-
-    def run(self, layout: SweptLayout, budget: int, left_s: float) -> SweepRow:
-        """Take the steps of one trial in ranks of its own; how it ends is its row.
-
-        Raises:
-            InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
-        """
-        config, folder = self._config, self._config.run / "trials"
-        shutil.rmtree(folder, ignore_errors=True)
-        deadline_s = min(config.trial_timeout_s, left_s)
-        self._launcher.wait_ready()
-        began, kills, reason = time.monotonic(), memory.kills_of_kernel(), ""
-        status: Status = "ok"
-        results: list[Mapping[str, Any]] = []
-        try:
-            results = self._launcher.run(
-                "verifier.campaign.sweep.trial_megatron:run", world_size=layout.mesh.world_size, run_dir=folder,
-                args={
-                    "config": train_config(config, layout, budget).to_dict(), "model": str(config.run.absolute()),
-                    "tier": self._tier, "memory_limit": config.memory_limit, "steps": config.steps,
-                    "micro_batches": config.micro_batches, "longest": self._longest, "deadline_s": deadline_s,
-                },
-                deadline_s=deadline_s, collective_deadline_s=deadline_s, mesh=layout.mesh,
-            )  # fmt: skip
-        except (RankFailed, StackFailed) as problem:
-            failed = problem if isinstance(problem, RankFailed) else problem.__cause__
-            if not isinstance(failed, RankFailed):  # no rank was started
-                raise
-            killed = failed.cause == "killed by SIGKILL" and memory.kills_of_kernel() > kills
-            exhausted = memory.is_out_of_memory(f"{failed.cause}\n{failed.log_tail}")
-            status, reason = "out_of_memory" if killed or exhausted else "failed", _sentence(failed)
-        except (JobTimeout, CollectiveTimeout) as late:
-            if deadline_s < config.trial_timeout_s:  # the sweep's own end, which is no row
-                raise InternalError(f"--timeout is {config.timeout_s:g} s, which passed in a trial") from late
-            status, reason = "failed", str(late).splitlines()[0]
-        except (LaunchError, UsageError, ContractError) as failed:
-            status, reason = "failed", str(failed).splitlines()[0]
-        marks = [
-            msgspec.json.decode(path.read_bytes(), type=memory.MemoryPeaks)
-            for rank in range(layout.mesh.world_size)
-            if (path := memory_file(folder, rank)).exists()
-        ]
-        step_s = statistics.median(results[0]["seconds"]) if results else None
-        return SweepRow(
-            layout=layout.name, mesh=layout.mesh.to_dict(), recompute=layout.recompute, max_tokens=budget,
-            status=status, step_s=step_s, tokens_per_s=results[0]["tokens"] / step_s if step_s else None,
-            peak_bytes=max((item.peak for item in marks), default=None),
-            reserved_bytes=max((item.reserved for item in marks), default=None), reason=reason,
-            trial_s=round(time.monotonic() - began, 3),
+    Raises:
+        InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
+    """
+    folder = config.run / "trials"
+    shutil.rmtree(folder, ignore_errors=True)
+    deadline_s = min(config.trial_timeout_s, left_s)
+    launcher.wait_ready()
+    began, kills, reason = time.monotonic(), memory.kills_of_kernel(), ""
+    status: Status = "ok"
+    results: list[Mapping[str, Any]] = []
+    try:
+        results = launcher.run(
+            "verifier.campaign.sweep.trial_megatron:run", world_size=layout.mesh.world_size, run_dir=folder,
+            args={
+                "config": train_config(config, layout, budget).to_dict(), "model": str(config.run.absolute()),
+                "tier": tier, "memory_limit": config.memory_limit, "steps": config.steps,
+                "micro_batches": config.micro_batches, "longest": longest, "deadline_s": deadline_s,
+            },
+            deadline_s=deadline_s, collective_deadline_s=deadline_s, mesh=layout.mesh,
         )  # fmt: skip
+    except (RankFailed, StackFailed) as problem:
+        failed = problem if isinstance(problem, RankFailed) else problem.__cause__
+        if not isinstance(failed, RankFailed):  # no rank was started
+            raise
+        killed = failed.cause == "killed by SIGKILL" and memory.kills_of_kernel() > kills
+        exhausted = memory.is_out_of_memory(f"{failed.cause}\n{failed.log_tail}")
+        status, reason = "out_of_memory" if killed or exhausted else "failed", _sentence(failed)
+    except (JobTimeout, CollectiveTimeout) as late:
+        if deadline_s < config.trial_timeout_s:  # the sweep's own end, which is no row
+            raise InternalError(f"--timeout is {config.timeout_s:g} s, which passed in a trial") from late
+        status, reason = "failed", str(late).splitlines()[0]
+    except (LaunchError, UsageError, ContractError) as failed:
+        status, reason = "failed", str(failed).splitlines()[0]
+    marks = [
+        msgspec.json.decode(path.read_bytes(), type=memory.MemoryPeaks)
+        for rank in range(layout.mesh.world_size)
+        if (path := memory_file(folder, rank)).exists()
+    ]
+    step_s = statistics.median(results[0]["seconds"]) if results else None
+    return SweepRow(
+        layout=layout.name, mesh=layout.mesh.to_dict(), recompute=layout.recompute, max_tokens=budget,
+        status=status, step_s=step_s, tokens_per_s=results[0]["tokens"] / step_s if step_s else None,
+        peak_bytes=max((item.peak for item in marks), default=None),
+        reserved_bytes=max((item.reserved for item in marks), default=None), reason=reason,
+        trial_s=round(time.monotonic() - began, 3),
+    )  # fmt: skip
 
 
 def _sentence(failed: RankFailed) -> str:

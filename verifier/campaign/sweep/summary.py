@@ -95,7 +95,8 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
     """
     folder, file = config.run, config.run / "trials.jsonl"
     with locked_folder(folder, "sweep.lock", "folder", "sweep"):
-        asked = {"device": device, **_shared_knobs(config)}
+        knobs = sorted(flat(config.to_dict()).items())
+        asked = {"device": device, **{key: value for key, value in knobs if key not in FREE}}
         lines = read_lines(file)
         if lines:
             _require_same(folder, lines[0], asked)
@@ -103,11 +104,6 @@ def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
             append_line(file, asked)
         rows = enumerate(lines[1:], start=2)
         yield SweepRows(file, [decode_line(file, number, line, SweepRow, "sweep") for number, line in rows])
-
-
-def _shared_knobs(config: SweepConfig) -> dict[str, Any]:
-    values = {key: value for key, value in flat(config.to_dict()).items() if key not in FREE}
-    return {key: values[key] for key in sorted(values)}
 
 
 def _require_same(folder: Path, line: bytes, asked: Mapping[str, Any]) -> None:
@@ -151,6 +147,12 @@ def summaries(rows: Sequence[SweepRow]) -> list[LayoutSummary]:
     return sorted(found, key=lambda item: -speed(item.fastest))
 
 
+def _best(found: Sequence[LayoutSummary]) -> tuple[SweepRow | None, SweepRow | None]:
+    """The fastest row of all layouts, and the one with the largest budget."""
+    largest = [row for item in found if (row := item.largest) is not None]
+    return found[0].fastest if found else None, max(largest, key=lambda row: row.max_tokens, default=None)
+
+
 def speed(row: SweepRow | None) -> float:
     """Tokens a second of a row; 0 where nothing ran."""
     return 0.0 if row is None or row.tokens_per_s is None else row.tokens_per_s
@@ -167,14 +169,10 @@ def words_of(row: SweepRow) -> str:
     return " ".join(f"{key}={value}" for key, value in knobs_of(row).items())
 
 
-def as_json(
-    config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[LeftOut]
-) -> str:  # fmt: skip
+def as_json(config: SweepConfig, device: str, rows: Sequence[SweepRow], invalid: Sequence[LeftOut]) -> str:
     """Return the content of sweep.json."""
     found = summaries(rows)
-    best = [row for item in found if (row := item.fastest) is not None]
-    largest = [row for item in found if (row := item.largest) is not None]
-    fastest, roomiest = best[0] if best else None, max(largest, key=lambda row: row.max_tokens, default=None)
+    fastest, roomiest = _best(found)
     value = {
         "model": config.model, "dtype": config.dtype, "device": device, "tolerance": TOLERANCE,
         "fastest": _record(fastest), "largest_budget": _record(roomiest),
@@ -224,13 +222,11 @@ def _cells(row: SweepRow | None) -> tuple[str, str, str, str]:
 
 def answer(rows: Sequence[SweepRow]) -> str:
     """Return the lines that name the fastest layout and the largest budget, each as knobs of a training run."""
-    found = summaries(rows)
-    best = [row for item in found if (row := item.fastest) is not None]
-    if not best:
+    fastest, largest = _best(summaries(rows))
+    if fastest is None or largest is None:
         return ""
-    largest = max((row for item in found if (row := item.largest) is not None), key=lambda row: row.max_tokens)
     return (
-        f"fastest: {speed(best[0]):,.0f} tokens/s with {words_of(best[0])}\n"
+        f"fastest: {speed(fastest):,.0f} tokens/s with {words_of(fastest)}\n"
         f"largest budget: {largest.max_tokens:,} tokens, {speed(largest):,.0f} tokens/s with {words_of(largest)}\n"
     )
 

@@ -55,6 +55,7 @@ class WarmServer:
     def __init__(self, libraries: Libraries, load_deadline_s: float) -> None:
         self.libraries, self._load_deadline_s = libraries, load_deadline_s
         self._loaded: frozenset[str] = frozenset()
+        """Files of the modules that it has imported, once it was asked."""
         self.started = False
         self.server = self._new()
 
@@ -78,22 +79,18 @@ class WarmServer:
     def note(self, changed: Collection[Path], log: Path) -> bool:
         """End the process if it has loaded one of these files; True if so: the next round imports all again."""
         if not self._loaded:
-            self._loaded = self._ask(log)
+            child, channel = self.server.fork("verifier.campaign.watch.forks:tell", {}, log_path=log)
+            try:
+                self._loaded = frozenset(channel.receive(_ASK_S))
+            except (ChannelClosed, DeadlinePassed) as problem:
+                raise InternalError(f"{self.libraries.name}'s process does not say what it has loaded") from problem
+            finally:
+                channel.close()
+                child.stop()
         if self._loaded.isdisjoint(str(path.resolve()) for path in changed):
             return False
         self.close()
         return True
-
-    def _ask(self, log: Path) -> frozenset[str]:
-        """Files that it has loaded."""
-        child, channel = self.server.fork("verifier.campaign.watch.forks:tell", {}, log_path=log)
-        try:
-            return frozenset(channel.receive(_ASK_S))
-        except (ChannelClosed, DeadlinePassed) as problem:
-            raise InternalError(f"{self.libraries.name}'s process does not say what it has loaded") from problem
-        finally:
-            channel.close()
-            child.stop()
 
     def close(self) -> None:
         """End it with all its children; `start` begins anew."""
@@ -102,12 +99,9 @@ class WarmServer:
 
 
 class WarmServers:
-    """All of them that a command needs; nothing is left of them, nor of a round, after `with`.
+    """All of them that a command needs; nothing is left of them, nor of a round, after `with`. Logs go to `folder`.
 
-    Args:
-        wanted: libraries, by the name under which a round is lent them; a round is forked from "oracles" itself.
-        folder: for logs.
-        load_deadline_s: seconds that imports may take.
+    `wanted` has libraries by the name under which a round is lent them; a round is forked from "oracles" itself.
     """
 
     def __init__(self, wanted: Mapping[str, Libraries], folder: Path, load_deadline_s: float) -> None:

@@ -190,7 +190,7 @@ def sequence_parallel_grads_not_reduced(call: Call) -> None:
 
 @in_policy_loss(
     "pytorch/torchtitan#2416", CONNECT, model="tiny:add-moe", mesh=Mesh(tp=2), training=("verify.every=1", "dtype=bf16")
-)  # fmt: skip
+)
 def router_gradient_of_own_rows(call: Call) -> None:
     """A router's gradient lacks the other tp rank's tokens; in training in bf16, whose routers flip."""
     for weight in tensors_named(call.chunks, "layers.1.mlp.router.weight"):
