@@ -7,6 +7,7 @@ A row lists the tensors of the family's checkpoints under their published names,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -165,6 +166,7 @@ _HYBRID_LAYERS = {
 }
 """Letter of ``hybrid_override_pattern`` -> scopes of the rows that such a layer has."""
 
+_NUMBERED = re.compile(r"model\.layers\.(\d{1,9})\.")
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -364,6 +366,19 @@ def copies_of(config: Mapping[str, JSON]) -> dict[str, str]:
     return {
         f"model.layers.{layer}.{leaf}": whole for layer in range(first, first + more) for leaf, whole in shared.items()
     }
+
+
+def predicts_further(name: str, config: Mapping[str, JSON]) -> bool:
+    """Test for a checkpoint tensor of a layer that predicts further tokens (MTP), behind the layers of the policy.
+
+    megatron-core builds these layers. transformers, and vLLM where it does not speculate, leave them out.
+
+    Source:
+        vLLM 0.21.0, `get_spec_layer_idx_from_weight_name` in models/deepseek_v2.py and models/glm4_moe.py; and models
+        that skip "mtp.", such as qwen3_next.py.
+    """
+    found, (first, more) = _NUMBERED.match(name), (_size(config, key, 0) for key in _LAYER_COUNTS)
+    return name.startswith("mtp.") or (found is not None and first <= int(found[1]) < first + more)
 
 
 def _expand(row: TensorRow, sizes: Mapping[str, int], layer: int | None) -> Iterator[TensorSpec]:

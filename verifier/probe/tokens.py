@@ -9,6 +9,7 @@ mark, or lacks a rank, is judged as it stands and never holds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from verifier.core.reader import read
 from verifier.core.record import Role
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
+from verifier.model.families import predicts_further
 from verifier.probe.declared import facts_of
 from verifier.stages.engine.records import CheckpointView, ExpectedView, SyncedTensor
 from verifier.stages.export.records import ExportedTensor
-from verifier.stages.load.records import SourceTensor
+from verifier.stages.load.records import SourceTensor, StatedConfig
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
 Rows = Sequence[Any]
@@ -193,6 +195,8 @@ def _expect_views(path: Path, seen: Trace) -> bool:
         version: {item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}
         for version in seen.versions(CheckpointView)
     }
+    stated = next(seen.of(StatedConfig), None)
+    config = {} if stated is None else {key: json.loads(value) for key, value in stated.values.items()}
     for view in views:
         sent = exports[view.version].get(view.tensor)
         if sent is not None and (sent.dtype, sent.shape) != (view.dtype, view.shape):
@@ -202,7 +206,8 @@ def _expect_views(path: Path, seen: Trace) -> bool:
             for version, sent_tensors in exports.items():
                 own = [item for item in views if (item.rank, item.version) == (rank, version)]
                 named = {item.name: item.tensor for item in own}
-                named |= {name: name for name in sent_tensors if own and name not in named.values()}
+                absent = sent_tensors.keys() - named.values() if own else ()
+                named |= {name: name for name in sorted(absent) if not predicts_further(name, config)}
                 for name, tensor in named.items():
                     if (sent := sent_tensors.get(tensor)) is not None:
                         record = ExpectedView(

@@ -271,5 +271,5 @@ class Session:
         with in_stage(Stage.ENGINE, version):
             held_by(link.client).record(run.engines, version)
             for rank, slices in enumerate(link.client.checkpoint_view()):
-                record_views(run.engines[rank], slices, self._weights.sent, version)
+                record_views(run.engines[rank], slices, self._weights.sent, version, run.source.config)
         self._weights.sent = {}  # nothing compares it from here on, and it is as large as the model

@@ -193,7 +193,7 @@ class RankEvidence(RankObserver):
             sent = {name: tensor.cpu().clone() for name, tensor in stream if parts.rank == 0}
         if client is not None:
             try:
-                record_held(Path(trace), client.checkpoint_view(), sent, version)
+                record_held(Path(trace), client.checkpoint_view(), sent, version, parts.source.config)
             except EngineGone as problem:
                 return str(problem)
         return ""

@@ -109,7 +109,7 @@ class AdapterTransfer(TransferProbe):
 
     def _record_views(self, client: EngineClient, sent: Mapping[str, torch.Tensor]) -> None:
         for probe, slices in zip(self._ranks, client.checkpoint_view(), strict=True):
-            record_views(probe, slices, sent, self.version)
+            record_views(probe, slices, sent, self.version, self._rank.parts.source.config)
 
 
 class WeightTransfer(AdapterTransfer):
