@@ -29,6 +29,7 @@ DEFAULT: tuple[Case, ...] = (
     ("qwen3-moe", Mesh(tp=2, ep=2), "bfloat16"),
     ("deepseek-v3", Mesh(tp=2, pp=2, ep=2), "float32"),
     ("nemotron-h", Mesh(tp=2), "float32"),
+    ("deepseek_v3-mtp", Mesh(tp=2, pp=2), "float32"),
 )
 SLOW = sorted(
     {(case.family, case.mesh, case.dtype) for case in cases()} - set(DEFAULT), key=lambda case: (case[0], str(case[1:]))

@@ -103,9 +103,7 @@ class HfEngine(Engine):
         return [self.receiver.receive(chunk, self.load)]
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
-        """Copy tensors to their places by checkpoint name; return the engine's names of what was written.
-
-        Layers that predict further tokens have none, as in vLLM.
+        """Copy tensors, MTP layers aside, to their places by checkpoint name; return the engine's names of those.
 
         Raises:
             ContractError: the model has no such tensor or one of another shape.

@@ -195,13 +195,14 @@ def _global_name(held: Held, elsewhere: str) -> str:
 
 def _second_copies_renamed(pieces: Sequence[_Piece]) -> list[_Piece]:
     """Tell apart copies of one parameter outside of layers: the stage of an MTP layer has the embedding once more."""
-    homes: dict[tuple[str, tuple[Any, ...]], int] = {}
-    for piece in pieces:  # of a lower stage first
-        homes.setdefault((piece.name, piece.held.content), piece.at.pp)
-    later = [piece.at.pp != homes[piece.name, piece.held.content] for piece in pieces]
+    homes = {
+        (piece.name, piece.held.content): piece.at.pp for piece in reversed(pieces) if not _LAYER.search(piece.name)
+    }
     return [
-        replace(piece, name=f"{piece.name} (stage {piece.at.pp})") if again and not _LAYER.search(piece.name) else piece
-        for piece, again in zip(pieces, later, strict=True)
+        replace(piece, name=f"{piece.name} (stage {piece.at.pp})")
+        if piece.at.pp > homes.get((piece.name, piece.held.content), piece.at.pp)
+        else piece
+        for piece in pieces
     ]
 
 

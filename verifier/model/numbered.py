@@ -122,10 +122,7 @@ class Decoded:
 
 
 def numbering_of(checkpoint: Checkpoint, dtype: str) -> Numbering | str:
-    """Return the numbering of a checkpoint for a trainer of this dtype; or, in words, why there is none.
-
-    Tensors that repeat others have no numbers: trainers load them from those (`copies_of`).
-    """
+    """Return the numbering of a checkpoint but for `copies_of`, for a trainer of this dtype; or why there is none."""
     for name, meta in checkpoint.metas.items():
         if meta.dtype not in _BITS:
             return f"`{name}` is stored in {meta.dtype}, which cannot hold a number"

@@ -41,8 +41,7 @@ def load_model(
         fixes: ids of upstream fixes to install; the oracle, which computes the model's definition, always has them.
 
     Raises:
-        ContractError: a tensor is missing, or the architecture has no place for one, layers that predict further
-            tokens aside.
+        ContractError: a tensor is missing, or the architecture has no place for one that it has to serve.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         path,

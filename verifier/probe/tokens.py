@@ -27,7 +27,7 @@ from verifier.core.reader import read
 from verifier.core.record import Role
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
-from verifier.model.families import predicts_further
+from verifier.model.families import served
 from verifier.probe.declared import facts_of
 from verifier.stages.engine.records import CheckpointView, ExpectedView, SyncedTensor
 from verifier.stages.export.records import ExportedTensor
@@ -191,12 +191,12 @@ def _expect_views(path: Path, seen: Trace) -> bool:
     views = list(seen.of(CheckpointView))
     if not views or seen.has(ExpectedView) or not seen.has(ExportedTensor):
         return False
-    exports: dict[int, Mapping[str, ExportedTensor]] = {
-        version: {item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}
-        for version in seen.versions(CheckpointView)
-    }
     stated = next(seen.of(StatedConfig), None)
     config = {} if stated is None else {key: json.loads(value) for key, value in stated.values.items()}
+    exports: dict[int, Mapping[str, ExportedTensor]] = {
+        version: served({item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}, config)
+        for version in seen.versions(CheckpointView)
+    }
     for view in views:
         sent = exports[view.version].get(view.tensor)
         if sent is not None and (sent.dtype, sent.shape) != (view.dtype, view.shape):
@@ -206,8 +206,7 @@ def _expect_views(path: Path, seen: Trace) -> bool:
             for version, sent_tensors in exports.items():
                 own = [item for item in views if (item.rank, item.version) == (rank, version)]
                 named = {item.name: item.tensor for item in own}
-                absent = sent_tensors.keys() - named.values() if own else ()
-                named |= {name: name for name in sorted(absent) if not predicts_further(name, config)}
+                named |= {name: name for name in sent_tensors if own and name not in named.values()}
                 for name, tensor in named.items():
                     if (sent := sent_tensors.get(tensor)) is not None:
                         record = ExpectedView(

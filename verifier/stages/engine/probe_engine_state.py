@@ -14,7 +14,6 @@ from verifier.core.record import Probe
 from verifier.core.store import Recorder
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned
 from verifier.engine.client import EngineClient
-from verifier.model.families import predicts_further
 from verifier.stages.engine.records import (
     CheckpointView,
     ColdSettings,
@@ -127,17 +126,8 @@ def held_by(client: EngineClient) -> EngineState:
     return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings:read_settings"))
 
 
-def record_views(
-    probe: Probe,
-    slices: Sequence[EngineSlice],
-    sent: Mapping[str, torch.Tensor],
-    version: int,
-    config: Mapping[str, Any],
-) -> None:
-    """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them.
-
-    Of layers that predict further tokens, by config.json, it is to hold what it says it holds.
-    """
+def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
+    """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
     import torch
 
     from verifier.plan.digest import described
@@ -165,8 +155,7 @@ def record_views(
         if item.name in sent:
             expect(name, sent[item.name], box, item.dtype)
     for name in sent.keys() - seen:
-        if not predicts_further(name, config):
-            expect(name, sent[name])
+        expect(name, sent[name])
 
 
 def _facts(item: EngineTensor | EngineSlice | Received) -> dict[str, Any]:
@@ -244,13 +233,9 @@ class HeldEngine:
 
 
 def record_held(
-    trace: Path,
-    views: Sequence[Sequence[EngineSlice]],
-    sent: Mapping[str, torch.Tensor],
-    version: int,
-    config: Mapping[str, Any],
+    trace: Path, views: Sequence[Sequence[EngineSlice]], sent: Mapping[str, torch.Tensor], version: int
 ) -> None:
     """Record what each engine rank holds, beside what it should hold as a version, whole and by name."""
     for rank, slices in enumerate(views):
         with contextlib.closing(Recorder(trace, "engine", rank)) as probe:
-            record_views(probe, slices, sent, version, config)
+            record_views(probe, slices, sent, version)
