@@ -144,11 +144,7 @@ def write_scaled(
 
 
 def _specs(architecture: str, config: Mapping[str, Any]) -> list[TensorSpec]:
-    """Tensors of a checkpoint under their published names.
-
-    Those of a layer that predicts a further token have the names of DeepSeek-V3 and GLM-4.5: it is the last layer with
-    four tensors more, and with copies of embedding and head.
-    """
+    """Tensors of a checkpoint; its MTP layer is the last one again, with four more and two copies, as in GLM-4.5."""
     specs = {spec.name: spec for spec in _of_policy(architecture)}
     if config.get("num_nextn_predict_layers"):
         last, hidden = config["num_hidden_layers"], config["hidden_size"]

@@ -25,8 +25,8 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
     own = (row,) if row else ()
     if further := sum(predicts_further(name, config) for name in model.checkpoint.names() if name not in copies):
         own += (
-            f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served: engines and "
-            "transformers leave them out, and their loss is off",
+            f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served; their "
+            "loss is off",
         )
     deadline_s = until.left("config.json was read")
     try:
