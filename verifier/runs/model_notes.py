@@ -22,7 +22,7 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
     """
     config, row = model.checkpoint.config, missed_row(model.checkpoint.config)
     copies = copies_of(config)
-    own = (row,) if row else ()
+    own: tuple[str, ...] = (row,) if row else ()
     if further := sum(predicts_further(name, config) for name in model.checkpoint.names() if name not in copies):
         own += (
             f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served; their "
