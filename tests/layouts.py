@@ -96,4 +96,5 @@ def _facts(place: ParamPlacement, mesh: Mesh) -> tuple[Any, ...]:
     sizes = {"edp": mesh.expert_dp}
     axes = tuple(axis for axis in place.replicated_over if sizes.get(axis, getattr(mesh, axis, 1)) > 1)
     sources = {source: place.source_shapes[source] for source in sorted(place.sources)}
-    return place.global_name, place.is_buffer, place.shape, sources, axes, place.scale, place.offset, place.transposed
+    name = place.global_name.partition(" (stage")[0]
+    return name, place.is_buffer, place.shape, sources, axes, place.scale, place.offset, place.transposed

@@ -24,6 +24,7 @@ from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import predicts_further
 from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.receiver import ChunkReceiver
@@ -42,7 +43,8 @@ class HfEngine(Engine):
         self.config = config
         self.model = load_model(config.checkpoint, getattr(torch, config.dtype), fixes=config.fixes)
         self.receiver = ChunkReceiver(0)
-        self._limits = Limits.of(open_checkpoint(config.checkpoint).config, config)
+        self._stated = open_checkpoint(config.checkpoint).config
+        self._limits = Limits.of(self._stated, config)
         self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
         self._saved: dict[str, torch.Tensor] = {}
         self._batch: list[list[_Running]] = []
@@ -101,13 +103,14 @@ class HfEngine(Engine):
         return [self.receiver.receive(chunk, self.load)]
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
-        """Copy tensors to their places by checkpoint name; return the engine's names of what was written.
+        """Copy tensors, MTP layers aside, to their places by checkpoint name; return the engine's names of those.
 
         Raises:
             ContractError: the model has no such tensor or one of another shape.
         """
         places = checkpoint_places(self.model)
         written: set[int] = set()
+        tensors = [pair for pair in tensors if pair[0] in places or not predicts_further(pair[0], self._stated)]
         for name, tensor in tensors:
             if name not in places:
                 raise ContractError(f"the engine's model has no place for `{name}`")

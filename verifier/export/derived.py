@@ -14,7 +14,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -123,6 +123,7 @@ class DerivedLayout:
 def derive(mesh: Mesh, ranks: Sequence[Sequence[Held]], numbering: Numbering) -> DerivedLayout:
     """Put together what all ranks hold, and prove what can be proven without Megatron-Bridge."""
     pieces = [_Piece.of(mesh, rank, held) for rank, rows in enumerate(ranks) for held in rows if not held.why_not]
+    pieces = _second_copies_renamed(pieces)
     gaps = [f"`{held.name}` on rank {rank}: {held.why_not}"
             for rank, rows in enumerate(ranks) for held in rows if held.why_not]  # fmt: skip
     gaps += _unlike_stages(mesh, pieces)
@@ -190,6 +191,19 @@ def _global_name(held: Held, elsewhere: str) -> str:
             return held.name + elsewhere
         name = pattern.sub(next(iter(found), ""), name, count=1)
     return name
+
+
+def _second_copies_renamed(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Tell apart copies of one parameter outside of layers: the stage of an MTP layer has the embedding once more."""
+    homes = {
+        (piece.name, piece.held.content): piece.at.pp for piece in reversed(pieces) if not _LAYER.search(piece.name)
+    }
+    return [
+        replace(piece, name=f"{piece.name} (stage {piece.at.pp})")
+        if piece.at.pp > homes.get((piece.name, piece.held.content), piece.at.pp)
+        else piece
+        for piece in pieces
+    ]
 
 
 def _unlike_stages(mesh: Mesh, pieces: Sequence[_Piece]) -> list[str]:

@@ -17,7 +17,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from verifier.errors import UsageError
 from verifier.export.sharding import Box, ParamPlacement
 from verifier.mesh import Coordinate, Mesh
-from verifier.model.families import JSON, Family, Scope, TensorRow, family_of, layer_scopes, sizes_of
+from verifier.model.families import JSON, Family, Scope, TensorRow, family_of, further_scopes, layer_scopes, sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +171,16 @@ _HYBRID = _rows(
     """,
 )
 
+_FURTHER = _rows(
+    _LAYER,
+    """
+    FURTHER enorm.weight           WHOLE enorm.weight
+    FURTHER hnorm.weight           WHOLE hnorm.weight
+    FURTHER eh_proj.weight         ROWS  eh_proj.weight
+    FURTHER final_layernorm.weight WHOLE shared_head.norm.weight
+    """,
+)
+
 PARAMS: dict[str, Rows] = {
     "qwen3": (*_GQA, *_QK_NORM, *_DENSE_MLP),
     "qwen2": (*_GQA, *_QKV_BIAS, *_DENSE_MLP),
@@ -191,7 +201,7 @@ class ModelLayout:
     family: Family
     sizes: Mapping[str, int]
     layers: tuple[frozenset[Scope], ...]
-    """Scopes of the rows that each layer has."""
+    """Scopes of the rows that each layer has, those for further tokens behind the policy's."""
     tied: bool
 
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
@@ -205,12 +215,14 @@ class ModelLayout:
         is_last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         embedding, final_norm = (self.family.embedding.pattern,), (self.family.final_norm.pattern,)
         found = []
-        if is_first:
+        further = range(self.sizes["layers"], len(self.layers)) if is_last else ()
+        if is_first or further:
             found.append(self._place(ParamRow(_EMBEDDING, Cut.ROWS, embedding, Scope.MODEL), mesh, at))
         found += self.in_layers(PARAMS[self.family.name], mesh, rank, chunk)
         if is_last:
             norm = ParamRow(_FINAL_NORMS[self.family.name], Cut.WHOLE, final_norm, Scope.MODEL)
             found.append(self._place(norm, mesh, at))
+        found += self._of_layers(_further(PARAMS[self.family.name]), mesh, rank, further)
         if is_last and not (is_first and self.tied):
             output = ParamRow(_OUTPUT, Cut.ROWS, embedding if self.tied else ("lm_head.weight",), Scope.MODEL)
             found.append(self._place(output, mesh, at))
@@ -218,8 +230,11 @@ class ModelLayout:
 
     def in_layers(self, rows: Rows, mesh: Mesh, rank: int, chunk: int) -> list[ParamPlacement]:
         """List what rows of this layout's family make of the layers of one model chunk of a rank; see `placements`."""
+        return self._of_layers(rows, mesh, rank, mesh.layers_of(mesh.coordinate(rank).pp, chunk, self.sizes["layers"]))
+
+    def _of_layers(self, rows: Rows, mesh: Mesh, rank: int, layers: Iterable[int]) -> list[ParamPlacement]:
         at, found = mesh.coordinate(rank), []
-        for local_layer, layer in enumerate(mesh.layers_of(at.pp, chunk, self.sizes["layers"])):
+        for local_layer, layer in enumerate(layers):
             for row in rows:
                 if row.scope in self.layers[layer]:
                     experts = self._experts(mesh, at) if row.scope is Scope.EXPERT else range(1)
@@ -286,6 +301,14 @@ class ModelLayout:
         return tuple(found)
 
 
+def _further(rows: Rows) -> Rows:
+    """Rows of a layer for a further token, of those of the layer that it consists of."""
+    within, beside = ("decoder.layers.{layer}.", "mtp.layers.{layer}.mtp_model_layer."), ("decoder.", "mtp.")
+    return tuple(replace(row, pattern=row.pattern.replace(*within)) for row in rows) + tuple(
+        replace(row, pattern=row.pattern.replace(*beside)) for row in _FURTHER
+    )
+
+
 def _between(boxes: Sequence[Box], begin: int, end: int) -> Iterator[Box]:
     """Yield what lies at indices [begin, end) of boxes laid end to end; of a box, it may be a piece."""
     at = 0
@@ -309,9 +332,8 @@ def layout_of(config: Mapping[str, JSON]) -> ModelLayout | None:
     family = family_of(config)
     if family is None:
         return None
-    return ModelLayout(
-        family=family, sizes=sizes_of(config), layers=layer_scopes(config), tied=bool(config.get("tie_word_embeddings"))
-    )
+    layers, tied = (*layer_scopes(config), *further_scopes(config)), bool(config.get("tie_word_embeddings"))
+    return ModelLayout(family=family, sizes=sizes_of(config), layers=layers, tied=tied)
 
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"

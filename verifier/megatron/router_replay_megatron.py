@@ -261,8 +261,9 @@ class RouterPass(RouterWatch):
 
 
 def routers_of(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
-    """Return the routers of one model chunk by global layer index, ascending."""
+    """Return the routers of one model chunk by global layer index, ascending; MTP layers are numbered from 1 again."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    found = {module.layer_number - 1: module for module in chunk.modules() if isinstance(module, TopKRouter)}
+    named = (module for name, module in chunk.named_modules() if ".mtp." not in f".{name}")
+    found = {module.layer_number - 1: module for module in named if isinstance(module, TopKRouter)}
     return dict(sorted(found.items()))

@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +26,7 @@ from verifier.data.arithmetic import tokenizer_files
 from verifier.errors import UsageError
 from verifier.model import bridges
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.families import JSON, Content, TensorSpec
+from verifier.model.families import JSON, Content, TensorSpec, copies_of
 from verifier.model.generated import generate, require_dtype, write_once
 from verifier.model.scaling import scaled
 from verifier.platform.provenance import installed
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CAUSAL = "ForCausalLM"
+_FURTHER = "-mtp"
+"""Suffix of a name whose checkpoint has a layer that predicts a further token."""
+_NORMS = ("enorm", "hnorm", "shared_head.norm")
+"""Norms that such a layer has besides those of a layer."""
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _SCALES = 1  # part of the cache key: raise it when the same config and seed give other bytes
 
@@ -66,6 +71,7 @@ def architecture_of(name: str, others: Collection[str] = ()) -> str:
     Raises:
         UsageError: only one of transformers and megatron-bridge knows it, or neither does.
     """
+    name = name.removesuffix(_FURTHER)
     known, theirs = architectures(), _of_transformers()
     if name in known or name in known.values():
         return known.get(name, name)
@@ -97,9 +103,10 @@ def scaled_config(name: str, dtype: str, others: Collection[str] = ()) -> dict[s
     require_dtype(dtype)
     architecture = architecture_of(name, others)
     config = _config(architecture)
+    further: dict[str, JSON] = {"num_nextn_predict_layers": 1} if name.endswith(_FURTHER) else {}
     every = PreTrainedConfig().to_dict()  # keys that say nothing of an architecture, the model type aside
     own = {key: value for key, value in _as_json(config).items() if key not in every}
-    return {"architectures": [architecture], "dtype": dtype, **own, "model_type": config.model_type}
+    return {"architectures": [architecture], "dtype": dtype, **own, **further, "model_type": config.model_type}
 
 
 def _config(architecture: str) -> PreTrainedConfig:
@@ -118,7 +125,7 @@ def write_scaled(
     """Write the tiny checkpoint of an architecture under `directory` unless it is there already; return its path.
 
     Args:
-        name: a key or value of `architectures`.
+        name: a key or value of `architectures`; with "-mtp" the checkpoint has a layer that predicts a further token.
         directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
         dtype: "float32" or "bfloat16".
         seed: seed of the weights.
@@ -132,12 +139,26 @@ def write_scaled(
     key = hashlib.blake2b(json.dumps([_SCALES, seed, config, texts], sort_keys=True).encode(), digest_size=6)
     target = Path(directory) / f"tiny-{architecture}-{dtype}-{key.hexdigest()}"
     return write_once(
-        target, lambda: list(_specs(architecture)), config, dtype, f"{architecture}/{seed}", generate, texts
+        target, lambda: _specs(architecture, config), config, dtype, f"{architecture}/{seed}", generate, texts
     )
 
 
-def _specs(architecture: str) -> Iterator[TensorSpec]:
-    """Tensors of a checkpoint under their published names, as transformers writes it."""
+def _specs(architecture: str, config: Mapping[str, Any]) -> list[TensorSpec]:
+    """Tensors of a checkpoint; its MTP layer is the last one again, with four more and two copies, as in GLM-4.5."""
+    specs = {spec.name: spec for spec in _of_policy(architecture)}
+    if config.get("num_nextn_predict_layers"):
+        last, hidden = config["num_hidden_layers"], config["hidden_size"]
+        own, like = f"model.layers.{last}.", f"model.layers.{last - 1}."
+        more = [replace(specs[name], name=own + name.removeprefix(like)) for name in specs if name.startswith(like)]
+        more += [replace(specs[whole], name=name) for name, whole in copies_of(config).items()]
+        more += [replace(specs["model.norm.weight"], name=f"{own}{leaf}.weight") for leaf in _NORMS]
+        more.append(TensorSpec(name=f"{own}eh_proj.weight", shape=(hidden, 2 * hidden), content=Content.MATRIX))
+        specs |= {spec.name: spec for spec in more}
+    return list(specs.values())
+
+
+def _of_policy(architecture: str) -> Iterator[TensorSpec]:
+    """Tensors of a checkpoint as transformers writes it."""
     with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
         model: PreTrainedModel = getattr(transformers, architecture)(_config(architecture))
         model.save_pretrained(folder)

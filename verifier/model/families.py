@@ -7,14 +7,16 @@ A row lists the tensors of the family's checkpoints under their published names,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from verifier.errors import UsageError
 
+T = TypeVar("T")
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
 
@@ -28,6 +30,7 @@ class Scope(Enum):
     DENSE = "every layer with a dense MLP"
     MOE = "every layer with routed experts"
     EXPERT = "every routed expert of every such layer"
+    FURTHER = "every layer that predicts a further token (MTP)"
 
 
 class Content(Enum):
@@ -60,7 +63,8 @@ class TensorRow:
 _EMBEDDING = TensorRow("model.embed_tokens.weight", ("vocab", "hidden"), Scope.MODEL)
 _FINAL_NORM = TensorRow("model.norm.weight", ("hidden",), Scope.MODEL, Content.NORM)
 _LM_HEAD = TensorRow("lm_head.weight", ("vocab", "hidden"), Scope.MODEL)
-_NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), "quantization_config": (None,)}
+_PLAIN = {"quantization_config": (None,), "num_nextn_predict_layers": (0, None)}
+_NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None), **_PLAIN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,10 @@ _SHARED_EXPERTS = (
     *_rows("mlp.gate.*", Scope.MOE, Content.SCORE_BIAS, e_score_correction_bias="experts"),
     *_gated_mlp("mlp.shared_experts.*_proj.weight", Scope.MOE, "shared_ffn"),
 )
+_FURTHER = (
+    *_rows("*norm.weight", Scope.FURTHER, Content.NORM, e="hidden", h="hidden", **{"shared_head.": "hidden"}),
+    *_rows("*.weight", Scope.FURTHER, eh_proj="hidden two_hidden"),
+)
 
 _HYBRID_EMBEDDING = TensorRow("backbone.embeddings.weight", ("vocab", "hidden"), Scope.MODEL)
 _HYBRID_FINAL_NORM = TensorRow("backbone.norm_f.weight", ("hidden",), Scope.MODEL, Content.NORM)
@@ -165,6 +173,7 @@ _HYBRID_LAYERS = {
 }
 """Letter of ``hybrid_override_pattern`` -> scopes of the rows that such a layer has."""
 
+_NUMBERED = re.compile(r"model\.layers\.(\d{1,9})\.")
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -177,7 +186,7 @@ FAMILIES: dict[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             (*_FRAME, *_GQA, *_QKV_BIAS, *_DENSE_MLP),
-            requires={"quantization_config": (None,)},
+            requires=_PLAIN,
         ),
         Family("llama", "llama", "LlamaForCausalLM", (*_FRAME, *_GQA, *_DENSE_MLP)),
         Family(
@@ -191,8 +200,8 @@ FAMILIES: dict[str, Family] = {
             "deepseek-v3",
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            (*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, *_SHARED_EXPERTS),
-            requires={**_NO_BIAS, "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1, None)},
+            (*_FRAME, *_MLA, *_DENSE_MLP, *_EXPERTS, *_SHARED_EXPERTS, *_FURTHER),
+            requires={**_NO_BIAS, "num_nextn_predict_layers": (0, 1, None), "moe_layer_freq": (1, None)},
             needs=("q_lora_rank", "n_shared_experts"),
         ),
         Family(
@@ -210,7 +219,6 @@ FAMILIES: dict[str, Family] = {
                 "conv_kernel": (4, None),
                 "moe_latent_size": (None,),
                 "n_shared_experts": (1, None),
-                "num_nextn_predict_layers": (0, None),
                 "tie_word_embeddings": (False, None),
             },
             needs=("hybrid_override_pattern",),
@@ -266,6 +274,11 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
     return tuple(dense if layer < first_moe else sparse for layer in range(layers))
 
 
+def further_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
+    """Return the scopes of the rows that each layer for further tokens has, which is like the last of the policy's."""
+    return (layer_scopes(config)[-1] | {Scope.FURTHER},) * len(_further_layers(config))
+
+
 def has_score_bias(config: Mapping[str, JSON]) -> bool:
     """Tell whether routers of this model add a bias to the scores that they choose experts by, as its row says."""
     family = family_of(config)
@@ -285,6 +298,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
     sizes = {
         "vocab": size("vocab_size"),
         "hidden": size("hidden_size"),
+        "two_hidden": 2 * size("hidden_size"),
         "layers": size("num_hidden_layers"),
         "heads": heads,
         "kv_heads": size("num_key_value_heads", heads),
@@ -341,7 +355,7 @@ def tensors_of(family: Family, config: Mapping[str, JSON]) -> Iterator[TensorSpe
     sizes = sizes_of(config)
     tied = bool(config.get("tie_word_embeddings"))
     yield from _expand(family.embedding, sizes, None)
-    for layer, scopes in enumerate(layer_scopes(config)):
+    for layer, scopes in enumerate((*layer_scopes(config), *further_scopes(config))):
         for row in family.tensors:
             if row.scope in scopes:
                 yield from _expand(row, sizes, layer)
@@ -358,12 +372,32 @@ def copies_of(config: Mapping[str, JSON]) -> dict[str, str]:
     Source:
         https://github.com/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md, structure of the MTP modules.
     """
-    first, more = (_size(config, key, 0) for key in _LAYER_COUNTS)
     head = _EMBEDDING.pattern if config.get("tie_word_embeddings") else _LM_HEAD.pattern
     shared = {"embed_tokens.weight": _EMBEDDING.pattern, "shared_head.head.weight": head}
     return {
-        f"model.layers.{layer}.{leaf}": whole for layer in range(first, first + more) for leaf, whole in shared.items()
+        f"model.layers.{layer}.{leaf}": whole for layer in _further_layers(config) for leaf, whole in shared.items()
     }
+
+
+def predicts_further(name: str, config: Mapping[str, JSON]) -> bool:
+    """Test for a tensor of a layer for further tokens (MTP), which transformers and vLLM's policies leave out.
+
+    Source:
+        vLLM 0.21.0, `get_spec_layer_idx_from_weight_name` in models/deepseek_v2.py and models/glm4_moe.py; and models
+        that skip "mtp.", such as qwen3_next.py.
+    """
+    found = _NUMBERED.match(name)
+    return name.startswith("mtp.") or (found is not None and int(found[1]) in _further_layers(config))
+
+
+def served(tensors: Mapping[str, T], config: Mapping[str, JSON]) -> dict[str, T]:
+    """Tensors by checkpoint name that an engine is to hold of what is exported; see `predicts_further`."""
+    return {name: tensor for name, tensor in tensors.items() if not predicts_further(name, config)}
+
+
+def _further_layers(config: Mapping[str, JSON]) -> range:
+    first, more = (_size(config, key, 0) for key in _LAYER_COUNTS)
+    return range(first, first + more)
 
 
 def _expand(row: TensorRow, sizes: Mapping[str, int], layer: int | None) -> Iterator[TensorSpec]:

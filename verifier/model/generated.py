@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
 from verifier.model.checkpoint import INDEX, write_shard
-from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, family_of, tensors_of
+from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, copies_of, family_of, tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -172,8 +173,11 @@ def _write_files(
     names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
     shards = {name: [spec for _, spec in group] for name, group in zip(names, groups, strict=True)}
 
+    copies = copies_of(config)
+
     def write(name: str) -> None:
-        write_shard(path / name, {spec.name: values(spec, dtype, stream) for spec in shards[name]})
+        originals = {spec.name: replace(spec, name=copies.get(spec.name, spec.name)) for spec in shards[name]}
+        write_shard(path / name, {copy: values(spec, dtype, stream) for copy, spec in originals.items()})
         (path / name).chmod(0o644)
 
     with ThreadPoolExecutor(_WRITERS) as pool:

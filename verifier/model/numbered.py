@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verifier.model.checkpoint import INDEX, Checkpoint, write_shard
+from verifier.model.families import copies_of
 
 ZEROS, ONES, SCRAMBLED = "zeros", "ones", "scrambled"
 _BITS = {"float64": 24, "float32": 24, "float16": 11, "bfloat16": 8, "int64": 24, "int32": 24}
@@ -121,11 +122,12 @@ class Decoded:
 
 
 def numbering_of(checkpoint: Checkpoint, dtype: str) -> Numbering | str:
-    """Return the numbering of a checkpoint for a trainer of this dtype; or, in words, why there is none."""
+    """Return the numbering of a checkpoint but for `copies_of`, for a trainer of this dtype; or why there is none."""
     for name, meta in checkpoint.metas.items():
         if meta.dtype not in _BITS:
             return f"`{name}` is stored in {meta.dtype}, which cannot hold a number"
-    shapes = {name: meta.shape for name, meta in checkpoint.metas.items()}
+    shared = copies_of(checkpoint.config)
+    shapes = {name: meta.shape for name, meta in checkpoint.metas.items() if name not in shared}
     return Numbering(shapes=shapes, bits=min(_BITS[kind] for kind in (dtype, *_dtypes(checkpoint))))
 
 
@@ -144,6 +146,7 @@ def write_numbered(folder: Path, checkpoint: Checkpoint, numbering: Numbering, w
     tensors: dict[str, Any] = {
         name: torch.from_numpy(numbering.values(name, which)).to(getattr(torch, meta.dtype))
         for name, meta in checkpoint.metas.items()
+        if name in numbering.shapes
     }
     write_shard(folder / "model.safetensors", tensors)
 

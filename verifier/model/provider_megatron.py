@@ -258,9 +258,9 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_z_loss_coeff": None,
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"), 0.0),
         # Granularity of activation recomputation (`recompute_megatron.recomputed`): with two layers at a time the
-        # second one's input is not kept. Adapters read these fields when they are attached.
+        # second one's input is not kept, which MTP layers refuse. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
-        "recompute_num_layers": 2,
+        "recompute_num_layers": 1 if provider.mtp_num_layers else 2,
     }
     if mesh.vpp > 1:
         # Without overlap_p2p_comm megatron-core 0.19.2 silently trains interleaved stages on wrong gradients; only its

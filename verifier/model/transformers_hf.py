@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import predicts_further
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, scan_in_one_chunk
@@ -40,7 +41,7 @@ def load_model(
         fixes: ids of upstream fixes to install; the oracle, which computes the model's definition, always has them.
 
     Raises:
-        ContractError: a tensor is missing, or the architecture has no place for one.
+        ContractError: a tensor is missing, or the architecture has no place for one that it has to serve.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         path,
@@ -50,7 +51,9 @@ def load_model(
         local_files_only=True,
         output_loading_info=True,
     )
-    for what, names in (("is missing", info["missing_keys"]), ("has no place in it", info["unexpected_keys"])):
+    config = open_checkpoint(path).config
+    odd = [name for name in info["unexpected_keys"] if not predicts_further(name, config)]
+    for what, names in (("is missing", info["missing_keys"]), ("has no place in it", odd)):
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
     _restore_float32(model, path)

@@ -14,6 +14,7 @@ import torch
 
 from verifier.core.outputs import full_disk_refused
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import copies_of
 from verifier.oracle.oracle import DRAWS
 from verifier.oracle.streaming_hf import Take
 from verifier.plan.digest import dtype_name
@@ -293,6 +294,7 @@ class Spread:
 
 
 def tensors_of(path: Path) -> Mapping[str, torch.Tensor]:
-    """All tensors of a checkpoint directory, mapped."""
+    """All tensors of a checkpoint directory, mapped, but for those that repeat others (`copies_of`)."""
     checkpoint = open_checkpoint(path)
-    return {name: checkpoint.read(name) for name in checkpoint.names()}
+    shared = copies_of(checkpoint.config)
+    return {name: checkpoint.read(name) for name in checkpoint.names() if name not in shared}

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
+from verifier.model.families import predicts_further
 from verifier.model.transformers_hf import checkpoint_places, compute_the_definition, load_model
 
 ROOM_BYTES = 2**30
@@ -80,7 +81,8 @@ class StreamedModel:
         places = checkpoint_places(self.model)
         base = getattr(self.model.base_model, "language_model", self.model.base_model)
         ignored = [*self.model.all_tied_weights_keys, *(self.model._keys_to_ignore_on_load_unexpected or ())]
-        more = {name for name in self.checkpoint.names() if not any(re.search(each, name) for each in ignored)}
+        held = (name for name in self.checkpoint.names() if not predicts_further(name, self.checkpoint.config))
+        more = {name for name in held if not any(re.search(each, name) for each in ignored)}
         known = more == set(places)
         self.streams = known and isinstance(getattr(base, "layers", None), nn.ModuleList)
         if not self.streams:

@@ -9,6 +9,7 @@ mark, or lacks a rank, is judged as it stands and never holds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from verifier.core.reader import read
 from verifier.core.record import Role
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
+from verifier.model.families import served
 from verifier.probe.declared import facts_of
 from verifier.stages.engine.records import CheckpointView, ExpectedView, SyncedTensor
 from verifier.stages.export.records import ExportedTensor
-from verifier.stages.load.records import SourceTensor
+from verifier.stages.load.records import SourceTensor, StatedConfig
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
 Rows = Sequence[Any]
@@ -189,8 +191,10 @@ def _expect_views(path: Path, seen: Trace) -> bool:
     views = list(seen.of(CheckpointView))
     if not views or seen.has(ExpectedView) or not seen.has(ExportedTensor):
         return False
+    stated = next(seen.of(StatedConfig), None)
+    config = {} if stated is None else {key: json.loads(value) for key, value in stated.values.items()}
     exports: dict[int, Mapping[str, ExportedTensor]] = {
-        version: {item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}
+        version: served({item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}, config)
         for version in seen.versions(CheckpointView)
     }
     for view in views:

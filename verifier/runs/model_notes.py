@@ -6,7 +6,7 @@ from verifier.core.outputs import work_folder
 from verifier.core.stage import Stage, in_stage
 from verifier.errors import UsageError, VerifierError
 from verifier.launch.fork_launcher import ForkLauncher
-from verifier.model.families import copies_of, missed_row
+from verifier.model.families import copies_of, missed_row, predicts_further
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
 
@@ -22,7 +22,12 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
     """
     config, row = model.checkpoint.config, missed_row(model.checkpoint.config)
     copies = copies_of(config)
-    own = (row,) if row else ()
+    own: tuple[str, ...] = (row,) if row else ()
+    if further := sum(predicts_further(name, config) for name in model.checkpoint.names() if name not in copies):
+        own += (
+            f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served; their "
+            "loss is off",
+        )
     deadline_s = until.left("config.json was read")
     try:
         with work_folder("notes") as work, in_stage(Stage.LOAD):

@@ -18,7 +18,7 @@ from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
-from verifier.model.families import family_of, layer_scopes, moe_layers_of, num_experts_of
+from verifier.model.families import copies_of, family_of, layer_scopes, moe_layers_of, num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
@@ -76,7 +76,8 @@ class ModelUnderTest:
     def has_replicas(self) -> bool:
         """True if two ranks of the mesh hold the same shard, by the layout."""
         layout = self.layout
-        return layout is not None and (self.mesh.dense_size > 1 or (layout.tied and self.mesh.pp > 1))
+        repeats = bool(copies_of(self.checkpoint.config)) or (layout is not None and layout.tied)
+        return layout is not None and (self.mesh.dense_size > 1 or (repeats and self.mesh.pp > 1))
 
     @property
     def expert_stages(self) -> tuple[int, ...]:
@@ -170,10 +171,8 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
-    elif odd := [name for name in names if not _placed(name, sizes)]:
+    elif odd := [name for name in names if not (_placed(name, sizes) or predicts_further(name, sizes))]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
-    elif sizes.get("num_nextn_predict_layers"):
-        raise UsageError("--engine hf has no place for the layers of `num_nextn_predict_layers`: use --engine vllm")
     if config.engine.lora_rank:
         refuse_adapters(sizes)
     if on_cpu and (asked := config.engine.gpu_options()):

@@ -17,6 +17,7 @@ from verifier.launch.child import entered
 from verifier.megatron import recompute_megatron, step_megatron
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import end_tokens
+from verifier.model.families import served
 from verifier.platform.cuda import another_cudnn
 from verifier.platform.gather_json import gather_json
 from verifier.runs.engine_requests import EngineRequests
@@ -271,5 +272,5 @@ class Session:
         with in_stage(Stage.ENGINE, version):
             held_by(link.client).record(run.engines, version)
             for rank, slices in enumerate(link.client.checkpoint_view()):
-                record_views(run.engines[rank], slices, self._weights.sent, version)
+                record_views(run.engines[rank], slices, served(self._weights.sent, run.source.config), version)
         self._weights.sent = {}  # nothing compares it from here on, and it is as large as the model

@@ -103,6 +103,26 @@ def test_a_plain_import() -> None:
     assert (up.group, up.replicated_over) == ("layers.0.up.weight part 1", ())
 
 
+def _embedding_on_both_stages(rank: int, whole: Contents) -> Contents:
+    return {"embedding": whole["embedding"], f"layers.{'0' if rank else '1'}.up": whole[f"layers.{rank}.up"]}
+
+
+def test_a_second_copy_of_the_embedding_is_tied_to_the_first() -> None:
+    """As the stage of a layer that predicts further tokens has it."""
+    shapes, mesh = {"embedding": (4, 6), "layers.0.up": (4, 6), "layers.1.up": (4, 6)}, Mesh(pp=2)
+    derived = _derived(_numbering(shapes), mesh, _embedding_on_both_stages)
+    assert (derived.gaps, derived.tied) == ((), True)
+    (first, _), (second, _) = (derived.placements(mesh, rank) for rank in range(2))
+    assert (first.global_name, second.global_name) == ("embedding", "embedding (stage 1)")
+    assert first.group == second.group
+
+
+def test_a_layer_on_two_stages_is_no_copy() -> None:
+    shapes, mesh = {"layers.0.up": (4, 6), "layers.1.up": (4, 6)}, Mesh(pp=2)
+    derived = _derived(_numbering(shapes), mesh, lambda _, whole: {"layers.0.up": whole["layers.0.up"]})
+    assert any("`layers.0.up` is on stage 0 and on stage 1" in gap for gap in derived.gaps), derived.gaps
+
+
 @pytest.mark.parametrize("bits", [8, 24])
 def test_an_import_that_shifts_scales_transposes_and_takes_experts_apart_is_joined(bits: int) -> None:
     shapes = {"layers.3.experts.up": (4, 6, 8), "layers.3.norm": (5,), "layers.3.half": (9, 40)}

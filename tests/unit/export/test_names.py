@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.layouts import config_of, meshes, numbered, small_changes
 from verifier.errors import UsageError
 from verifier.export.names import PARAMS, ModelLayout, layout_of
-from verifier.export.sharding import ParamPlacement, tiling_errors, unshard
+from verifier.export.sharding import Box, ParamPlacement, tiling_errors, unshard
 from verifier.mesh import Mesh
 from verifier.model.families import FAMILIES, tensors_of
 from verifier.model.tiny import TINY
@@ -44,6 +44,21 @@ def _by_name(layout: ModelLayout, mesh: Mesh, rank: int = 0, chunk: int = 0) -> 
 
 def test_every_family_has_its_params() -> None:
     assert PARAMS.keys() == FAMILIES.keys()
+
+
+def test_a_layer_for_a_further_token_lies_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
+    changes = {"num_nextn_predict_layers": 1}
+    layout, mesh = _layout("deepseek-v3", **changes), Mesh(tp=2, pp=2, ep=2)
+    ranks = [_by_name(layout, mesh, rank) for rank in range(mesh.world_size)]
+    owners = {place.group: place for named in ranks for place in named.values()}
+    assert tiling_errors(owners.values()) == {}
+    assert {name for place in owners.values() for name in place.sources} == _weights("deepseek-v3", **changes).keys()
+    first, last = ranks[0], ranks[-1]
+    assert not any(name.startswith("mtp.") for name in first)
+    assert last["mtp.layers.0.eh_proj.weight"].boxes == (Box("model.layers.4.eh_proj.weight", 48, 96),)
+    down = last["mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc2.weight0"]
+    assert down.sources == ("model.layers.4.mlp.experts.8.down_proj.weight",)
+    assert {name for name in first if "embedding" in name} == {name for name in last if "embedding" in name}
 
 
 def test_a_config_without_a_row_has_no_layout() -> None:

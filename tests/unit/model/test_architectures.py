@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from verifier.errors import UsageError
 from verifier.model.architectures_hf import architectures, content_of, scaled_config
 from verifier.model.checkpoint import open_checkpoint, require_described
-from verifier.model.families import Content
+from verifier.model.families import Content, copies_of, predicts_further
 from verifier.model.named import config_of, resolve_model
 from verifier.model.tiny import KNOWN, write_tiny
 
@@ -27,6 +27,21 @@ SAID_BY_ALL = {"vocab_size": 512, "dtype": "float32"}
 @pytest.mark.parametrize("name", QUICK)
 def test_transformers_loads_what_was_written(name: str, tmp_path: Path) -> None:
     _loads_and_writes_back(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_a_layer_that_predicts_a_further_token_is_added_behind_the_last(name: str, tmp_path: Path) -> None:
+    plain, more = (open_checkpoint(write_tiny(each, tmp_path)) for each in (name, f"{name}-mtp"))
+    require_described(more, "float32")
+    further = {each for each in more.names() if predicts_further(each, more.config)}
+    assert set(more.names()) - further == set(plain.names())
+    own = {each.removeprefix("model.layers.4.") for each in further}
+    last = {each.removeprefix("model.layers.3.") for each in plain.names() if ".layers.3." in each}
+    added = {"eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens"}
+    assert own - last == {f"{each}.weight" for each in added}
+    copies = copies_of(more.config)
+    assert all(more.read(copy).equal(more.read(whole)) for copy, whole in copies.items())
+    assert len(copies) == 2
 
 
 @pytest.mark.slow

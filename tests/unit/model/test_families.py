@@ -6,7 +6,16 @@ import math
 import pytest
 
 from verifier.errors import UsageError
-from verifier.model.families import FAMILIES, family_of, layer_scopes, num_experts_of, sizes_of, tensors_of
+from verifier.model.families import (
+    FAMILIES,
+    family_of,
+    layer_scopes,
+    num_experts_of,
+    predicts_further,
+    served,
+    sizes_of,
+    tensors_of,
+)
 from verifier.model.tiny import KNOWN, TINY
 
 
@@ -29,7 +38,7 @@ def test_each_tiny_config_has_its_row(name: str) -> None:
         ("qwen3-moe", {"mlp_only_layers": [0]}),
         ("qwen3-moe", {"decoder_sparse_step": 2}),
         ("deepseek-v3", {"q_lora_rank": None}),
-        ("deepseek-v3", {"num_nextn_predict_layers": 1}),
+        ("deepseek-v3", {"num_nextn_predict_layers": 2}),
         ("nemotron-h", {"moe_latent_size": 64}),
         ("nemotron-h", {"hybrid_override_pattern": None}),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}),
@@ -110,3 +119,20 @@ def test_a_size_that_is_no_positive_integer_is_refused(value: object) -> None:
         sizes_of({**_config("qwen3"), "hidden_size": value})
     shown = json.dumps(value).replace("null", "None").replace("true", "True").replace('"', "'")
     assert str(caught.value) == f"config.json has `hidden_size` = {shown} where a positive integer is needed"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("model.layers.1.eh_proj.weight", {"num_nextn_predict_layers": 1}, False),
+        ("model.layers.2.eh_proj.weight", {"num_nextn_predict_layers": 1}, True),
+        ("model.layers.3.eh_proj.weight", {"num_nextn_predict_layers": 1}, False),
+        ("model.layers.2.eh_proj.weight", {"num_nextn_predict_layers": 0}, False),
+        ("model.layers.2.eh_proj.weight", {}, False),
+        ("mtp.fc.weight", {}, True),
+    ],
+)
+def test_an_engine_serves_all_but_the_layers_for_further_tokens(name: str, config: dict, expected: bool) -> None:
+    config = {"num_hidden_layers": 2, **config}
+    assert predicts_further(name, config) is expected
+    assert served({name: 1}, config) == ({} if expected else {name: 1})

@@ -245,10 +245,9 @@ def test_hf_is_refused_just_where_it_cannot_place_a_tensor(kind, changes, odd, t
             require_roundtrip(config, checkpoint.config, checkpoint.names(), "cpu")
 
 
-def test_hf_is_refused_for_layers_that_predict_further_tokens(copy):
+def test_hf_is_taken_with_layers_that_predict_further_tokens(copy):
     configure(copy, num_hidden_layers=3, num_nextn_predict_layers=1)
-    with pytest.raises(UsageError, match="no place for the layers of `num_nextn_predict_layers`: use --engine vllm"):
-        open_for_roundtrip(RoundtripConfig(model=str(copy), engine=EngineOptions(kind="hf")))
+    open_for_roundtrip(RoundtripConfig(model=str(copy), engine=EngineOptions(kind="hf")))
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -22,6 +22,7 @@ from verifier.megatron.policy_loss_megatron import LossMeter
 from verifier.megatron.router_replay_megatron import RouterWatch, Routing
 from verifier.megatron.step_megatron import OnRows, StepResult, params_synced
 from verifier.megatron.written_megatron import Stepped
+from verifier.model.families import served
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
 from verifier.probes.training.step_trace import can_audit, compares_products, cuts_exports, has_router_losses
@@ -193,7 +194,7 @@ class RankEvidence(RankObserver):
             sent = {name: tensor.cpu().clone() for name, tensor in stream if parts.rank == 0}
         if client is not None:
             try:
-                record_held(Path(trace), client.checkpoint_view(), sent, version)
+                record_held(Path(trace), client.checkpoint_view(), served(sent, parts.source.config), version)
             except EngineGone as problem:
                 return str(problem)
         return ""

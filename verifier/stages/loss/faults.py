@@ -125,6 +125,16 @@ def router_loss_left_on(call: Call) -> None:
     call.provider.moe_z_loss_coeff = 1e-3
 
 
+@in_loss(
+    "NVIDIA/Megatron-LM#7452 (kin: there its tokens were counted on each rank alone)",
+    "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)", model="tiny:glm4_moe-mtp",
+)  # fmt: skip
+def loss_of_further_tokens_left_on(call: Call) -> None:
+    """The loss of a layer for further tokens (MTP) is left on in RL, with the 0.3 that megatron-bridge asks for."""
+    call.faulty()
+    call.provider.mtp_loss_scaling_factor = 0.3
+
+
 @in_loss("NovaSky-AI/SkyRL#1420", SUM_LOSS, caught_by=("LSS002",), mesh=Mesh(cp=2))
 def report_summed_over_context_parallel(call: Call) -> Any:
     """The values that a step reports are summed over context-parallel ranks twice; its gradients are right."""

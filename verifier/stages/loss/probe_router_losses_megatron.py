@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verifier.core.record import Probe
+from verifier.megatron.router_replay_megatron import routers_of
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.loss.records import LogitSpreads, RouterGradients
 
@@ -53,7 +54,7 @@ def router_losses(probe: Probe, trainer: TrainerModel, name: str, version: int) 
         version: of the weights.
     """
     passes: list[_Pass] = []
-    routers = {layer: router for chunk in trainer.chunks for layer, router in _routers(chunk).items()}
+    routers = {layer: router for chunk in trainer.chunks for layer, router in routers_of(chunk).items()}
     with contextlib.ExitStack() as stack:
         for layer, router in routers.items():
             _watch(layer, router, passes, stack)
@@ -155,13 +156,6 @@ def _own_gradient(router: Any, item: _Pass) -> tuple[torch.Tensor, torch.Tensor]
         (part,) = torch.autograd.grad(weights, logits, item.through.to(weights.dtype))
     size = torch.stack([whole.abs().amax(-1), part.double().abs().amax(-1), item.through.double().abs().amax(-1)])
     return whole - part.double(), size.amax(0)
-
-
-def _routers(chunk: torch.nn.Module) -> dict[int, Any]:
-    """Routers of a chunk, by global layer from 0."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return {module.layer_number - 1: module for module in chunk.modules() if isinstance(module, TopKRouter)}
 
 
 ELEMENTS = 2**22

@@ -16,6 +16,7 @@ from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
 from verifier.megatron import lora_megatron
 from verifier.megatron.optimizer_megatron import named_gradients, named_states
+from verifier.megatron.router_replay_megatron import routers_of
 from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
@@ -241,10 +242,4 @@ def _biases(routers: dict[int, Any]) -> torch.Tensor:
 
 def _biased(chunk: torch.nn.Module) -> dict[int, Any]:
     """Routers of a chunk that have a score bias, by global layer from 0."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    return {
-        module.layer_number - 1: module
-        for module in chunk.modules()
-        if isinstance(module, TopKRouter) and module.expert_bias is not None
-    }
+    return {layer: router for layer, router in routers_of(chunk).items() if router.expert_bias is not None}

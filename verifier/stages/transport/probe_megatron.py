@@ -14,6 +14,7 @@ from verifier.core.store import Recorder
 from verifier.engine.client import EngineClient
 from verifier.export.live_weights import LiveWeights
 from verifier.megatron import lora_megatron
+from verifier.model.families import served
 from verifier.stages.engine.probe_engine_state import EvidenceBefore, HeldEngine, TransferProbe, record_views
 from verifier.stages.engine.records import KeptKeys
 from verifier.stages.export.probe_shards_megatron import cut
@@ -159,7 +160,7 @@ class WeightTransfer(AdapterTransfer):
         client = self._transfer.client
         if client is None or self._probe is None:
             return
-        self._record_views(client, self.sent)
+        self._record_views(client, served(self.sent, self._rank.parts.source.config))
         if not refused:
             blocks, tokens = zip(*client.call_driver(KEPT_KEYS), strict=True)
             self._ranks[0].emit(
