@@ -85,7 +85,7 @@ def test_a_config_without_a_model_is_refused(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     assert run(["plan", "--model", str(file)]) == 4
-    assert "`num_attention_heads` = None where a positive integer is needed" in capsys.readouterr().err
+    assert "`num_hidden_layers` = None where a positive integer is needed" in capsys.readouterr().err
     file.write_text("{")
     assert run(["plan", "--model", str(tmp_path)]) == 4
     assert "is not valid JSON" in capsys.readouterr().err
