@@ -59,7 +59,7 @@ class GrpoOptions(Knobs):
     )  # fmt: skip
     temperature: float = knob("Divisor of the logits, of sampling and of training.", 1.0, above=0)
     request_seeds: bool = knob(
-        "Each answer is sampled with a seed of its own; without, vLLM draws faster, and never the same again.", True
+        "Each answer is sampled with a seed of its own; without, the engine's generator serves all.", True
     )  # fmt: skip
     entropy_weight: float = knob("Weight of the entropy, which the loss is lowered by.", 0.0)
     kl_weight: float = knob("Weight of the KL divergence from the weights that the run began with.", 0.0, least=0)

@@ -144,7 +144,11 @@ def unshard(
 def joined_in_turn(
     shards: Iterable[tuple[ParamPlacement, torch.Tensor]], *, gradients: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Join shards in the order in which they come, as `unshard` does, of placements that tile every tensor."""
+    """Join shards in the order in which they come, as `unshard` does, of placements that tile every tensor.
+
+    Raises:
+        ContractError: a shard has another shape than its placement, or some shards of a tensor did not come.
+    """
     import torch
 
     whole: dict[str, torch.Tensor] = {}
@@ -165,6 +169,8 @@ def joined_in_turn(
             left[box.source] -= piece.numel()
             if not left[box.source]:
                 yield box.source, whole.pop(box.source)
+    for name in whole:
+        raise ContractError(f"`{name}`: {left[name]:,} of its {whole[name].numel():,} elements are on no rank")
 
 
 def require_tiling(placements: Iterable[ParamPlacement]) -> None:

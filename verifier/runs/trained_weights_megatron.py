@@ -236,8 +236,8 @@ class AdapterWeights(TrainedWeights):
             if run.layout is None:
                 return
             base = joined(self.live, self.live.tensors(), run.work / f"shards-{version}", run.rank)
+            record_tensors(run.probe, JoinedTensor, base, version)
         matrices = self._hand_on().after(version)
-        record_tensors(run.probe, JoinedTensor, base, version)
         record_matrices(run.probe, self.trainer, matrices, version, run.rank)
         if run.rank == 0:
             run.probe.emit(Update(name=f"adapter {version}", version=version, how="adapter step"))

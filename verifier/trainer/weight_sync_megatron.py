@@ -169,6 +169,8 @@ def joined(
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
 
+    Rank 0 has to draw them before any of them changes, and before its next collective.
+
     Args:
         live: whose layout names them.
         tensors: (chunk, local name, contents).
@@ -226,8 +228,8 @@ class Adapters:
     def matrices(self) -> dict[str, torch.Tensor]:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
         with params_synced(self._trainer):
-            found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
-        return self.published(dict(found))
+            found = dict(joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank))
+        return self.published(found)
 
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""

@@ -54,6 +54,14 @@ def test_shards_of_two_ranks_are_joined_from_files() -> None:
     assert not live(Layout(*owned, split=True), Mesh(dp=2)).owns_all
 
 
+@pytest.mark.parametrize("given", [("p",), ("q",)])
+def test_tensors_that_did_not_come_are_refused(given: tuple[str, ...]) -> None:
+    weights = live(Layout(P, Q), Mesh())
+    some = [item for item in weights.tensors() if item[1] in given]
+    with pytest.raises(ContractError, match="elements are on no rank"):
+        dict(weights.join_own(some))
+
+
 def test_a_hole_is_refused() -> None:
     weights = live(Layout(P), Mesh())
     with pytest.raises(ContractError, match="boxes cover"):
