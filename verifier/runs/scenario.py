@@ -25,7 +25,7 @@ Tokens = Sequence[Sequence[int]]
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
 LONG_LENGTHS = (290, 300)
-"""Tokens of the longest sequence of a batch: beyond 256, which bf16 cannot tell from 257."""
+"""Tokens of the longest sequence of a batch that has one: beyond 256, which bf16 cannot tell from 257."""
 LONG_PROMPT = 289
 """Tokens of a prompt: beyond 256 too, and one more than several blocks of the prefix cache (32 tokens on the CPU, 16 on
 a GPU), so that each of hundreds of draws after it computes one token."""
@@ -60,13 +60,17 @@ OUTLIER_NATS = -24.0
 
 
 def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
-    """Draw the tokens of all batches by the run's seed, and make up everything else."""
+    """Draw the tokens of all batches by the run's seed, and make up everything else.
+
+    The first batch alone has a long sequence. Every version scores one.
+    """
     vocabulary = int(sizes["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary)
     prompts = _prompts(draw, vocabulary)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
-    batches = [_with_a_long_one(draw, num_trained, vocabulary) for _ in range(config.cycles)]
+    batches = [_with_a_long_one(draw, num_trained, vocabulary)]  # gradients cost the most of a round trip
+    batches += [_sequences(draw, num_trained, LENGTHS, vocabulary) for _ in range(1, config.cycles)]
     return workload(scored, batches, prompts, long_one(config.seed, sizes), adapter=config.engine.lora_rank > 0)
 
 

@@ -202,12 +202,15 @@ class Session:
             record_replay(self._run.probe, self._trainer, rollouts_of(self._workload.passes[0].rollouts))
 
     def _idle_step(self) -> None:
-        """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it."""
+        """An optimizer step of learning rate 0, which must move nothing; of fewer micro-batches than those after it.
+
+        The long rollout of its batch is left out.
+        """
         if self._run.spec.roundtrip.update != "step":
             return
         if self._weights.idles:
             batch = self._workload.batches[0]
-            self._step(self._new_steps(), batch[: len(batch) // 2], 0, learning_rate=0.0)
+            self._step(self._new_steps(), batch[1 : 1 + len(batch) // 2], 0, learning_rate=0.0)
             with step_megatron.params_synced(self._trainer):
                 record_live(self._run.probe, self._weights.live, 0, ShardAfterIdleStep)
         self._steps = self._new_steps()

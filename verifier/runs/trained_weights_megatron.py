@@ -13,6 +13,7 @@ from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
 from verifier.export.save import save_checkpoint
+from verifier.launch.child import give_memory_back
 from verifier.launch.flight_recorder import label
 from verifier.megatron import lora_megatron, router_replay_megatron
 from verifier.megatron.lora_megatron import SCALING, LoraSpec
@@ -168,6 +169,7 @@ class FullWeights(TrainedWeights):
         self._record_exported(version)  # the other ranks wait there for the transfer, and not for the files too
         if version == run.spec.cycles:
             self._save("exported", self.sent)
+        give_memory_back()
 
     def record_update(self, version: int) -> None:
         """Record every rank's shards, and the checkpoint that they join to; else the oracle gets what was sent."""

@@ -134,19 +134,27 @@ def test_passes_are_made_until_what_others_gave_is_near(path: Path, monkeypatch:
 
     monkeypatch.setattr(module._Group, "hidden", counted)
 
-    def of(reported: Any) -> list[list[float]]:
+    def of(reported: Any, tokens: list[int]) -> list[list[float]]:
         passes.append(0)
-        return sides(None, str(path), SEQUENCES[:1], "float64", reported=reported)[0]
+        return sides(None, str(path), [tokens], "float64", reported=reported)[0]
 
-    (exact,), _, (one,) = of([[[]]])
-    _, _, (six,) = of(None)
-    assert passes == [1, DRAWS]
-    assert all(a <= b for a, b in zip(one, six, strict=True))
+    def both(tokens: list[int]) -> tuple[list[float], list[float], list[float]]:
+        """Log-probabilities, and the scales by one pass and by all."""
+        passes.clear()
+        (exact,), _, (one,) = of([[[]]], tokens)
+        _, _, (six,) = of(None, tokens)
+        assert passes == [1, DRAWS]
+        assert all(a <= b for a, b in zip(one, six, strict=True))
+        return exact, one, six
+
+    # The first pass may be the one that rounds the most: of which sequences it is, processors say.
+    found = ((tokens, *both(tokens)) for tokens in SEQUENCES)
+    tokens, exact, one, six = next(item for item in found if max(item[3]) > 1.01 * max(item[2]))
     middle = exact[-1] + NEAR * (max(one) + max(six)) / 2  # it is near some passes, if not the first
     far = exact[-1] + 2 * NEAR * max(six)
-    assert max(of([[[middle]]])[2][0]) > max(one)
-    assert of([[[far]]])[2] == [six]
-    assert of([[[far + 1]]])[2] == [one]  # no rounding explains it
+    assert max(of([[[middle]]], tokens)[2][0]) > max(one)
+    assert of([[[far]]], tokens)[2] == [six]
+    assert of([[[far + 1]]], tokens)[2] == [one]  # no rounding explains it
     assert (1 < passes[2] <= DRAWS, passes[3:]) == (True, [DRAWS, 1])
 
 
