@@ -54,8 +54,8 @@ def scaled_down(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {**counted, **scaled(counted)}
     if pattern and isinstance(found.get("hybrid_override_pattern"), list):
         found["hybrid_override_pattern"] = "".join(found["hybrid_override_pattern"])
-    if "attention_head_dim" in whole:  # transformers does not read it and takes 128, which it is
-        found["hidden_size"] = whole["attention_head_dim"] * found["num_attention_heads"]
+    if "attention_head_dim" in whole:  # no rule knows it: the width of a head stays, that of the model need not follow
+        found["hidden_size"] = 96
     return {key: whole[key] if key in _KEPT else found[key] for key in whole}
 
 
