@@ -1,6 +1,6 @@
 """What published configs do, scaled down: `python -m tests.dist.published_table RUN [NAME...]`.
 
-RUN is a key of `RUNS`, NAME a file of tests/published_configs; without names it runs all. Results replace those before
+RUN is a key of `RUNS` or `plan`, NAME a file of tests/published_configs; without names it runs all. Results replace those before
 in golden/published-configs.json, and `python -m tests.dist.published_table page` draws its table in docs/models.md.
 """
 
@@ -35,16 +35,17 @@ RUNS = {
     "roundtrip-bf16": ("roundtrip", "bfloat16"),
 }
 """Name of a run -> run of `families_table`, dtype."""
+_CODES = r" \((?:[A-Z]{3}\d{3}(?:, )?)+\)$"
 HEADS = ("plan, parameters", "golden, tp 2", "round trip, fp32", "round trip, bf16", "why")
 
 
-def planned(name: str) -> tuple[int, str]:
-    """Parameters of the plan of a published config, or 0 and the sentence that refuses it."""
+def planned(name: str) -> dict[str, Any]:
+    """Plan the published config: the parameters, or the sentence that refuses it."""
     try:
         plan = run_plan(PlanConfig(model=name, dtype="bfloat16", mesh=Mesh()), published(name))
     except UsageError as refusal:
-        return 0, str(refusal)
-    return plan.num_parameters, ""
+        return {"outcome": "refused", "reason": str(refusal)}
+    return {"outcome": f"{plan.num_parameters:,}", "reason": ""}
 
 
 def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, Any]:
@@ -53,6 +54,9 @@ def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, A
     trace = folder / f"{run}-{name}"
     model = write_scaled_down(name, folder, dtype)
     found = ended(runner, kind, str(model), trace, dtype)
+    if found["outcome"] == "died":  # what ranks that are kept refuse leaves a trace, and a run of a command none
+        with Resources() as own:
+            found = ended(Runner(own, lambda line: None), kind, str(model), folder / f"{run}-{name}-alone", dtype)
     found["reason"] = found["reason"].replace(str(model), name)
     if found["outcome"] == Verdict.VIOLATED.name.lower():
         report = report_of(store.read(trace), str(trace))
@@ -80,12 +84,10 @@ def table() -> str:
     """Markdown: a row for each config, and why the first run that does not hold ended so."""
     lines, rows = [f"| config | {' | '.join(HEADS)} |", "|" + " --- |" * (len(HEADS) + 1)], rows_of()
     for name in NAMES:
-        parameters, refusal = planned(name)
-        found = [rows[name, run] for run in RUNS]
-        reasons = [row["reason"] for row in found if row["reason"]] or [f"plan: {refusal.partition(':')[0]}"[: 6 + 200]]
-        why = re.sub(r" \((?:[A-Z]{3}\d{3}(?:, )?)+\)$", "", reasons[0]) if reasons[0] != "plan: " else ""
-        cells = [f"{parameters:,}" if parameters else "refused", *(row["outcome"] for row in found), why]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        found = [rows[name, run] for run in ("plan", *RUNS)]
+        runs = [re.sub(_CODES, "", row["reason"]) for row in found[1:] if row["reason"]]
+        why = (runs or [found[0]["reason"].partition(": a plan is made for")[0]])[0]
+        lines.append(f"| {name} | {' | '.join(row['outcome'] for row in found)} | {why} |")
     return "\n".join(lines) + "\n"
 
 
@@ -101,6 +103,10 @@ def main(arguments: Sequence[str]) -> None:
     run, *chosen = arguments
     if run == "page":
         PAGE.write_text(drawn(PAGE.read_text()))
+        return
+    if run == "plan":
+        for name in chosen or NAMES:
+            record({"config": name, "run": run, **planned(name)})
         return
     with Resources(warm=True) as resources, tempfile.TemporaryDirectory() as folder:
         runner = Runner(resources, lambda line: None)
