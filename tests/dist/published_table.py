@@ -1,7 +1,8 @@
 """What published configs do, scaled down: `python -m tests.dist.published_table RUN [NAME...]`.
 
-RUN is a key of `RUNS` or `plan`, NAME a file of tests/published_configs; without names it runs all. Results replace those before
-in golden/published-configs.json, and `python -m tests.dist.published_table page` draws its table in docs/models.md.
+RUN is a key of `RUNS` or `plan`, NAME a file of tests/published_configs; without names it runs all. Results replace
+those before in golden/published-configs.json, and `python -m tests.dist.published_table page` draws its table in
+docs/models.md.
 """
 
 from __future__ import annotations

@@ -82,7 +82,12 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
         return
     for name, (holder, tensor) in checkpoint_places(model).items():
         if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
-            model.get_parameter(holder).data = checkpoint.read(name).clone()
+            owner, _, leaf = holder.rpartition(".")
+            module, whole = model.get_submodule(owner), checkpoint.read(name).clone()
+            if leaf in module._buffers:
+                module._buffers[leaf] = whole
+            else:
+                module.get_parameter(leaf).data = whole
 
 
 def _scan_without_kernels(model: PreTrainedModel) -> None:
