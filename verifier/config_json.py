@@ -63,7 +63,8 @@ def head_dim(config: Config) -> Any:
     """Width of a head of plain attention; an ellipsis for latent attention."""
     if is_latent(config):
         return ...
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    stated = config.get("head_dim") or config.get("attention_head_dim")  # the latter in Nemotron-H of 2025
+    return stated or config["hidden_size"] // config["num_attention_heads"]
 
 
 def epsilon(config: Config) -> Any:

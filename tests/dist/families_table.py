@@ -79,13 +79,18 @@ def outcome_of(runner: Runner, run: str, name: str, folder: Path) -> dict[str, A
 
     A hand-written model of the same name is not meant: the architecture's own name is given where there is one.
     """
-    model, trace = f"tiny:{architectures().get(name, name)}", folder / f"{run}-{name}"
+    return ended(runner, run, f"tiny:{architectures().get(name, name)}", folder / f"{run}-{name}")
+
+
+def ended(runner: Runner, run: str, model: str, trace: Path, dtype: str = "float32") -> dict[str, Any]:
+    """Run a model, and say how it ended; see `outcome_of`."""
     try:
         if run == "roundtrip":
-            runner.roundtrip(RoundtripConfig(model=model, trace=trace, cycles=1, engine=EngineOptions(kind="hf")))
+            hf = EngineOptions(kind="hf")
+            runner.roundtrip(RoundtripConfig(model=model, trace=trace, cycles=1, engine=hf, dtype=dtype))
         else:
             mesh = Mesh(tp=2) if run == "golden-tp2" else Mesh()
-            runner.golden(GoldenConfig(model=model, trace=trace, mesh=mesh))
+            runner.golden(GoldenConfig(model=model, trace=trace, mesh=mesh, dtype=dtype))
     except UsageError as problem:
         return {"outcome": "refused", "reason": _line(str(problem))}
     except VerifierError as problem:

@@ -14,7 +14,7 @@ import pytest
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.errors import VerifierError
+from verifier.errors import UsageError
 from verifier.model.architectures_hf import write_scaled
 from verifier.model.tiny import write_tiny
 from verifier.platform.upstream_fixes import FIXES, TRANSFORMERS_LATENT
@@ -47,5 +47,5 @@ def test_transformers_epsilon_in_latent_attention_is_not_the_trainers(tmp_path: 
 def test_a_load_without_a_mapping_names_the_parameter(tmp_path: Path) -> None:
     """Without a query rank the fused norm of `linear_q_proj` has none; the checkpoint's own tensors are as before."""
     model = _changed(tmp_path / "model", write_tiny("deepseek-v3", tmp_path), q_lora_rank=None)
-    with pytest.raises(VerifierError, match=r"decoder\.layers\.\*\.self_attention\.linear_q_proj\.layer_norm_weight"):
+    with pytest.raises(UsageError, match=r"decoder\.layers\.\*\.self_attention\.linear_q_proj\.layer_norm_weight"):
         run_once(Runner.golden, GoldenConfig(model=model, trace=tmp_path / "trace"), print)

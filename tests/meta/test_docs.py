@@ -5,7 +5,7 @@ import re
 import pytest
 
 import verifier.checks  # noqa: F401  (fills the registry)
-from tests.dist import families_table
+from tests.dist import families_table, published_table
 from tests.meta import gate_schema, measurement_tables, upgrades
 from tests.meta.sources import ROOT, python_files, tracked, where
 from verifier.cli.app import app
@@ -84,9 +84,9 @@ def test_readme_is_short():
 
 
 def test_models_page_is_drawn_from_the_ledger():
-    """`python -m tests.dist.families_table page` draws it anew."""
+    """`python -m tests.dist.families_table page` and `python -m tests.dist.published_table page` draw it anew."""
     text = families_table.PAGE.read_text()
-    assert text == families_table.drawn(text)
+    assert text == published_table.drawn(families_table.drawn(text))
 
 
 def test_measurements_page_is_drawn_from_golden():

@@ -10,6 +10,7 @@ from transformers import Glm4Config, LlamaConfig, Qwen3NextConfig
 from verifier.config_json import (
     contradiction,
     epsilon,
+    head_dim,
     hybrid_pattern,
     quantization,
     rope,
@@ -63,6 +64,11 @@ def test_a_rope_is_that_of_transformers(kind, stated):
 )
 def test_the_rotated_width(stated, width):
     assert rotary_dim({"head_dim": 64, "rope_theta": 1e4, **stated}) == width
+
+
+def test_the_width_of_a_head_has_two_spellings_and_a_default():
+    sizes = {"hidden_size": 96, "num_attention_heads": 4}
+    assert [head_dim(sizes | stated) for stated in ({"head_dim": 32}, {"attention_head_dim": 32}, {})] == [32, 32, 24]
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,19 @@ def write_scaled(
     texts = tokenizer_files()
     key = hashlib.blake2b(json.dumps([_SCALES, seed, config, texts], sort_keys=True).encode(), digest_size=6)
     target = Path(directory) / f"tiny-{architecture}-{dtype}-{key.hexdigest()}"
-    return write_once(
-        target, lambda: _specs(architecture, config), config, dtype, f"{architecture}/{seed}", generate, texts
-    )
+    stream = f"{architecture}/{seed}"
+    return write_once(target, lambda: specs_of(_config(architecture), config), config, dtype, stream, generate, texts)
 
 
-def _specs(architecture: str, config: Mapping[str, Any]) -> list[TensorSpec]:
-    """Tensors of a checkpoint; its MTP layer is the last one again, with four more and two copies, as in GLM-4.5."""
-    specs = {spec.name: spec for spec in _of_policy(architecture)}
+def specs_of(read: PreTrainedConfig, config: Mapping[str, Any]) -> list[TensorSpec]:
+    """Tensors of a checkpoint; its MTP layer is the last one again, with four more and two copies, as in GLM-4.5.
+
+    Args:
+        read: config.json as transformers' class holds it.
+        config: config.json.
+    """
+    architecture = config["architectures"][0]
+    specs = {spec.name: spec for spec in _of_policy(architecture, read)}
     if config.get("num_nextn_predict_layers"):
         last, hidden = config["num_hidden_layers"], config["hidden_size"]
         own, like = f"model.layers.{last}.", f"model.layers.{last - 1}."
@@ -157,10 +162,10 @@ def _specs(architecture: str, config: Mapping[str, Any]) -> list[TensorSpec]:
     return list(specs.values())
 
 
-def _of_policy(architecture: str) -> Iterator[TensorSpec]:
+def _of_policy(architecture: str, config: PreTrainedConfig) -> Iterator[TensorSpec]:
     """Tensors of a checkpoint as transformers writes it."""
     with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
-        model: PreTrainedModel = getattr(transformers, architecture)(_config(architecture))
+        model: PreTrainedModel = getattr(transformers, architecture)(config)
         model.save_pretrained(folder)
         checkpoint = open_checkpoint(folder)
         for name in checkpoint.names():

@@ -315,7 +315,7 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
             "mla_out": heads * value,
         }
     else:
-        head_dim = size("head_dim", sizes["hidden"] // heads)
+        head_dim = size("head_dim", size("attention_head_dim", sizes["hidden"] // heads))
         sizes |= {"head_dim": head_dim, "q": heads * head_dim, "kv": sizes["kv_heads"] * head_dim}
     if experts := num_experts_of(config):
         width = size("moe_intermediate_size")

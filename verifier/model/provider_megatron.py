@@ -24,6 +24,7 @@ from verifier.model.checkpoint import open_checkpoint, read_config
 from verifier.model.families import num_experts_of
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
+from verifier.platform.provenance import installed
 from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
 
 DTYPES = ("float32", "bfloat16")
@@ -33,6 +34,13 @@ _FAILURES = (AssertionError, AttributeError, ImportError, LookupError, RuntimeEr
 """Errors with which megatron-core or megatron-bridge refuses a model."""
 _NEEDS_MORE = re.compile(r"transformer ?engine|verifier\.platform\.cpu", re.IGNORECASE)
 """Words of megatron-core where it looks for Transformer Engine, or knows no stand-in by its class."""
+_OF_EXPERTS = (
+    "num_moe_experts", "moe_ffn_hidden_size", "moe_router_group_topk", "moe_router_num_groups",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+"""Fields that a hybrid's bridge sets of the defaults of transformers' config, where no layer has experts."""
+_UNMAPPED = "No mapping found for megatron_param: "
+"""Begin of megatron-bridge's warning on a parameter that its load ends at."""
 _FUSIONS = (
     "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm",
     "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
@@ -158,7 +166,8 @@ def build(
         _configure(provider, mesh, dtype, tier)
         provider.apply_rope_fusion = not misfit(config)
         if not num_experts_of(config):
-            provider.num_moe_experts = None  # a hybrid's bridge sets it although no layer has experts
+            for name in _OF_EXPERTS:
+                setattr(provider, name, None)
         if data_parallel is not None and data_parallel.fsdp is not None:
             _require_fsdp(mesh, tier)
             provider.gradient_accumulation_fusion = False  # its kernel writes into buckets
@@ -189,9 +198,15 @@ def build(
                     use_megatron_fsdp=data_parallel is not None and data_parallel.fsdp is not None,
                 )
         except _FAILURES as lack:
+            kind, notes = architecture_of(config), getattr(lack, "__notes__", ())
+            if unmapped := [note.removeprefix(_UNMAPPED) for note in notes if note.startswith(_UNMAPPED)]:
+                raise UsageError(
+                    f"megatron-bridge {installed('megatron-bridge')} has no mapping of what megatron-core builds of "
+                    f"this {kind}, so no weight reaches it: {', '.join(unmapped)}"
+                ) from lack
             if not (isinstance(lack, ImportError) or (tier == "cpu" and _NEEDS_MORE.search(str(lack)))):
                 raise
-            kind, needs = architecture_of(config), str(lack).partition(" when instantiating")[0].rstrip(".")
+            needs = str(lack).partition(" when instantiating")[0].rstrip(".")
             raise UsageError(f"megatron-core cannot build {kind} on the {tier} tier: {needs}") from lack
     _connect(chunks, data_parallel)
     return TrainerModel(

@@ -14,9 +14,15 @@ from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import predicts_further
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
-from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_SCAN
-from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, scan_in_one_chunk
+from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
+from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
 
+_MENDED = {
+    TRANSFORMERS_SCAN: scan_in_one_chunk,
+    TRANSFORMERS_LATENT: norm_latents_by_config,
+    TRANSFORMERS_ROTARY: rotate_by_config,
+}
+"""Id of an upstream fix -> what installs it in a model."""
 _WITH_W = ("minimax_m2", "mixtral")
 """Model types whose checkpoints have experts `w1`, `w2`, `w3` in `block_sparse_moe`."""
 _RENAMED = {
@@ -30,9 +36,7 @@ _EXPERT_LEAVES = {kind: {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} 
 """Model type -> names of an expert's matrices in checkpoints, where they are others."""
 
 
-def load_model(
-    path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
-) -> PreTrainedModel:
+def load_model(path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = tuple(_MENDED)) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
 
     Args:
@@ -61,16 +65,12 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def compute_the_definition(
-    model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = (TRANSFORMERS_SCAN, TRANSFORMERS_LATENT)
-) -> None:
+def compute_the_definition(model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = tuple(_MENDED)) -> None:
     """Mend what transformers, in a dtype, computes otherwise than the model is defined; see `load_model`."""
     if dtype == torch.bfloat16:
         multiply_bfloat16_in_float32()
-    if TRANSFORMERS_SCAN in fixes:
-        scan_in_one_chunk(model)
-    if TRANSFORMERS_LATENT in fixes:
-        norm_latents_by_config(model)
+    for mend in (_MENDED[item] for item in _MENDED if item in fixes):
+        mend(model)
     _scan_without_kernels(model)
     _learn_padding(model)
 
@@ -82,7 +82,12 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
         return
     for name, (holder, tensor) in checkpoint_places(model).items():
         if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
-            model.get_parameter(holder).data = checkpoint.read(name).clone()
+            owner, _, leaf = holder.rpartition(".")
+            module, whole = model.get_submodule(owner), checkpoint.read(name).clone()
+            if leaf in module._buffers:
+                module._buffers[leaf] = whole
+            else:
+                module.get_parameter(leaf).data = whole
 
 
 def _scan_without_kernels(model: PreTrainedModel) -> None:

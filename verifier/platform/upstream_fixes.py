@@ -129,6 +129,12 @@ def _bends_latent_norms(model: Sizes) -> bool:
     return model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
 
 
+def _rotates_whole_heads(model: Sizes) -> bool:
+    """Test for a MiniMax-M2 of whose heads a part is rotated, by the key that transformers does not read."""
+    kind, width = model.get("model_type"), model.get("rotary_dim")
+    return kind == "minimax_m2" and width is not None and width != model.get("head_dim")
+
+
 def _keeps_head(model: Sizes) -> bool:
     """Test for tied embeddings whose head is a module of its own in vLLM."""
     kind = str(model.get("model_type"))
@@ -155,6 +161,7 @@ VLLM_LATENT = "vllm-48251"
 VLLM_SLEEP = "vllm-45620"
 TRANSFORMERS_SCAN = "transformers-47246"
 TRANSFORMERS_LATENT = "transformers-44261"
+TRANSFORMERS_ROTARY = "transformers-48241"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
@@ -235,6 +242,17 @@ FIXES: dict[str, UpstreamFix] = {
             names=_LOGPROBS,
             checks=("LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _bends_latent_norms(model),
+        ),
+        UpstreamFix(
+            id=TRANSFORMERS_ROTARY,
+            issue="transformers #48241",
+            package="transformers",
+            version="5.12.1",
+            summary="MiniMax-M2's `rotary_dim` is ignored and whole heads are rotated; Megatron and vLLM go by the "
+            "config, and so does the oracle",
+            names=_LOGPROBS,
+            checks=("LGP002", "LGP003", "LGP004"),
+            applies=lambda model, run: _rotates_whole_heads(model),
         ),
         UpstreamFix(
             id=MEGATRON_DECAY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,3 +50,21 @@ def norm_latents_by_config(model: nn.Module) -> None:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if (norm := getattr(module, name, None)) is not None:
                 norm.variance_epsilon = module.config.rms_norm_eps
+
+
+def rotate_by_config(model: nn.Module) -> None:
+    """Rotate the part of MiniMax-M2's heads that `rotary_dim` says, as Megatron and vLLM do.
+
+    Source:
+        transformers #48241: the key is ignored, and whole heads are rotated;
+        docs/upstream.md does not find it when it is mended.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "MiniMaxM2RotaryEmbedding":
+            config, kind, held = module.config, type(module), module.inv_freq
+            numbers, width = config.rope_parameters, getattr(config, "rotary_dim", None)
+            if width is None or numbers.get("partial_rotary_factor") is not None:
+                continue
+            numbers["partial_rotary_factor"] = width / config.head_dim
+            made: Any = kind(config, held.device)
+            module.inv_freq, module.original_inv_freq = made.inv_freq, made.original_inv_freq

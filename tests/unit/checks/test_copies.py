@@ -1,4 +1,4 @@
-"""WGT004 and PLN002 on source tensors that repeat a shared one, as published layers for multi-token prediction do."""
+"""WGT004, WGT005 and PLN002 on source tensors that repeat a shared one, as layers for further tokens do."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from verifier.model.families import copies_of
 from verifier.stages.export.records import ExportedTensor
 from verifier.stages.load.records import SourceTensor
 from verifier.stages.plan.records import PlannedTensor
+from verifier.stages.train.records import JoinedTensor
 
 HEAD, REPEATED = "lm_head.weight", "model.layers.2.shared_head.head.weight"
 MTP = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
@@ -51,6 +52,15 @@ def test_a_copy_of_nothing_is_no_copy():
 def test_a_copy_that_is_exported_is_compared_as_every_tensor(content, found):
     exported = [ExportedTensor(**described(HEAD, "a")), ExportedTensor(**described(REPEATED, content))]
     assert verdict("WGT004", *source("a"), *exported)[0] is found
+
+
+@pytest.mark.parametrize(("contents", "found"), [("bb", Verdict.HOLDS), ("b", Verdict.HOLDS), ("ba", Verdict.VIOLATED)])
+def test_a_copy_that_is_exported_is_what_the_live_shards_hold_of_the_shared_tensor(contents, found):
+    """After a step; the bridge exports the copies of some families and not those of others."""
+    pairs = zip((HEAD, REPEATED), contents, strict=False)
+    exported = [ExportedTensor(**{**described(name, content), "version": 1}) for name, content in pairs]
+    live = JoinedTensor(**{**described(HEAD, "b"), "version": 1})
+    assert verdict("WGT005", *source("a"), live, *exported)[0] is found
 
 
 def test_the_shared_tensor_itself_has_to_be_exported():

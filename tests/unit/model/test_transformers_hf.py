@@ -46,3 +46,16 @@ def test_norms_of_latent_attention_go_by_the_config(name: str, tmp_path: Path) -
 
     assert epsilons() == {1e-3}
     assert epsilons(fixes=()) == {1e-6}
+
+
+def test_the_part_of_a_head_that_is_rotated_goes_by_the_config(tmp_path: Path) -> None:
+    """In the oracle; as shipped, transformers rotates whole heads of a MiniMax-M2, of 32 elements here."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(write_scaled("minimax_m2", tmp_path), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rotary_dim": 8}))
+
+    def pairs(**options: tuple[str, ...]) -> int:
+        return len(load_model(folder, torch.float32, **options).model.rotary_emb.inv_freq)
+
+    assert (pairs(), pairs(fixes=())) == (4, 16)

@@ -78,6 +78,8 @@ def reach(model, **run):
         ({**LATENT, "rms_norm_eps": 1e-6}, {"engine": "hf"}, []),
         ({**DENSE, "rms_norm_eps": 1e-5}, {"engine": "hf"}, []),
         ({**LATENT, "rms_norm_eps": 1e-5}, {}, []),
+        ({"model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16}, {"engine": "hf"}, [fixes.TRANSFORMERS_ROTARY]),
+        ({"model_type": "minimax_m2", "head_dim": 32}, {"engine": "hf"}, []),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):

@@ -180,8 +180,8 @@ def _against_source(trace: Trace, files: SavedCheckpoint) -> Iterator[Comparison
     yield from compare_index(files, source, says)
 
 
-NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path"})
-"""Keys of config.json that say who wrote it, and where it was read."""
+NOT_OF_THE_MODEL = frozenset({"transformers_version", "_name_or_path", "auto_map"})
+"""Keys of config.json that say who wrote it, where it was read, and which code of its folder could read it."""
 
 
 @check(
@@ -234,7 +234,8 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     """After every update the export is what the trainer's live shards hold, assembled by the independent layout.
 
     What it checks: at each version above 0, names, dtypes, shapes and bits of the export against the live parameters of
-    all ranks, joined by `verifier/export/names.py` without Megatron-Bridge. In training on the steps that transformers
+    all ranks, joined by `verifier/export/names.py` without Megatron-Bridge; a copy that the source has under a second
+    name, where it is exported, against what it repeats. In training on the steps that transformers
     computes too, without adapters, and there of what the first step after a start begins with.
     Why it matters: stale exports (a cached conversion task, a parameter gather that had not run) are right at the first
     sync and wrong at the second.
@@ -244,8 +245,13 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a wrong step (LSS001, TRN001, WGT002).
     References: SkyRL#1345, SkyRL#1471, and stale export under `overlap_param_gather`.
     """
+    copies = {item.name: item.copy_of for item in trace.of(SourceTensor) if item.copy_of}
     for version in trace.versions(JoinedTensor):
-        exported, live = trace.of(ExportedTensor, version=version, rank=0), trace.of(JoinedTensor, version=version)
+        exported = list(trace.of(ExportedTensor, version=version, rank=0))
+        live = list(trace.of(JoinedTensor, version=version))
+        held = by_name(live)
+        names = {item.name for item in exported if copies.get(item.name) in held} - held.keys()
+        live += [replace(held[copies[name]], name=name) for name in sorted(names)]
         yield from compare_contents(exported, live, ("the export", "the live shards"), Stage.EXPORT, version)
 
 

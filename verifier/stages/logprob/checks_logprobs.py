@@ -276,8 +276,7 @@ def _suspecting(found: Comparison, gap: float, expected_says: str) -> Comparison
     return replace(
         found, sentence=f"{found.sentence}; trainer and engine agree within {gap:.3g}: suspect {expected_says}",
         owner=f"{expected_says} (transformers)",
-        hint="trainer and engine share no code and agree: see first whether transformers reads all of config.json "
-        "(MiniMax-M2's `rotary_dim` it does not: transformers #48241)",
+        hint="trainer and engine share no code and agree: see first whether transformers reads all of config.json",
     )  # fmt: skip
 
 
