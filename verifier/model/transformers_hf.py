@@ -81,7 +81,7 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
     Raises:
         UsageError: transformers builds none of it, or another model than config.json names.
     """
-    name, verbosity = str((config.get("architectures") or [""])[0]), logging.get_verbosity()
+    name = str((config.get("architectures") or [""])[0])
     logging.set_verbosity_error()  # of kernels that a model without values does not need
     try:
         with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
@@ -91,8 +91,6 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
     except (OSError, *REFUSALS) as error:
         said = next(iter(str(error).splitlines()), "")
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     if type(model).__name__ != name and not config.get("text_config"):
         raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")
     buffers = dict(model.named_buffers())
