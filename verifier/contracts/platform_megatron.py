@@ -149,7 +149,6 @@ def layers_are_shared_out_as_the_mesh_says() -> None:
         (16, {"pp": 3, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 2}),
         (126, {"pp": 8, "vpp": 2, "first_stage_layers": 15, "last_stage_layers": 15}),
         (11, {"pp": 3, "vpp": 2, "first_stage_layers": 3}),
-        (4, {"pp": 3, "vpp": 2, "first_stage_layers": 1, "last_stage_layers": 1}),
     )
     for num_layers, sizes in cases:
         mesh = Mesh(**sizes)

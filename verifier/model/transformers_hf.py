@@ -93,17 +93,14 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
     if type(model).__name__ != name and not config.get("text_config"):
         raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")
-    buffers = dict(model.named_buffers())
+    buffers = {name for name, _ in model.named_buffers()} | {
+        name for name, item in model.named_parameters() if not item.requires_grad
+    }
     return [
-        TensorSpec(name=name, shape=tuple(tensor.shape), content=_content(name, holder in buffers))
+        TensorSpec(name=name, shape=tuple(tensor.shape), content=Content.SCORE_BIAS if holder in buffers else kind)
         for name, (holder, tensor) in checkpoint_places(model).items()
+        for kind in (Content.DECAY if name.endswith("A_log") else Content.MATRIX,)
     ]
-
-
-def _content(name: str, is_buffer: bool) -> Content:
-    if is_buffer or "score_correction_bias" in name:
-        return Content.SCORE_BIAS
-    return Content.DECAY if name.endswith("A_log") else Content.MATRIX
 
 
 def compute_the_definition(model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = tuple(_MENDED)) -> None:

@@ -86,11 +86,7 @@ class NamedLayout:
 
     @cached_property
     def embedding(self) -> TensorSpec:
-        """Table of the vocabulary.
-
-        Raises:
-            UsageError: no tensor has such a name.
-        """
+        """Table of the vocabulary; refused with a UsageError where no tensor has such a name."""
         for spec in self.specs:
             if _EMBEDDING.search(spec.name):
                 return spec
@@ -142,11 +138,7 @@ class NamedLayout:
         return 0 if is_rows else 1 if is_columns else None
 
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
-        """List what one model chunk of a rank holds.
-
-        Raises:
-            UsageError: the mesh does not divide the layers, the experts or a tensor.
-        """
+        """List what one model chunk of a rank holds; see `ModelLayout.placements`."""
         at = mesh.coordinate(rank)
         is_first, is_last = at.pp == chunk == 0, (at.pp, chunk) == (mesh.pp - 1, mesh.vpp - 1)
         params = [param for param in self._params[-1] if (is_first if _FIRST.search(param.name) else is_last)]

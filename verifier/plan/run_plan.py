@@ -49,7 +49,6 @@ _LEFT_OUT = {
     "num_nextn_predict_layers": "layers that predict further tokens (MTP), of which config.json names {}",
     "mtp_num_hidden_layers": "layers that predict further tokens (MTP), of which config.json names {}",
     "vision_config": "the part of the model that reads images",
-    "audio_config": "the part of the model that reads sound",
     "quantization_config": "the quantization of the checkpoint: the plan is of weights in {dtype}",
 }
 """Key of config.json -> what the plan does without."""
