@@ -86,8 +86,7 @@ def table() -> str:
     lines, rows = [f"| config | {' | '.join(HEADS)} |", "|" + " --- |" * (len(HEADS) + 1)], rows_of()
     for name in NAMES:
         found = [rows[name, run] for run in ("plan", *RUNS)]
-        runs = [re.sub(_CODES, "", row["reason"]) for row in found[1:] if row["reason"]]
-        why = (runs or [found[0]["reason"].partition(": a plan is made for")[0]])[0]
+        why = next((re.sub(_CODES, "", row["reason"]) for row in found if row["reason"]), "")
         lines.append(f"| {name} | {' | '.join(row['outcome'] for row in found)} | {why} |")
     return "\n".join(lines) + "\n"
 

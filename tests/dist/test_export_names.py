@@ -27,6 +27,7 @@ DENSE = (
     Mesh(tp=2, pp=2),
     Mesh(pp=2, first_stage_layers=1),
     Mesh(pp=3, first_stage_layers=1, last_stage_layers=1),
+    Mesh(pp=3, vpp=2, first_stage_layers=1, last_stage_layers=1),
     Mesh(cp=2, dp=2),
 )
 EXPERT = (

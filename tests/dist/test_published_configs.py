@@ -8,7 +8,6 @@ What this does not exercise: the published weights; GPUs; vLLM, in whose place t
 from __future__ import annotations
 
 import copy
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from verifier.runs.runner import Runner
 
 ROWS = rows_of()
 QUANTIZED = [name for name in NAMES if quantization(published(name))]
-PLANNED = [name for name in NAMES if ROWS[name, "plan"]["outcome"] != "refused"]
-"""Configs that a hand-written row describes."""
 MOST_PLAN_S = 60
 AFTER_THE_START = {"Moonlight-16B-A3B": "no mapping of what megatron-core builds"}
 """Refused by ranks: only the built model tells."""
@@ -66,16 +63,8 @@ def test_what_is_refused_is_refused_before_ranks_start_in_the_sentence_of_the_ta
     assert str(refusal.value).replace(path, name) == row["reason"]
 
 
-@pytest.mark.parametrize("name", [item for item in NAMES if item not in PLANNED])
-def test_a_config_without_a_row_has_no_plan(name: str) -> None:
-    found, row = planned(name), ROWS[name, "plan"]
-    assert found == {key: row[key] for key in ("outcome", "reason")}
-    said = r"no hand-written row describes |the hand-written row \S+ does not hold for this model: "
-    assert re.match(said, found["reason"])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_has_the_parameters_of_a_model_without_weights(name: str) -> None:
     config: dict[str, Any] = copy.deepcopy(published(name))
     if config["model_type"] == "kimi_k2":  # the same model, for which transformers has no class

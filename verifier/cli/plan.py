@@ -22,7 +22,7 @@ def plan(config: PlanConfig, file: Path | None) -> int:
     """Print a plan, or what contradicts it; write it to a file, or print that in place of the text.
 
     Raises:
-        UsageError: a model that no hand-written row describes, or a file that cannot be written.
+        UsageError: a model that neither a row nor transformers describes, or a file that cannot be written.
     """
     found = run_plan(config, sizes_alone(config.model, config.dtype))
     show_results(lambda: as_text(found), (file, lambda: as_json(found)))
@@ -33,9 +33,9 @@ def as_text(found: RunPlan) -> str:
     """Return the plan as text: a line per fact, a row per kind of pipeline stage, then contradictions or none."""
     config, mesh = found.config, found.config.mesh
     lines = [
-        f"plan        {config.model}: {found.layout.family.name}, {mesh.label()}, {mesh.world_size:,} ranks, "
-        f"{config.dtype}",
+        f"plan        {config.model}: {found.family}, {mesh.label()}, {mesh.world_size:,} ranks, {config.dtype}",
         f"model       {found.num_parameters:,} parameters, {_size(found.num_bytes)} in {len(found.specs):,} tensors",
+        *([f"placed      {found.derived}"] if found.derived else []),
         *(f"left out    {clause}" for clause in found.left_out),
     ]
     if found.made is not None:
@@ -122,10 +122,10 @@ def _span(values: list[float], unit: str = "") -> str:
 def as_json(found: RunPlan) -> str:
     """Return the complete plan as JSON: every rank, every shard of each kind of rank, every tensor of the transfer."""
     values: dict[str, Any] = {
-        "config": found.config.to_dict(), "family": found.layout.family.name,
+        "config": found.config.to_dict(), "family": found.family,
         "world_size": found.config.mesh.world_size, "sound": not found.contradictions,
-        "contradictions": found.contradictions, "left_out": found.left_out, "parameters": found.num_parameters,
-        "bytes": found.num_bytes, "chunk_bytes": found.chunk_bytes,
+        "contradictions": found.contradictions, "left_out": found.left_out, "placed": found.derived,
+        "parameters": found.num_parameters, "bytes": found.num_bytes, "chunk_bytes": found.chunk_bytes,
     }  # fmt: skip
     if found.made is not None:
         values |= _made(found, found.made)

@@ -146,6 +146,9 @@ def layers_are_shared_out_as_the_mesh_says() -> None:
         (8, {"pp": 3, "first_stage_layers": 2}),
         (8, {"pp": 3, "last_stage_layers": 4}),
         (9, {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 1}),
+        (16, {"pp": 3, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 2}),
+        (126, {"pp": 8, "vpp": 2, "first_stage_layers": 15, "last_stage_layers": 15}),
+        (11, {"pp": 3, "vpp": 2, "first_stage_layers": 3}),
     )
     for num_layers, sizes in cases:
         mesh = Mesh(**sizes)
@@ -153,11 +156,11 @@ def layers_are_shared_out_as_the_mesh_says() -> None:
             num_layers=num_layers,
             pipeline_model_parallel_size=mesh.pp,
             virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-            num_layers_in_first_pipeline_stage=mesh.first_stage_layers,
-            num_layers_in_last_pipeline_stage=mesh.last_stage_layers,
+            num_layers_in_first_pipeline_stage=None if any(mesh.shorter_ends) else mesh.first_stage_layers,
+            num_layers_in_last_pipeline_stage=None if any(mesh.shorter_ends) else mesh.last_stage_layers,
             pipeline_model_parallel_layout=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
+            account_for_embedding_in_pipeline_split=mesh.shorter_ends[0],
+            account_for_loss_in_pipeline_split=mesh.shorter_ends[1],
         )
         for stage in range(mesh.pp):
             for chunk in range(mesh.vpp):

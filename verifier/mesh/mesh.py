@@ -73,8 +73,6 @@ class Mesh:
             raise UsageError(f"vpp = {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
         if uneven and self.pp == 1:
             raise UsageError("uneven stages need pp > 1: there is only one pipeline stage")
-        if uneven and self.vpp > 1:
-            raise UsageError("uneven stages with vpp > 1 are not supported: give either")
 
     @classmethod
     def fitting(cls, *, dp: int | None = None, **sizes: Any) -> Mesh:
@@ -133,6 +131,17 @@ class Mesh:
             edp=within // self.expert_size,
         )
 
+    @property
+    def shorter_ends(self) -> tuple[bool, bool]:
+        """True for the first and the last stage if vpp does not divide it: embedding or head stand for a layer."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        return first is not None and first % self.vpp > 0, last is not None and last % self.vpp > 0
+
+    def _with_ends(self, sizes: list[int]) -> list[int]:
+        """Return sizes of stages, of which embedding and head count as a layer where they stand for one."""
+        first, last = self.shorter_ends
+        return [sizes[0] + first, *sizes[1:-1], sizes[-1] + last] if self.pp > 1 else sizes
+
     def stage_sizes(self, num_layers: int) -> list[int]:
         """Return the number of layers of each pipeline stage, in stage order.
 
@@ -158,13 +167,20 @@ class Mesh:
             )
         sizes = [middle // max(middle_stages, 1)] * self.pp
         sizes[0], sizes[-1] = first or sizes[0], last or sizes[-1]
+        full = self._with_ends(sizes)
+        if any(size % self.vpp for size in full) or (any(self.shorter_ends) and len(set(full)) > 1):
+            raise UsageError(
+                f"stages of {sizes[0]}, {sizes[1]} and {sizes[-1]} layers do not divide into vpp = {self.vpp} chunks "
+                "each: vpp must divide each stage, or an end must have one layer less than a stage that it divides"
+            )
         return sizes
 
     def layers_of(self, pp: int, chunk: int, num_layers: int) -> range:
         """Return the global indices of the layers of chunk `chunk` (0 <= chunk < vpp) of stage `pp`."""
-        sizes = self.stage_sizes(num_layers)
-        begin = (chunk * num_layers + sum(sizes[:pp])) // self.vpp
-        return range(begin, begin + sizes[pp] // self.vpp)
+        sizes, (first, last) = self._with_ends(self.stage_sizes(num_layers)), self.shorter_ends
+        is_first, is_last = pp == chunk == 0, (pp, chunk) == (self.pp - 1, self.vpp - 1)
+        begin = (chunk * sum(sizes) + sum(sizes[:pp])) // self.vpp - (first and not is_first)
+        return range(begin, begin + sizes[pp] // self.vpp - (first and is_first) - (last and is_last))
 
     def label(self) -> str:
         """Return the sizes above one in canonical order, such as "tp2 ep2"; "1 rank" if there are none."""

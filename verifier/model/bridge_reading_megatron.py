@@ -41,8 +41,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """Numbers of rope that megatron-bridge holds fixed for all models of type `llama3`, as published."""
 _SHARED_READERS = ("modeling_rope_utils.py", "masking_utils.py")
 """Modules of transformers that read a config for the models of all types."""
-_REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors with which a config's class or a bridge refuses a config."""
 _OUTPUT = "lm_head.weight"
 
 
@@ -152,7 +150,7 @@ def dropouts_of(provider: Any, config: Any) -> tuple[tuple[str, float], ...]:
 
 def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]:
     """Keys that only transformers' model reads, and those that only the bridge's provider does, with their values."""
-    from huggingface_hub.errors import StrictDataclassError
+    from verifier.model.transformers_hf import REFUSALS
 
     names = (read_by_model(kind) | {"tie_word_embeddings"}) - _NOT_COMPUTED
 
@@ -167,7 +165,7 @@ def readings(kind: Any, fields: Mapping[str, Any]) -> tuple[tuple[tuple[str, Any
     for key, value, others in _others(fields, _plain(kind().to_dict())):
         try:
             other_model, other_provider = both(others)
-        except (StrictDataclassError, *_REFUSALS):  # a config that is refused without the key says that it is read
+        except REFUSALS:  # a config that is refused without the key says that it is read
             continue
         if (model == other_model) != (provider == other_provider):
             (only_bridge if model == other_model else only_transformers).append((key, value))

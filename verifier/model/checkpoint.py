@@ -241,15 +241,16 @@ def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str
             f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
             f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
         )
+    if clause := without_class(config):
+        raise UsageError(f"{path / 'config.json'} has {clause}")
+
+
+def without_class(config: Mapping[str, JSON]) -> str:
+    """Clause on a model type that transformers has no class for; empty where it has one."""
     kind = config.get("model_type")
-    if kind not in _classes():
-        own = (
-            "; `auto_map` names code of the folder's own, which verifier does not run" if config.get("auto_map") else ""
-        )
-        raise UsageError(
-            f"{path / 'config.json'} has `model_type` = {kind!r}, which transformers "
-            f"{metadata.version('transformers')} has no class for{own}"
-        )
+    own = "; `auto_map` names code of the folder's own, which verifier does not run" if config.get("auto_map") else ""
+    version = metadata.version("transformers")
+    return "" if kind in _classes() else f"`model_type` = {kind!r}, which transformers {version} has no class for{own}"
 
 
 @cache

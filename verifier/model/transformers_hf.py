@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
-from verifier.errors import ContractError
+from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.families import predicts_further
+from verifier.model.families import Content, TensorSpec, predicts_further
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
 
+REFUSALS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+    StrictDataclassError,
+)  # fmt: skip
+"""Errors with which a class of transformers or a bridge refuses a config."""
 _MENDED = {
     TRANSFORMERS_SCAN: scan_in_one_chunk,
     TRANSFORMERS_LATENT: norm_latents_by_config,
@@ -63,6 +73,34 @@ def load_model(path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] =
     _restore_float32(model, path)
     compute_the_definition(model, dtype, fixes)
     return model.eval().requires_grad_(False)
+
+
+def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
+    """Tensors of the language model that transformers builds of a config.json, without their values.
+
+    Raises:
+        UsageError: transformers builds none of it, or another model than config.json names.
+    """
+    name = str((config.get("architectures") or [""])[0])
+    logging.set_verbosity_error()  # of kernels that a model without values does not need
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+            Path(folder, "config.json").write_text(json.dumps(config))
+            whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(whole.get_text_config(), trust_remote_code=False)
+    except (OSError, *REFUSALS) as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
+    if type(model).__name__ != name and not config.get("text_config"):
+        raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")
+    buffers = {name for name, _ in model.named_buffers()} | {
+        name for name, item in model.named_parameters() if not item.requires_grad
+    }
+    return [
+        TensorSpec(name=name, shape=tuple(tensor.shape), content=Content.SCORE_BIAS if holder in buffers else kind)
+        for name, (holder, tensor) in checkpoint_places(model).items()
+        for kind in (Content.DECAY if name.endswith("A_log") else Content.MATRIX,)
+    ]
 
 
 def compute_the_definition(model: PreTrainedModel, dtype: torch.dtype, fixes: Collection[str] = tuple(_MENDED)) -> None:

@@ -69,13 +69,17 @@ class Streams:
                 for place in places:
                     if not (self._tied and _OUTPUT in place.global_name):
                         own[place.global_name] = (stage, chunk, place)
-        found: list[Named] = []
+        found, stacks = list[Named](), set[Named]()
         for name in sorted(own, key=sort_key):
             stage, chunk, place = own[name]
             peers = [place] if not is_expert(place) else self._peers(stage, within, chunk, place.param_name)
             # A rank's own boxes may lack a source: more ranks than key-value heads share the rows of one.
             for sources in zip(*(peer.source_shapes.items() for peer in peers), strict=True):
-                found += sources
+                if place.boxes[0].index is None:
+                    found += sources
+                elif sources[0] not in stacks:  # a stack of experts, which all of them have as their source
+                    found.append(sources[0])
+                    stacks.add(sources[0])
         return found
 
     def _peers(self, stage: int, within: int, chunk: int, param_name: str) -> list[ParamPlacement]:

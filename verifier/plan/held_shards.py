@@ -17,6 +17,7 @@ from verifier.export.sharding import ParamPlacement, tiling_errors
 from verifier.mesh import Coordinate, Mesh
 from verifier.model.families import Scope
 from verifier.plan.chunk_plan import DTYPE_BYTES
+from verifier.plan.named_layout import NamedLayout
 
 _NAMED = 3
 """Names that a sentence gives of many."""
@@ -60,7 +61,7 @@ def is_expert(place: ParamPlacement) -> bool:
     return "edp" in place.replicated_over
 
 
-def holdings_of(layout: ModelLayout, mesh: Mesh) -> tuple[Holding, ...]:
+def holdings_of(layout: ModelLayout | NamedLayout, mesh: Mesh) -> tuple[Holding, ...]:
     """Return what the ranks hold, in the order of the first rank of each holding.
 
     Places are a function of a rank's coordinates tp, pp, ep and etp alone.
@@ -199,11 +200,12 @@ def join_bytes(holdings: tuple[Holding, ...], mesh: Mesh, itemsize: int) -> int:
     for holding in holdings:
         for place in holding.places:
             whole = sum(math.prod(shape) for shape in place.source_shapes.values())
-            largest = max(largest, whole * (mesh.ep if is_expert(place) else 1))
+            alone = is_expert(place) and place.boxes[0].index is None
+            largest = max(largest, whole * (mesh.ep if alone else 1))
     return 2 * largest * itemsize
 
 
-def activation_bytes(layout: ModelLayout, config: PlanConfig, stage: int, top_k: int) -> int:
+def activation_bytes(layout: ModelLayout | NamedLayout, config: PlanConfig, stage: int, top_k: int) -> int:
     """Estimate the activations that a rank of a pipeline stage keeps at its peak, in bytes.
 
     Every linear layer, norm and activation function keeps its input, attention its query, key, value and output; of
@@ -234,8 +236,10 @@ def activation_bytes(layout: ModelLayout, config: PlanConfig, stage: int, top_k:
     return math.ceil(tokens * (itemsize * kept + logits))
 
 
-def layer_elements(layout: ModelLayout, layer: int, top_k: int) -> int:
+def layer_elements(layout: ModelLayout | NamedLayout, layer: int, top_k: int) -> int:
     """Elements that one layer keeps of each token; see `activation_bytes`."""
+    if isinstance(layout, NamedLayout):
+        return layout.elements(layer, top_k)
     sizes, scopes = layout.sizes, layout.layers[layer]
     rows = PARAMS[layout.family.name]
     gated = 2 if any(row.cut is Cut.GATED for row in rows) else 1

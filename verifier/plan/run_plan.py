@@ -1,8 +1,9 @@
 """Plan of a model on a mesh, of config.json alone: what each rank holds and exports, how much memory, how long a sync.
 
 Nothing is started and no weight is read: places are those of the hand-written layout (`verifier.export.names`), names
-and shapes those of the family's row (`verifier.model.families`), order and chunks those of `chunk_plan`. Contradictions
-are sizes that do not divide, with what would, and ranks that would not send the same.
+and shapes those of the family's row (`verifier.model.families`), order and chunks those of `chunk_plan`. Without a row
+names and shapes are those of transformers' model on torch's meta device, and places follow from them (`named_layout`).
+Contradictions are sizes that do not divide, with what would, and ranks that would not send the same.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from verifier.config import PlanConfig
-from verifier.config_json import stated_dtype
+from verifier.config_json import stated_dtype, text_model
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
 from verifier.mesh.mesh import ranges
-from verifier.model.families import FAMILIES, JSON, Content, TensorSpec, size_if_any, tensors_of, unmet
+from verifier.model.bridges import bridged
+from verifier.model.checkpoint import without_class
+from verifier.model.families import JSON, Content, TensorSpec, size_if_any, tensors_of
 from verifier.model.mesh_fit import architecture_of, misfits
 from verifier.plan.chunk_plan import DTYPE_BYTES, ChunkPlan, chunk_bytes_of
 from verifier.plan.export_stream import RanksPlan, Streams, plans_of
@@ -34,6 +37,7 @@ from verifier.plan.held_shards import (
     ownership_of,
     rank_bytes,
 )
+from verifier.plan.named_layout import ASSUMED, NamedLayout
 
 GIB = 1 << 30
 MEASURED_GB_S = {"nccl": 312.3, "ipc": 248.6}
@@ -43,6 +47,8 @@ _WIDE = (Content.SCORE_BIAS, Content.DECAY)
 """Contents that checkpoints hold in float32."""
 _LEFT_OUT = {
     "num_nextn_predict_layers": "layers that predict further tokens (MTP), of which config.json names {}",
+    "mtp_num_hidden_layers": "layers that predict further tokens (MTP), of which config.json names {}",
+    "vision_config": "the part of the model that reads images",
     "quantization_config": "the quantization of the checkpoint: the plan is of weights in {dtype}",
 }
 """Key of config.json -> what the plan does without."""
@@ -55,15 +61,22 @@ class RunPlan:
     config: PlanConfig
     sizes: Mapping[str, JSON]
     """config.json, without what the plan does without."""
-    layout: ModelLayout
+    layout: ModelLayout | NamedLayout
     specs: tuple[TensorSpec, ...]
     """Every tensor of the checkpoint."""
     left_out: tuple[str, ...]
     """Clauses on parts of the model that the plan does not have."""
+    derived: str = ""
+    """Source of derived places, and what is assumed; empty for those of a hand-written row."""
     contradictions: tuple[str, ...] = ()
     """Sentences; empty for a sound plan."""
     made: Made | None = None
     """None where the mesh does not divide the model."""
+
+    @property
+    def family(self) -> str:
+        """Name of the hand-written row, or of the architecture where there is none."""
+        return architecture_of(self.sizes) if isinstance(self.layout, NamedLayout) else self.layout.family.name
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -145,20 +158,30 @@ def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
     """Plan a model on a mesh.
 
     Raises:
-        UsageError: no row describes the model, or a size in config.json is absent or no positive integer.
+        UsageError: neither a row nor a class of transformers describes the model, or a size in config.json is absent or
+            no positive integer.
     """
+    given, sizes = sizes, text_model(sizes)
     left_out = [
         sentence.format(sizes[key], dtype=config.dtype) for key, sentence in _LEFT_OUT.items() if sizes.get(key)
     ]
     if stated_dtype(sizes) is None:
         left_out.append(f"a dtype, which config.json does not name: the plan is of weights in {config.dtype}")
     sizes = {key: value for key, value in sizes.items() if key not in _LEFT_OUT}
-    layout, mesh = layout_of(sizes), config.mesh
+    layout: ModelLayout | NamedLayout | None = layout_of(sizes)
+    mesh, derived = config.mesh, ""
     if layout is None:
-        raise UsageError(_no_row(sizes))
-    specs = tuple(tensors_of(layout.family, sizes))
+        if clause := without_class(given):
+            raise UsageError(f"no hand-written row describes {architecture_of(sizes)}, and config.json has {clause}")
+        from verifier.model.transformers_hf import meta_tensors  # torch, which plans by a row do without
+
+        layout, name = NamedLayout(tuple(meta_tensors(given))), architecture_of(sizes)
+        derived = f"by names and shapes of transformers' {name}, without a hand-written row; assumed: {ASSUMED}"
+        if bridged() and name not in bridged():
+            derived += f"; megatron-bridge has no bridge for {name}, so no run starts"
+    specs = layout.specs if isinstance(layout, NamedLayout) else tuple(tensors_of(layout.family, sizes))
     plan = RunPlan(
-        config=config, sizes=sizes, layout=layout, specs=specs, left_out=tuple(left_out),
+        config=config, sizes=sizes, layout=layout, specs=specs, left_out=tuple(left_out), derived=derived,
         contradictions=tuple(contradictions(sizes, mesh)),
     )  # fmt: skip
     if plan.contradictions:
@@ -199,14 +222,6 @@ def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
         gather_s=max(0, plan.num_bytes - least) / plan.gather_gb_s / 1e9,
         transfer_s=plan.num_bytes / plan.transfer_gb_s / 1e9,
     )  # fmt: skip
-
-
-def _no_row(sizes: Mapping[str, JSON]) -> str:
-    """Sentence on why no row describes a model."""
-    row = next((item for item in FAMILIES.values() if item.model_type == sizes.get("model_type")), None)
-    if row is None:
-        return f"no hand-written row describes {architecture_of(sizes)}: a plan is made for {', '.join(FAMILIES)}"
-    return f"the hand-written row {row.name} does not hold for this model: config.json has {unmet(row, sizes)}"
 
 
 def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:

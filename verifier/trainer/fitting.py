@@ -111,7 +111,7 @@ def _of_model(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> dict
     replays, modules = config.grpo.replay_routes, options.recompute_modules
     layers, mesh = size_if_any(sizes, "num_hidden_layers"), config.mesh
     asked = options.recompute_layers or 0
-    held = max(mesh.stage_sizes(layers)) // mesh.vpp if asked and layers is not None else asked
+    held = -(-max(mesh.stage_sizes(layers)) // mesh.vpp) if asked and layers is not None else asked
     of_mixtures = {
         f"{knob} is {value}, but {{model}} has no experts: leave it out": not has_experts
         for knob, value in options.mixture_knobs.items()

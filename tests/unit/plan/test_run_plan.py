@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from verifier.config import PlanConfig
-from verifier.errors import UsageError
 from verifier.export.sharding import ParamPlacement
 from verifier.mesh import Mesh
 from verifier.model.tiny import tiny_config
@@ -184,6 +183,33 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 
+UNEVEN = {
+    "Llama 3.1 405B, embedding and head as layers": (
+        126,
+        Mesh(pp=8, vpp=2, first_stage_layers=15, last_stage_layers=15),
+    ),
+    "ends of other multiples": (16, Mesh(pp=3, vpp=2, first_stage_layers=4, last_stage_layers=2)),
+    "embedding alone": (11, Mesh(pp=3, vpp=2, first_stage_layers=3)),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_stages_with_virtual_ones_hold_every_layer_once_in_order(case):
+    layers, mesh = UNEVEN[case]
+    order = [mesh.layers_of(stage, chunk, layers) for chunk in range(mesh.vpp) for stage in range(mesh.pp)]
+    assert [layer for chunk in order for layer in chunk] == list(range(layers))
+    sizes = [sum(len(mesh.layers_of(stage, chunk, layers)) for chunk in range(mesh.vpp)) for stage in range(mesh.pp)]
+    assert sizes == mesh.stage_sizes(layers)
+
+
+@pytest.mark.parametrize("ends", [(3, None), (2, 3), (5, 5)])
+def test_uneven_stages_that_vpp_does_not_divide_are_a_contradiction(ends):
+    sizes = tiny_config("qwen3", "float32") | {"num_hidden_layers": 16}
+    mesh = Mesh(pp=4, vpp=2, first_stage_layers=ends[0], last_stage_layers=ends[1])
+    (sentence,) = run_plan(bf16(mesh), sizes).contradictions[:1]
+    assert "vpp must divide each stage, or an end must have one layer less" in sentence or "evenly" in sentence
+
+
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_size_that_does_not_divide_is_named(case):
     (name, mesh), sentence = CONTRADICTIONS[case]
@@ -307,13 +333,6 @@ def test_ranks_whose_plans_differ():
 
     (sentence,) = amiss(Mesh(ep=2, dp=2), change)
     assert sentence.startswith("rank 1 would have another chunk plan than rank 0: tensor ")
-
-
-def test_a_model_without_a_row_is_refused():
-    with pytest.raises(UsageError, match="no hand-written row describes GemmaForCausalLM: a plan is made for qwen3"):
-        run_plan(bf16(Mesh()), {"architectures": ["GemmaForCausalLM"]})
-    with pytest.raises(UsageError, match="`moe_latent_size` = 1024, where it needs none"):
-        run_plan(bf16(Mesh()), published("hybrid-108-layers", moe_latent_size=1024))
 
 
 def test_ranges():
