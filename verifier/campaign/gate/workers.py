@@ -10,15 +10,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from multiprocessing import Pipe, connection
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from verifier.config import next_trace
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
-from verifier.launch.child import Child, last_lines, spawn
+from verifier.launch.channel import ChannelClosed, DeadlinePassed, spawned
+from verifier.launch.child import last_lines
 from verifier.report.gate_result import Cell, CellResult
 from verifier.report.progress import Progress
 
@@ -37,14 +37,11 @@ class CellWorker:
 
     def __init__(self, places: Sequence[str], folder: Path, name: str) -> None:
         self.places, self._log = tuple(places), next_trace(name, folder / "logs", ".log")
-        ours, theirs = Pipe()
-        self._channel = Channel(ours)
         gpus = [place for place in places if place]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log.open("wb") as file:
-            self._process: Child = spawn(
-                "verifier.campaign.gate.cell_runs:serve", [str(theirs.fileno()), str(folder)], file,
-                death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
+        with self._log.open("wb") as file:
+            self._process, self._channel = spawned(
+                "verifier.campaign.gate.cell_runs:serve", [str(folder)], file, death_signal=signal.SIGKILL,
                 environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
             )  # fmt: skip
         self.cell: Cell | None = None
