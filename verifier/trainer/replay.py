@@ -22,6 +22,7 @@ from verifier.config.training import (
 )
 from verifier.core.outputs import work_folder
 from verifier.errors import UsageError
+from verifier.runs.derived_layout import with_kept_layout
 from verifier.runs.model_under_test import open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
@@ -29,7 +30,6 @@ from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import KNOBS, other_knobs
-from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.update_log import RankUpdate
 
 EXPORTED_BEFORE = Path("first") / "hf_model"
