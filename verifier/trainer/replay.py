@@ -84,7 +84,6 @@ def replay_step(
     progress: Callable[[str], None],
     *,
     launcher: Launcher | None = None,
-    within: Sequence[str] = (),
 ) -> Replayed:
     """Train from the last checkpoint before a step up to it, on the recorded batches, and compare all gradients.
 
@@ -94,7 +93,6 @@ def replay_step(
         step: from 1.
         progress: called with a line of text.
         launcher: one with Megatron imported; None starts one.
-        within: see `WorkerSpec.within`.
 
     Raises:
         UsageError: not a recorded run, or one of other knobs; the step, a batch or a rank's lines are not there.
@@ -123,7 +121,7 @@ def replay_step(
         if launcher is None:
             progress("importing Megatron")
             launcher = stack.enter_context(Resources(preload=PRELOAD)).launcher(until)
-        job = start_ranks(own, model, launcher, folder, until, progress, within=within)
+        job = start_ranks(own, model, launcher, folder, until, progress)
         stack.callback(job.kill)
 
         def call(name: str, **arguments: Any) -> None:
