@@ -20,7 +20,7 @@ from tests.browser import browser, require_quiet
 from tests.meta.sources import ROOT
 from tests.processes import alive, arguments, children, said
 from verifier.campaign.gate.matrix import SMOKE, fault_cells
-from verifier.campaign.gate.workers import CellWorker
+from verifier.campaign.gate.run import CellWorker
 from verifier.faults.catalog import CATALOG
 
 SMALL = """\

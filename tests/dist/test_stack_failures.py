@@ -25,8 +25,8 @@ from verifier.errors import ViolationFound
 from verifier.faults.injection import INJECTED
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.model.tiny import write_tiny
-from verifier.probes.training.failure_trace import leave_failure
 from verifier.probes.training.run_evidence import RunEvidence
+from verifier.probes.training.step_trace import leave_failure
 from verifier.report import report_of
 from verifier.trainer.controller import Trainer
 from verifier.trainer.observer import SILENT

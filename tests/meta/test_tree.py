@@ -18,7 +18,7 @@ BROAD_EXCEPT = {
     ("verifier/data/problem_sources.py", "gym_problems"),
     ("verifier/environments/environment.py", "open_environment"),
     ("verifier/environments/verifiers_tasks.py", "load_environment"),
-    ("verifier/rewards/scorer.py", "serve"),
+    ("verifier/rewards/scorer.py", "_answered"),
 }
 """Frames around code that may raise anything: a check, a command, a plugin, a contract, any writer of files, the load
 of an engine, environments and rewards."""

@@ -19,8 +19,7 @@ from tests.textbook_step import Recipe, batches, recipes, textbook, textbook_kl
 from verifier.algorithms.advantages import advantages
 from verifier.algorithms.aggregation import AGGREGATIONS, token_weights
 from verifier.algorithms.filters import DropReason, zero_variance
-from verifier.algorithms.kl import KL_KINDS, kl_penalty
-from verifier.algorithms.log_ratio import FLOOR, LIMIT
+from verifier.algorithms.kl import FLOOR, KL_KINDS, LIMIT, kl_penalty
 from verifier.algorithms.losses import LossInputs, loss_metrics, token_loss
 from verifier.algorithms.off_policy import LEVELS, CorrectionOptions, correction
 from verifier.algorithms.registry import LossOptions

@@ -14,7 +14,7 @@ from tests.laid_out_step import layouts, trained
 from tests.textbook_step import batches, recipes, textbook
 from verifier.algorithms import advantages, losses, off_policy
 from verifier.algorithms.aggregation import token_weights
-from verifier.algorithms.log_ratio import bounded
+from verifier.algorithms.kl import bounded
 
 SEARCH = settings(derandomize=True, database=None, deadline=None, max_examples=100, phases=[Phase.generate])
 

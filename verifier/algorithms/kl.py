@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from verifier.algorithms.log_ratio import bounded, log_ratio
 from verifier.errors import UsageError
 
 KL_KINDS = ("k1", "k2", "k3")
@@ -26,7 +25,7 @@ def kl_estimate(current: Any, reference: Any, kind: str) -> Any:
     Arrays or tensors of one shape; differentiable in tensors, and the gradient is that of the value. As a loss on
     tokens of the current policy, k1 has a gradient whose expectation is 0, k2 one whose expectation is the gradient of
     KL(current || reference), and k3 one whose expectation is that of KL(reference || current). k1 and k3 are unbiased
-    in their values. -infinity counts as `log_ratio.FLOOR`; d is kept within `log_ratio.LIMIT` for k3, where it is
+    in their values. -infinity counts as `FLOOR`; d is kept within `LIMIT` for k3, where it is
     exponentiated.
 
     Raises:
@@ -81,3 +80,27 @@ def check_kl_kind(kind: str) -> None:
     """
     if kind not in KL_KINDS:
         raise UsageError(f"KL estimate `{kind}` is unknown (known: {', '.join(KL_KINDS)})")
+
+
+FLOOR = -1e4
+"""Least log-probability, nats; -infinity and all below count as this. exp(-1e4) is 0 in float64 too."""
+LIMIT = 20.0
+"""Greatest absolute log-ratio, nats, that is exponentiated; exp(20) is 4.9e8.
+
+Source:
+    verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20); SkyRL, utils/ppo_utils.py
+    `safe_exp_delta`.
+"""
+
+
+def log_ratio(numerator: Any, denominator: Any) -> Any:
+    """Return log(numerator) - log(denominator), nats; both finite or -infinity, the result finite.
+
+    Arrays or tensors of one shape. Two of -infinity have ratio 1. The gradient is 0 where `numerator` is below `FLOOR`.
+    """
+    return numerator.clip(FLOOR) - denominator.clip(FLOOR)
+
+
+def bounded(value: Any) -> Any:
+    """Return log-ratios within `LIMIT` of 0; the gradient is 0 outside."""
+    return value.clip(-LIMIT, LIMIT)

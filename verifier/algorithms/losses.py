@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from verifier.algorithms.kl import kl_estimate
-from verifier.algorithms.log_ratio import FLOOR, LIMIT, bounded, log_ratio
+from verifier.algorithms.kl import FLOOR, LIMIT, bounded, kl_estimate, log_ratio
 from verifier.algorithms.registry import LossOptions, check_loss, find, loss
 
 

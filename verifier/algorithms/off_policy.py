@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier.algorithms.log_ratio import LIMIT, log_ratio
+from verifier.algorithms.kl import LIMIT, log_ratio
 from verifier.errors import UsageError
 
 LEVELS = ("token", "sequence", "geometric")

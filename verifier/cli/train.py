@@ -110,8 +110,8 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
     """Run the config, in a view if there is one, print how it ended, and return the exit code."""
     from verifier.launch.failures import StackFailed
     from verifier.trainer.controller import Trainer
-    from verifier.trainer.first_run import first_of, going_on
     from verifier.trainer.observer import SILENT
+    from verifier.trainer.run_folder import first_of, going_on
 
     if config.first is not None:
         begin = first_of(config)
@@ -133,7 +133,7 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
         return found.exit_code
     except StackFailed as problem:
         if not config.verify.steps:
-            from verifier.probes.training.failure_trace import leave_failure
+            from verifier.probes.training.step_trace import leave_failure
 
             leave_failure(config, problem)
         raise

@@ -121,13 +121,12 @@ def text_of(found: Sequence[Looked]) -> str:
     return "\n".join(lines)
 
 
-def declared(tier: Tier, kept: Path, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def declared(tier: Tier, kept: Path) -> dict[str, Any]:
     """Fields of a manifest on the versions that run: the verified set, or what differs from the nearest.
 
     Args:
         tier: of the run.
         kept: folder in which answers are kept, by versions and by our own files.
-        progress: told what is looked at.
 
     Returns:
         `verified_set`, or `verified` and `moved_contracts`.
@@ -135,14 +134,14 @@ def declared(tier: Tier, kept: Path, progress: Callable[[str], None] = lambda _:
     pins = differing(tier)
     if not pins:
         return {"verified_set": running_set(tier)}
-    return {"verified": pins, "moved_contracts": _moved(tier, kept, progress)}
+    return {"verified": pins, "moved_contracts": _moved(tier, kept)}
 
 
-def _moved(tier: Tier, kept: Path, progress: Callable[[str], None]) -> tuple[MovedContract, ...]:
+def _moved(tier: Tier, kept: Path) -> tuple[MovedContract, ...]:
     file = _file(tier, kept)
     if file.exists():
         return msgspec.json.decode(file.read_bytes(), type=tuple[MovedContract, ...])
-    return keep(tier, kept, look(tier, progress))
+    return keep(tier, kept, look(tier))
 
 
 def keep(tier: Tier, kept: Path, found: Sequence[Looked]) -> tuple[MovedContract, ...]:

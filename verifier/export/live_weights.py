@@ -44,7 +44,7 @@ class LiveWeights:
         rank: int,
         part: Callable[[str], str | None] = str,
     ) -> None:
-        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._chunks = [unwrapped(chunk) for chunk in chunks]
         self._stored = [frozenset(chunk.state_dict(keep_vars=True)) for chunk in self._chunks]
         self._layout, self._mesh, self.rank, self._part = layout, mesh, rank, part
         self._at = mesh.coordinate(rank)
@@ -142,7 +142,8 @@ class LiveWeights:
         return unshard(owners.values(), gradients=gradients)
 
 
-def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The module within all wrappers of a model chunk."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

@@ -89,6 +89,9 @@ Register = Callable[[Callable[..., Any]], "Fault"]
 """Decorator that makes a fault of a function."""
 TRAINING = "train"
 """Engine of a fault of a training run; its trials are short runs of `verifier train`."""
+SAMPLES = ("algorithm=grpo", "data.rollouts=null")
+"""Knobs of a training run whose engine samples."""
+HF_SAMPLES = (*SAMPLES, "engine.kind=hf", "data.batch_size=4")
 NO_ENGINE = "none"
 """Engine of a fault that is caught before anything is exported: its trials load, score, replay and train only."""
 

@@ -6,8 +6,11 @@ import json
 import os
 import socket
 import struct
-from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from multiprocessing import Pipe, connection
+from typing import IO, TYPE_CHECKING, Any
+
+from verifier.launch.child import Child, spawn
 
 if TYPE_CHECKING:
     from verifier.launch.watchdog import Vigil
@@ -34,10 +37,13 @@ class Channel:
 
         Raises:
             ChannelClosed: the other side went away.
+            DeadlinePassed: it took too long to read, see `limited`.
         """
         raw = json.dumps(message, separators=(",", ":")).encode()
         try:
             self.wire.send_bytes(raw)
+        except BlockingIOError as error:
+            raise DeadlinePassed from error
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -57,7 +63,7 @@ class Channel:
                 wait = connection.wait if vigil is None else vigil.wait
                 if not wait([self.wire], max(deadline_s, 0)):
                     raise DeadlinePassed
-                limit_reads(self.wire, deadline_s)
+                limited(self.wire, deadline_s)
             return json.loads(self.wire.recv_bytes())
         except BlockingIOError as error:
             raise DeadlinePassed from error
@@ -73,12 +79,20 @@ class Channel:
         self.wire.close()
 
 
-def limit_reads(wire: connection.Connection, deadline_s: float) -> None:
-    """Let every single read of a socket fail with BlockingIOError after so many seconds.
+def limited(wire: connection.Connection, deadline_s: float, option: int = socket.SO_RCVTIMEO) -> None:
+    """Let every single read of a socket, or write by SO_SNDTIMEO, fail with BlockingIOError after so many seconds.
 
     Source:
-        socket(7): SO_RCVTIMEO holds for the socket, whichever descriptor it is read through; 0 means no limit.
+        socket(7): they hold for the socket, whichever descriptor it is used through; 0 means no limit.
     """
     whole, part = divmod(max(deadline_s, 0.001), 1)
     with socket.socket(fileno=os.dup(wire.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(part * 1e6)))
+        same.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(part * 1e6)))
+
+
+def spawned(function: str, arguments: Sequence[str], log: IO[bytes], **options: Any) -> tuple[Child, Channel]:
+    """Call a function as `spawn` does, with the descriptor of the other end of a channel before its arguments."""
+    ours, theirs = Pipe()
+    with theirs:
+        child = spawn(function, [str(theirs.fileno()), *arguments], log, pass_fds=[theirs.fileno()], **options)
+    return child, Channel(ours)

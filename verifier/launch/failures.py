@@ -8,6 +8,7 @@ is ours.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import traceback
@@ -21,6 +22,7 @@ import msgspec
 from msgspec.structs import replace
 
 from verifier.core.stage import stage_of
+from verifier.core.store import Recorder
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.mesh.mesh import ranges
 from verifier.platform.provenance import installed
@@ -349,3 +351,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def record_failure(trace: Path, problem: BaseException) -> bool:
+    """Record a failure of the stack under test in the trace of the run that it ended; any other error is no evidence.
+
+    Returns:
+        Whether it is one.
+    """
+    failure = failure_of(problem) if isinstance(problem, StackFailed) else None
+    if failure is None:
+        return False
+    with contextlib.closing(Recorder(trace, "controller", 0)) as probe:
+        probe.emit(failure)
+    return True

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from verifier.errors import ContractError, InternalError, VerifierError
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
-from verifier.launch.child import Child, die_with_parent, last_lines, resolve, spawn
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed, spawned
+from verifier.launch.child import Child, die_with_parent, last_lines, resolve
 from verifier.launch.failures import error_from, to_record
 from verifier.launch.watchdog import Vigil
 
@@ -98,19 +98,12 @@ class ForkServer:
         self._load_until = time.monotonic() + self._load_deadline_s
 
     def _spawn(self) -> None:
-        ours, theirs = Pipe()
-        self._channel = Channel(ours)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         on_main_thread = threading.current_thread() is threading.main_thread()
-        with theirs:
-            self._process = spawn(
-                "verifier.launch.fork_server:serve",
-                [str(theirs.fileno()), *self._preloads],
-                self._log,
-                death_signal=signal.SIGTERM if on_main_thread else 0,
-                environment=self._environment,
-                pass_fds=[theirs.fileno()],
-            )
+        self._process, self._channel = spawned(
+            "verifier.launch.fork_server:serve", self._preloads, self._log, environment=self._environment,
+            death_signal=signal.SIGTERM if on_main_thread else 0,
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:

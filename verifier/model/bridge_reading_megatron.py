@@ -265,3 +265,10 @@ class _quiet:  # noqa: N801 - a context, used as one
 
     def __exit__(self, *_: object) -> None:
         logging.disable(self._before)
+
+
+def run(context: Any) -> dict[str, Any]:
+    """Rank function: sentences on `checkpoint`, of which `tensors` are to be exported."""
+    tensors = context.args["tensors"]
+    reading = read_bridge(Path(context.args["checkpoint"]), tensors)
+    return {"notes": notes_on(reading, len(tensors)), "headless": reading.headless}

@@ -17,8 +17,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from safetensors.numpy import load_file
 
 from verifier.core import ragged, store
+from verifier.core.comparison import slope_of
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
 from verifier.core.record import ONLY, Measurement, Real, Record, real
@@ -30,10 +32,12 @@ from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
+from verifier.model.module_points import OF_THE_LOSS, order_of
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
 from verifier.stages.logprob.records import (
     ROUNDINGS,
+    Activation,
     DtypeNoise,
     EngineNoise,
     NoiseRecord,
@@ -42,9 +46,10 @@ from verifier.stages.logprob.records import (
     OracleOfPlaces,
     OracleOfSampled,
     OracleOfShaped,
+    SampledNoise,
     TrainerLogprobs,
 )
-from verifier.stages.loss.records import GradientRecord, Objective, RouterChoices
+from verifier.stages.loss.records import ActivationGradient, GradientRecord, Objective, RouterChoices
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.replay.records import (
     OWN_ROUTES,
@@ -389,3 +394,66 @@ def choices_record(row: Mapping[str, Any], name: str, version: int) -> RouterCho
 def _content(record: Record) -> dict[str, Any]:
     """Fields of a record besides those that say whose it is."""
     return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
+
+
+def record_activations(
+    oracle: Oracle, trace: Path, work: Path, source: Checkpoint, batch: Sequence[Any], rule: Mapping[str, float],
+    layout: ModelLayout | DerivedLayout | None, mesh: Mesh,
+) -> None:  # fmt: skip
+    """Have transformers compute the step, and record it.
+
+    Args:
+        oracle: running.
+        trace: trace directory that the ranks have written.
+        work: folder in which the ranks left their gradients.
+        source: the weights.
+        batch: see `verifier.oracle.activations_hf.record`; `rule` likewise.
+        rule: coefficients of the loss.
+        layout: where the source's tensors live in the trainer; None where nobody knows.
+        mesh: the trainer's.
+    """
+    found = oracle.ask("activations_hf:record", [source.path, work], batch, rule)
+    lengths = found["lengths"]
+    layers = size_if_any(source.config, "num_hidden_layers") or 0
+    with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
+        for name, values in load_file(work / "activations.safetensors").items():
+            side, _, point = name.partition(" ")
+            rows = [length - (point in OF_THE_LOSS) for length in lengths]
+            kind = Activation if side == "forward" else ActivationGradient
+            recorder.emit(
+                kind(name=point, version=1, step="train", order=order_of(point, layers)),
+                {
+                    "values": values, "columns": np.arange(values.shape[1], dtype=np.int32),
+                    "sequence": np.repeat(np.arange(len(rows), dtype=np.int32), rows),
+                    "position": np.concatenate([np.arange(count, dtype=np.int32) for count in rows]),
+                },
+            )  # fmt: skip
+        owners = Owners(layout.placements, mesh) if layout else None
+        whole = {key: real(found[key]) for key in ("loss", "loss_scale")}
+        for row in found["gradients"]:
+            more = {**whole, "gradient_norm": 0.0, "num_tokens": found["num_tokens"], "version": 1}
+            recorder.emit(gradient_record({**row, **more}, owners, mesh))
+
+
+def sampled_noise(step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, *, routed: bool) -> SampledNoise:
+    """Noise of a dtype on sampled tokens.
+
+    Args:
+        step: of the tokens.
+        measured: version of the weights that sampled them.
+        rounded: log-probabilities in that dtype, by token.
+        exact: those in float32.
+        routed: the model has routers.
+    """
+    differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
+    sizes, squares = np.abs(differences), differences**2
+    unsure = -np.expm1(np.minimum(np.asarray(exact, np.float64), 0.0))
+    slope, error = slope_of(differences, (np.asarray(rounded, np.float64) + exact) / 2)
+    return SampledNoise(
+        name="rollouts", version=step, measured=measured, tokens=len(sizes), greatest=real(float(sizes.max())),
+        mean=real(float(sizes.mean())), deviation=real(float(sizes.std())), squares=real(float(squares.mean())),
+        squares_deviation=real(float(squares.std())), p99=real(float(np.quantile(sizes, 0.99))),
+        bias=real(float(differences.mean())), slope=real(slope), slope_error=real(error), routed=routed,
+        greatest_of_run=real(float(sizes.max())), unsure=real(float(unsure.mean())),
+        unsure_squares=real(float((unsure**2).mean())), most_unsure=real(float(unsure.max())),
+    )  # fmt: skip

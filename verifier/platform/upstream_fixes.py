@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verifier.core.manifest import UpstreamBug
@@ -170,6 +171,13 @@ BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
 MEGATRON_SINKS = "megatron-7452"
 
+_vllm = partial(UpstreamFix, package="vllm", version="0.21.0")
+_transformers = partial(
+    UpstreamFix, package="transformers", version="5.12.1", names=_LOGPROBS, checks=("LGP002", "LGP003", "LGP004")
+)
+_megatron = partial(UpstreamFix, package="megatron-core", version="0.19.2")
+_bridge = partial(UpstreamFix, package="megatron-bridge", version="0.6.2")
+
 FIXES: dict[str, UpstreamFix] = {
     fix.id: fix
     for fix in (
@@ -185,11 +193,9 @@ FIXES: dict[str, UpstreamFix] = {
             checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _is_hybrid(model) or "gemma4" in str(model.get("model_type")),
         ),
-        UpstreamFix(
+        _vllm(
             id=VLLM_HEADS,
             issue="vLLM's packed copy of a tied head",
-            package="vllm",
-            version="0.21.0",
             summary="a tied head that is a module of its own shares the embedding's weight and keeps a packed copy of "
             "it on CPUs, which no weight reload renews",
             names=rf".*\blm_head\.cpu_linear|{_LOGPROBS}",
@@ -197,11 +203,9 @@ FIXES: dict[str, UpstreamFix] = {
             tiers=("cpu",),
             applies=lambda model, run: _keeps_head(model),
         ),
-        UpstreamFix(
+        _vllm(
             id=VLLM_LATENT,
             issue="vllm #48251",
-            package="vllm",
-            version="0.21.0",
             summary="a reload binds the matrices that quantized latent attention derives to new memory, and captured "
             "graphs read the old",
             names=_LOGPROBS,
@@ -211,108 +215,82 @@ FIXES: dict[str, UpstreamFix] = {
                 model.get("kv_lora_rank") is not None and run.quantization is not None and run.cuda_graphs
             ),
         ),
-        UpstreamFix(
+        _vllm(
             id=VLLM_SLEEP,
             issue="vllm #45620",
-            package="vllm",
-            version="0.21.0",
             summary="an engine that has gone to sleep fails if others took memory of its GPU meanwhile",
             names="Memory usage increased after sleeping",
             tiers=("cuda",),
             applies=lambda model, run: run.sleep_level > 0,
         ),
-        UpstreamFix(
+        _transformers(
             id=TRANSFORMERS_SCAN,
             issue="transformers #47246",
-            package="transformers",
-            version="5.12.1",
             summary="without CUDA kernels a state-space layer loses its state between chunks, and raises small time "
             "steps",
-            names=_LOGPROBS,
-            checks=("LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _is_hybrid(model),
         ),
-        UpstreamFix(
+        _transformers(
             id=TRANSFORMERS_LATENT,
             issue="transformers #44261",
-            package="transformers",
-            version="5.12.1",
             summary="the norms within latent attention have an epsilon of 1e-6, whatever the config says; Megatron and "
             "vLLM go by the config, and so does the oracle",
-            names=_LOGPROBS,
-            checks=("LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _bends_latent_norms(model),
         ),
-        UpstreamFix(
+        _transformers(
             id=TRANSFORMERS_ROTARY,
             issue="transformers #48241",
-            package="transformers",
-            version="5.12.1",
             summary="MiniMax-M2's `rotary_dim` is ignored and whole heads are rotated; Megatron and vLLM go by the "
             "config, and so does the oracle",
-            names=_LOGPROBS,
-            checks=("LGP002", "LGP003", "LGP004"),
             applies=lambda model, run: _rotates_whole_heads(model),
         ),
-        UpstreamFix(
+        _megatron(
             id=MEGATRON_DECAY,
             issue="miles #975 (Megatron-LM, Float16Module)",
-            package="megatron-core",
-            version="0.19.2",
             summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
             "else",
             names=r".*\.mixer\.(A|A_log|D|dt_bias)",
             checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
             applies=_rounds_decay,
         ),
-        UpstreamFix(
+        _megatron(
             id=MEGATRON_INDEX,
             issue="Megatron-LM #2777",
-            package="megatron-core",
-            version="0.19.2",
             summary="of a bf16 model that keeps parameters in float32, the distributed optimizer saves the states of "
             "other parameters, or fails where their sizes differ",
             names="get_parameter_state_dp_zero",
             applies=_misplaces_states,
         ),
-        UpstreamFix(
+        _megatron(
             id=MEGATRON_COUNTS,
             issue="Megatron-LM #7081",
-            package="megatron-core",
-            version="0.19.2",
             summary="of a bf16 model, routers count the tokens of each expert in bf16, and move their score biases by "
             "the rate rounded to bf16",
             names=r"layer \d+ in update \d+ on rank \d+",
             checks=("TRN004",),
             applies=lambda model, run: run.balanced and run.dtype == "bfloat16",
         ),
-        UpstreamFix(
+        _megatron(
             id=MEGATRON_SINKS,
             issue="Megatron-LM #7452",
-            package="megatron-core",
-            version="0.19.2",
             summary="attention sinks are divided over tensor-parallel ranks and not marked so: the norm by which "
             "gradients are clipped has those of the first rank alone",
             names=r"tensors in the norm of update \d+ on rank \d+",
             checks=("TRN006",),
             applies=lambda model, run: run.steps > 0 and run.tp > 1 and _has_sinks(model),
         ),
-        UpstreamFix(
+        _bridge(
             id=BRIDGE_ADAPTERS,
             issue="Megatron-Bridge #5840",
-            package="megatron-bridge",
-            version="0.6.2",
             summary="an adapter of a row-parallel linear begins with a spread by the width of the shard, and so with "
             "another one for each tensor-parallel size",
             names=r".*\.lora_A\.weight",
             checks=("WGT017",),
             applies=lambda model, run: run.lora_rank > 0 and run.tp > 1,
         ),
-        UpstreamFix(
+        _bridge(
             id=BRIDGE_POST_NORM,
             issue="Megatron-Bridge #5712",
-            package="megatron-bridge",
-            version="0.6.2",
             summary="the norms behind a Gemma's attention and MLP have an epsilon of 1e-5, whatever the config says",
             names=rf"epsilon of .*\.post_layernorm|{_LOGPROBS}",
             checks=("LGP001", "LGP007"),

@@ -211,7 +211,7 @@ class _Recording:
         yield noise_of_logprobs(name, version, sides), None
 
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
-        from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+        from verifier.oracle.recording import sampled_noise
 
         exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
         found = sampled_noise(step, sampled.version, low, exact, routed=False)

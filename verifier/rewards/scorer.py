@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ import msgspec
 
 from verifier.environments.environment import SINGLE, open_environment
 from verifier.errors import UsageError
-from verifier.launch.child import resolve, spawn
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed, limited, spawned
+from verifier.launch.child import resolve
 from verifier.rewards.sessions import Sessions
 
 REWARDS = {
@@ -34,7 +36,6 @@ REWARDS = {
 }
 """Name -> function; any other reward is named "package.module:function"."""
 _START_S = 60.0
-_PIECE = 1 << 16
 _MOST = 8
 """Processes, unless a config asks for more."""
 
@@ -92,7 +93,7 @@ class _Failure:
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """Line that a process writes for a request."""
+    """Answer of a process to a request, as it is sent."""
 
     value: Any = None
     failure: str = ""
@@ -253,7 +254,7 @@ class _Process:
         self._arguments = [REWARDS.get(reward, reward), environment]
         self._name, self._deadline_s = reward, deadline_s
         self._open = contextlib.ExitStack()
-        self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
         self._start()
 
     def hello(self) -> tuple[str, str]:
@@ -268,20 +269,20 @@ class _Process:
 
     def ask(self, request: _Request, who: str) -> _Answer | _Failure:
         """Answer of the process to a request; it is ended where none comes in time."""
-        if self._socket is None:
+        if self._channel is None:
             self._start()
             try:
                 self.hello()
             except UsageError as error:
                 return _Failure(str(error), is_usage=True)
-        assert self._socket is not None
+        assert self._channel is not None
         began = time.monotonic()
+        limited(self._channel.wire, self._deadline_s, socket.SO_SNDTIMEO)
         try:
-            self._socket.settimeout(self._deadline_s)
-            self._socket.sendall(msgspec.json.encode((request.name, request.arguments)) + b"\n")
-        except TimeoutError:
+            self._channel.send([request.name, msgspec.to_builtins(request.arguments)])
+        except DeadlinePassed:
             return self._late(self._deadline_s, request.where, who)
-        except OSError:
+        except ChannelClosed:
             return self._ended(request.where, who)
         found = self._receive(began, self._deadline_s, request.where, who)
         if isinstance(found, _Answer) and found.failure:
@@ -290,36 +291,25 @@ class _Process:
 
     def close(self) -> None:
         """End it."""
-        self._socket = None
+        self._channel = None
         self._open.close()
 
     def _start(self) -> None:
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack does
-        self._socket, theirs = socket.socketpair()
-        self._open.enter_context(self._socket)
-        self._rest = b""
-        with theirs:
-            self._child = spawn(
-                "verifier.rewards.scorer:serve", [*self._arguments, str(theirs.fileno())], self._log,
-                death_signal=signal.SIGKILL, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+        self._child, self._channel = spawned(
+            "verifier.rewards.scorer:serve", self._arguments, self._log, death_signal=signal.SIGKILL
+        )
+        self._open.callback(self._channel.close)
         self._open.callback(self._child.stop)
 
     def _receive(self, began: float, within_s: float, where: str, who: str) -> _Answer | _Failure:
-        assert self._socket is not None
-        while b"\n" not in self._rest:
-            self._socket.settimeout(max(began + within_s - time.monotonic(), 1e-3))
-            try:
-                piece = self._socket.recv(_PIECE)
-            except TimeoutError:
-                return self._late(within_s, where, who)
-            except OSError:
-                return self._ended(where, who)
-            if not piece:
-                return self._ended(where, who)
-            self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
-        return msgspec.json.decode(line, type=_Answer)
+        assert self._channel is not None
+        try:
+            return msgspec.convert(self._channel.receive(began + within_s - time.monotonic()), _Answer)
+        except DeadlinePassed:
+            return self._late(within_s, where, who)
+        except ChannelClosed:
+            return self._ended(where, who)
 
     def _late(self, within_s: float, where: str, who: str) -> _Failure:
         self.close()
@@ -327,7 +317,7 @@ class _Process:
 
     def _ended(self, where: str, who: str) -> _Failure:
         """The exception that ended it, as the last line of its log, or its cause of death."""
-        cause = self._child.cause_of_death() if self._child.ended(5.0) else "closed its socket"
+        cause = self._child.cause_of_death() if self._child.ended(5.0) else "closed its channel"
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()
         said = words[-1].removeprefix("verifier.errors.UsageError: ") if words and cause == "exit status 1" else cause
@@ -335,38 +325,31 @@ class _Process:
         return _Failure(f"{who} failed {where}: {said}")
 
 
-def serve(function: str, environment: str, descriptor: str) -> None:
-    """The process: load reward and environment, say so, answer each line."""
-    with socket.socket(fileno=int(descriptor)) as own, own.makefile("rwb") as lines:
+def serve(descriptor: str, function: str, environment: str) -> None:
+    """The process: load reward and environment, say so, answer each request."""
+    channel = Channel(connection.Connection(int(descriptor)))
+    reward = resolve(function)
+    try:
+        made, path = (None, "") if environment == SINGLE else open_environment(environment)
+    except UsageError as error:
+        channel.send(msgspec.to_builtins(_Answer(failure=str(error))))
+        return
+    sessions = Sessions(reward, made)
+    channel.send(msgspec.to_builtins(_Answer(value=(function, path))))
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            channel.send(msgspec.to_builtins(_answered(sessions, *channel.receive())))
 
-        def say(answer: _Answer) -> None:
-            lines.write(msgspec.json.encode(answer) + b"\n")
-            lines.flush()
 
-        reward = resolve(function)
-        try:
-            made, path = (None, "") if environment == SINGLE else open_environment(environment)
-        except UsageError as error:
-            say(_Answer(failure=str(error)))
-            return
-        sessions = Sessions(reward, made)
-        say(_Answer(value=(function, path)))
-        for line in lines:
-            name, arguments = msgspec.json.decode(line, type=tuple[str, list[Any]])
-            try:
-                value = getattr(sessions, name)(*arguments)
-            except Exception as error:  # a user's code may raise anything
-                told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                say(_Answer(failure=f"failed WHERE: {told}", is_usage=isinstance(error, UsageError)))
-                continue
-            if name != "score":
-                say(_Answer(value=value))
-                continue
-            number = _finite(value)
-            if number is None:
-                say(_Answer(failure=f"gave {repr(value)[:60]} WHERE: a reward is a finite number"))
-                continue
-            say(_Answer(value=number))
+def _answered(sessions: Sessions, name: str, arguments: Sequence[Any]) -> _Answer:
+    try:
+        value = getattr(sessions, name)(*arguments)
+    except Exception as error:  # a user's code may raise anything
+        told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        return _Answer(failure=f"failed WHERE: {told}", is_usage=isinstance(error, UsageError))
+    if name == "score" and (value := _finite(given := value)) is None:
+        return _Answer(failure=f"gave {repr(given)[:60]} WHERE: a reward is a finite number")
+    return _Answer(value=value)
 
 
 def _finite(value: object) -> float | None:

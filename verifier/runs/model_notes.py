@@ -32,7 +32,7 @@ def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> 
     try:
         with work_folder("notes") as work, in_stage(Stage.LOAD):
             (found,) = launcher.run(
-                "verifier.runs.model_notes_megatron:run", world_size=1, run_dir=work,
+                "verifier.model.bridge_reading_megatron:run", world_size=1, run_dir=work,
                 args={
                     "checkpoint": str(model.checkpoint.path),
                     "tensors": [name for name in model.checkpoint.names() if name not in copies],

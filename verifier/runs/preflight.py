@@ -27,6 +27,7 @@ from verifier.probes.training.run_evidence import RANKS, RunEvidence
 from verifier.probes.training.sampled_step import require_judgeable
 from verifier.probes.training.step_trace import step_manifest
 from verifier.probes.training.verdicts import Judge, require_held
+from verifier.runs.derived_layout import with_kept_layout
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
@@ -36,7 +37,6 @@ from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_data import load_train, open_chat_template
 from verifier.trainer.run_folder import RunFolder
-from verifier.trainer.run_layout import with_kept_layout
 
 ENTROPY_WEIGHT = 0.01
 """Weight of the entropy where the config has none: answers that nobody ended earn equal rewards, and the gradient of

@@ -20,13 +20,12 @@ from verifier.core.store import recording, require_room
 from verifier.engine.api import EngineConfig
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of
+from verifier.launch.failures import record_failure
 from verifier.mesh import Mesh
-from verifier.oracle.activations import record_activations
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
-from verifier.oracle.recording import record_oracle
+from verifier.oracle.recording import record_activations, record_oracle
 from verifier.runs import golden, noise
 from verifier.runs.derived_layout import with_layout
-from verifier.runs.ended import record_failure
 from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, open_model
 from verifier.runs.resources import LENT, Deadline, Resources, RunningEngine

@@ -16,6 +16,7 @@ from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
+from verifier.runs.derived_layout import with_run_layout
 from verifier.runs.model_notes import notes_of
 from verifier.runs.model_under_test import ModelUnderTest, open_model
 from verifier.runs.resources import Deadline, Resources
@@ -34,7 +35,6 @@ from verifier.trainer.observer import SILENT, Observer, RunParts
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_data import RunData, with_evaluation
 from verifier.trainer.run_folder import RunFolder, opened
-from verifier.trainer.run_layout import with_run_layout
 
 if TYPE_CHECKING:
     from verifier.trainer.cluster_ray import Cluster

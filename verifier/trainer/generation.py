@@ -367,14 +367,14 @@ class EngineRollouts:
         )  # fmt: skip
 
 
-def start_processes(options: GrpoOptions, processes: int | None = None) -> RewardPool:
-    """Start the processes that a config asks for, or so many.
+def start_processes(options: GrpoOptions) -> RewardPool:
+    """Start the processes that a config asks for.
 
     Raises:
         UsageError: see `RewardPool`.
     """
     return RewardPool(
-        path_of_reward(options.reward), options.environment, processes or options.reward_processes,
+        path_of_reward(options.reward), options.environment, options.reward_processes,
         options.reward_timeout_s, options.reward_errors,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from verifier.config.training import (
 )
 from verifier.core.outputs import work_folder
 from verifier.errors import UsageError
+from verifier.runs.derived_layout import with_kept_layout
 from verifier.runs.model_under_test import open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
@@ -29,7 +30,6 @@ from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
 from verifier.trainer.run_folder import KNOBS, other_knobs
-from verifier.trainer.run_layout import with_kept_layout
 from verifier.trainer.update_log import RankUpdate
 
 EXPORTED_BEFORE = Path("first") / "hf_model"
@@ -84,7 +84,6 @@ def replay_step(
     progress: Callable[[str], None],
     *,
     launcher: Launcher | None = None,
-    within: Sequence[str] = (),
 ) -> Replayed:
     """Train from the last checkpoint before a step up to it, on the recorded batches, and compare all gradients.
 
@@ -94,7 +93,6 @@ def replay_step(
         step: from 1.
         progress: called with a line of text.
         launcher: one with Megatron imported; None starts one.
-        within: see `WorkerSpec.within`.
 
     Raises:
         UsageError: not a recorded run, or one of other knobs; the step, a batch or a rank's lines are not there.
@@ -123,7 +121,7 @@ def replay_step(
         if launcher is None:
             progress("importing Megatron")
             launcher = stack.enter_context(Resources(preload=PRELOAD)).launcher(until)
-        job = start_ranks(own, model, launcher, folder, until, progress, within=within)
+        job = start_ranks(own, model, launcher, folder, until, progress)
         stack.callback(job.kill)
 
         def call(name: str, **arguments: Any) -> None:

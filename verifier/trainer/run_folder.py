@@ -2,7 +2,7 @@
 
 config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
-layouts/0f3a.json      layout that was derived of a model without a row, see `run_layout`
+layouts/0f3a.json      layout that was derived of a model without a row, see `with_run_layout`
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
 steps/000001/          trace of a step, with --verify; only digests of what `verify.keep` removed
 export/                trace of the last export, with --verify
@@ -26,13 +26,13 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verifier.config.load import resolved
+from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import locked_folder, write_whole
 from verifier.errors import UsageError
@@ -303,3 +303,21 @@ def _defaults() -> dict[str, Any]:
 def _shown(value: Any) -> Any:
     """A value as a command spells it."""
     return "null" if value is None else value
+
+
+def first_of(config: TrainConfig) -> TrainConfig:
+    """Config of the run that `first` names, in the folder `first` of the run that it begins.
+
+    Raises:
+        UsageError: it trains another model, or what its file says is refused.
+    """
+    words = [f"run={config.run / 'first'}", f"verify.steps={config.verify.steps}"]
+    begin, _ = load(TrainConfig, file=config.first, overrides=words)
+    if begin.model != config.model:
+        raise UsageError(f"`{config.first}` trains {begin.model} and this run {config.model}: name the same model")
+    return replace(begin, dtype=config.dtype)
+
+
+def going_on(config: TrainConfig, begin: TrainConfig) -> TrainConfig:
+    """Config of a run that goes on with the weights that the run before it has left."""
+    return replace(config, model=str(begin.run / "hf_model"), first=None)

@@ -21,8 +21,7 @@ from verifier.export.live_weights import LiveWeights
 from verifier.export.sharding import ParamPlacement
 from verifier.megatron import fsdp_megatron
 from verifier.megatron.checkpoint_megatron import rng_states
-from verifier.megatron.masters_megatron import owned_masters
-from verifier.megatron.optimizer_megatron import steps_of
+from verifier.megatron.optimizer_megatron import owned_masters, steps_of
 from verifier.megatron.step_megatron import params_synced
 from verifier.model.provider_megatron import DataParallel, FullySharded, TrainerModel
 from verifier.plan.digest import described, digest_tensors
@@ -116,11 +115,6 @@ def _random() -> Iterator[tuple[str, torch.Tensor]]:
         if not isinstance(state, torch.Tensor):
             state = torch.frombuffer(bytearray(repr(state).encode()), dtype=torch.uint8)
         yield name, state
-
-
-def write_facts(file: Path, facts: Facts) -> None:
-    """Write facts as JSON."""
-    file.write_bytes(msgspec.json.encode(facts))
 
 
 ELEMENTS = 32
@@ -220,9 +214,16 @@ def chosen_in(placement: ParamPlacement) -> Iterator[tuple[str, np.ndarray, np.n
         begin += box.size
 
 
-def write_elements(file: Path, elements: Elements) -> None:
-    """Write elements as JSON."""
-    file.write_bytes(msgspec.json.encode(elements))
+def write_saved(folder: Path, rank: int, held: Facts, elements: Elements) -> None:
+    """Write what a rank held at a save into a checkpoint."""
+    file = saved_file(folder, rank)
+    file.write_bytes(msgspec.json.encode(held))
+    file.with_suffix(".elements.json").write_bytes(msgspec.json.encode(elements))
+
+
+def saved_file(folder: Path, rank: int) -> Path:
+    """File of a rank in a checkpoint: digests of what it held."""
+    return folder / "saved" / f"{rank:04d}.json"
 
 
 def data_parallel_of(options: MegatronOptions) -> DataParallel:

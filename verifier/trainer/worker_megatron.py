@@ -40,7 +40,7 @@ from verifier.megatron.step_megatron import OnShards
 from verifier.megatron.vocab_logprob import shortfall
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
-from verifier.trainer import saves_megatron, update_facts_megatron, update_log
+from verifier.trainer import update_facts_megatron, update_log
 from verifier.trainer.batches import SCORED
 from verifier.trainer.fitting import refused_for_memory
 from verifier.trainer.observer import Note, RankObserver, RankParts, Transfer, Update
@@ -54,6 +54,7 @@ from verifier.trainer.state_megatron import (
     replaced,
     settings_of,
     state_facts,
+    write_saved,
 )
 from verifier.trainer.update_facts_megatron import TrainingRoutes
 from verifier.trainer.upstream_fields import found, provider_overrides
@@ -165,7 +166,7 @@ class TrainerWorker:
         lives = [self._live] if self._adapters is None else [self._adapters.base, self._live]
         with full_disk_refused(path):  # a look before the save would gather weights that the save itself does not
             elements = elements_of(*self._parts, lives, self._reference)
-            saves_megatron.write(path, self._context.rank, self._state(), elements)
+            write_saved(path, self._context.rank, self._state(), elements)
 
     def saved(self, folder: str, wait: bool) -> list[dict[str, Any]] | None:
         """Return what was read back of the checkpoint, once it is written; None before."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
-from verifier.launch.channel import limit_reads
+from verifier.launch.channel import limited
 from verifier.transport.group import BroadcastGroup
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
 
@@ -169,7 +169,7 @@ class ControlChannel:
             for guest in guests:
                 guest.close()
         for other in members.values():
-            limit_reads(other, self._address.deadline_s)
+            limited(other, self._address.deadline_s)
         return [members[rank] for rank in sorted(members)]
 
     def _connect(self, store: FileStore) -> connection.Connection:
@@ -215,5 +215,5 @@ def _wrap(sock: socket.socket, deadline_s: float) -> connection.Connection:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(True)
     wire = connection.Connection(sock.detach())
-    limit_reads(wire, deadline_s)
+    limited(wire, deadline_s)
     return wire

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verifier.campaign.sweep.made_up_rollouts import lengths_of, made_up
+from verifier.campaign.sweep.layouts import lengths_of, made_up
 from verifier.megatron.microbatch import split_by_tokens
 from verifier.megatron.token_layout import Alignment
 

@@ -19,9 +19,9 @@ from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import real
 from verifier.core.trace import Trace
+from verifier.oracle.recording import sampled_noise
 from verifier.stages.advantage.records import PolicyColumns
 from verifier.stages.logprob.checks_logprobs import CHANCE, most_beyond
-from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.loss.records import LossTerms
 
 NUM = 400

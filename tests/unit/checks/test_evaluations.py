@@ -12,7 +12,7 @@ import pytest
 
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
-from verifier.stages.logprob.probe_sampled_noise import sampled_noise
+from verifier.oracle.recording import sampled_noise
 from verifier.stages.rollout.checks_engine_mismatch import evaluation_by_other_policy
 from verifier.stages.rollout.records import EvaluatedAnswers
 from verifier.stages.train.records import PreviousStep

@@ -14,8 +14,8 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.data.rollout import NO_VERSION, make_rollout
+from verifier.oracle.recording import sampled_noise
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
-from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.probe_spot_scores import EVERY, beginning_of, place_of
 from verifier.stages.logprob.records import SpotScore
 from verifier.stages.loss.records import LossRows

@@ -39,7 +39,7 @@ def test_what_a_verified_set_states_has_not_moved(verified_set, moved):
 def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):
     looks = []
     monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
-    monkeypatch.setattr(examine, "look", lambda tier, progress: looks.append(tier) or [MOVED, MENDED])
+    monkeypatch.setattr(examine, "look", lambda tier: looks.append(tier) or [MOVED, MENDED])
     first, second = (declared("cpu", tmp_path / "kept") for _ in range(2))
     assert first == second
     assert looks == ["cpu"]
@@ -51,6 +51,6 @@ def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):
 def test_a_process_that_died_is_asked_again(tmp_path, monkeypatch):
     looks = []
     monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
-    monkeypatch.setattr(examine, "look", lambda tier, progress: looks.append(tier) or [DIED])
+    monkeypatch.setattr(examine, "look", lambda tier: looks.append(tier) or [DIED])
     assert [declared("cpu", tmp_path)["moved_contracts"][0].checks for _ in range(2)] == [("ENG002",)] * 2
     assert len(looks) == 2

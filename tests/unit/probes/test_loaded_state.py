@@ -10,8 +10,7 @@ import pytest
 from verifier.core.record import Record
 from verifier.errors import UsageError
 from verifier.stages.checkpoint.probe_loaded_state_megatron import record_loaded
-from verifier.trainer.saves_megatron import write
-from verifier.trainer.state_megatron import Elements
+from verifier.trainer.state_megatron import Elements, write_saved
 
 ELEMENTS: Elements = {"master": {"a": ([1], [2])}}
 HELD = [{"name": "weight/a", "coordinate": "tp=1", "dtype": "float32", "shape": [2], "digest": "vd1:0"}]
@@ -22,7 +21,7 @@ def saved(tmp_path, *ranks: Elements) -> Path:
     folder = tmp_path / "000003"
     (folder / "saved").mkdir(parents=True)
     for rank, elements in enumerate(ranks):
-        write(folder, rank, HELD, elements)
+        write_saved(folder, rank, HELD, elements)
     return folder
 
 

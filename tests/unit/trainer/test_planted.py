@@ -406,7 +406,7 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         "verifier.trainer.run_folder:RunFolder.write_config(self, config)", without_decay, KEPT,
     ),
     "second-stage-begun-with-the-base": (
-        "verifier.trainer.first_run:going_on(config, begin)",
+        "verifier.trainer.run_folder:going_on(config, begin)",
         lambda call: call.wrong(dataclasses.replace(call.config, first=None)),
         test_run_folder.test_a_second_stage_trains_what_the_first_has_left,
     ),

@@ -12,7 +12,7 @@ import pytest
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
-from verifier.trainer import first_run
+from verifier.trainer import run_folder
 from verifier.trainer.run_folder import CONFIG, KNOBS, RunFolder, opened
 
 
@@ -142,5 +142,5 @@ def test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by(tmp_path):
 def test_a_second_stage_trains_what_the_first_has_left(tmp_path):
     begin = config_of(tmp_path / "run" / "first")
     config = replace(config_of(tmp_path / "run", "seed=7"), first=tmp_path / "first.yaml")
-    going = first_run.going_on(config, begin)
+    going = run_folder.going_on(config, begin)
     assert (going.model, going.first, going.seed) == (str(tmp_path / "run" / "first" / "hf_model"), None, 7)

@@ -23,11 +23,11 @@ from verifier.launch.rank import JobSpec
 from verifier.mesh import Mesh
 from verifier.probes.training.sampled_step import require_judgeable
 from verifier.probes.training.step_trace import step_manifest
+from verifier.runs import derived_layout
+from verifier.runs.derived_layout import with_kept_layout, with_run_layout
 from verifier.runs.model_under_test import DERIVED, WRITTEN, ModelUnderTest, open_model
 from verifier.runs.resources import Deadline
-from verifier.trainer import run_layout
 from verifier.trainer.ranks import WorkerSpec, start_ranks
-from verifier.trainer.run_layout import with_kept_layout, with_run_layout
 
 LAYOUT = DerivedLayout(mesh=Mesh(), rows=[[[]]], tied=False, gaps=())
 GAPS = replace(LAYOUT, gaps=("`a` is in no parameter",))
@@ -84,7 +84,7 @@ def test_another_mesh_or_version_has_another_layout(
     other = replace(unknown, mesh=Mesh(dp=2))
     assert with_kept_layout(_config("mesh.dp=2"), other, run) is other
     assert with_kept_layout(_config("fixes=[megatron-7081]"), unknown, run) is unknown
-    monkeypatch.setattr(run_layout, "installed_versions", lambda: {"megatron-core": "0.99"})
+    monkeypatch.setattr(derived_layout, "installed_versions", lambda: {"megatron-core": "0.99"})
     assert with_kept_layout(_config(), unknown, run) is unknown
     _with(unknown, run, launcher)
     assert len(launcher.jobs) == 2

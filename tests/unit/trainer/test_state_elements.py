@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.json import encode
 
 from verifier.export.names import layout_of
 from verifier.export.sharding import Box, ParamPlacement
@@ -15,7 +16,6 @@ from verifier.mesh import Mesh
 from verifier.model.tiny import tiny_config
 from verifier.stages.checkpoint.probe_loaded_state_megatron import ABSENT, read_elements, record_elements
 from verifier.trainer.state_megatron import _cut, chosen_in
-from verifier.trainer.state_megatron import write_elements as write
 
 
 def held(mesh: Mesh, name: str) -> dict[str, dict[int, float]]:
@@ -71,8 +71,8 @@ def test_a_part_of_a_tensor_has_the_elements_of_its_range() -> None:
 
 
 def test_what_other_ranks_saved_stands_beside_what_a_rank_loads(tmp_path) -> None:
-    write(tmp_path / "0.json", {"master": {"a": ([1, 2], [10, 20])}})
-    write(tmp_path / "1.json", {"master": {"a": ([2, 5], [99, 50]), "b": ([0], [7])}})
+    (tmp_path / "0.json").write_bytes(encode({"master": {"a": ([1, 2], [10, 20])}}))
+    (tmp_path / "1.json").write_bytes(encode({"master": {"a": ([2, 5], [99, 50]), "b": ([0], [7])}}))
     saved = read_elements([tmp_path / "0.json", tmp_path / "1.json"])
     found: list[Any] = []
     probe = SimpleNamespace(emit=lambda *given: found.append(given))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from verifier.campaign.sweep.layouts import SweptLayout
-from verifier.campaign.sweep.made_up_rollouts import made_up
+from verifier.campaign.sweep.layouts import SweptLayout, made_up
 from verifier.campaign.sweep.summary import memory_file
 from verifier.config.training import TrainConfig
 from verifier.megatron import memory, optimizer_megatron, step_megatron

@@ -18,7 +18,6 @@ from verifier.core.record import Probe
 from verifier.core.store import Recorder, complete, create
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
-from verifier.probes.training.failure_trace import failure_traced
 from verifier.probes.training.sampled_step import (
     SampledStep,
     is_sampled,
@@ -27,7 +26,7 @@ from verifier.probes.training.sampled_step import (
     require_judgeable,
     unsampled_because,
 )
-from verifier.probes.training.step_trace import step_manifest
+from verifier.probes.training.step_trace import failure_traced, step_manifest
 from verifier.probes.training.verdicts import Judge, Suspicions, Verdicts, require_held
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources

@@ -39,12 +39,12 @@ from verifier.oracle.recording import (
     gradient_record,
     noise_of_logprobs,
     oracle_record,
+    sampled_noise,
     scales_of,
 )
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.stages.logprob.probe_oracle_scores import load_scores
-from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.records import (
     OracleEnds,
     OracleEntropy,

@@ -11,8 +11,7 @@ import numpy as np
 from verifier.core.record import Probe
 from verifier.errors import UsageError
 from verifier.stages.checkpoint.records import LoadedElements, LoadedState, SavedState, StateRecord
-from verifier.trainer.saves_megatron import file_of
-from verifier.trainer.state_megatron import Elements, Facts
+from verifier.trainer.state_megatron import Elements, Facts, saved_file
 
 ABSENT = -1
 """Bits of an element that no rank saved."""
@@ -38,7 +37,7 @@ def record_loaded(
         UsageError: the checkpoint was written before ranks noted what they held.
     """
     others, version = sorted((folder / "saved").glob("*.elements.json")), int(folder.name)
-    state = file_of(folder, rank if same_mesh else rank % max(len(others), 1))
+    state = saved_file(folder, rank if same_mesh else rank % max(len(others), 1))
     wanted = state if same_mesh else state.with_suffix(".elements.json")
     if not wanted.exists():
         raise UsageError(

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from verifier.core.stage import Stage
 from verifier.data.rollout import load_rollouts
-from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault, held
+from verifier.faults.fault import FOLDER, HF_SAMPLES, TRAINING, Call, Side, fault, held
 
 ENCODE = "verifier.trainer.batches:encode_example(example, tokenizer)"
 GENERATION = "verifier.trainer.generation:EngineRollouts"
@@ -88,10 +88,7 @@ def groups_dropped_by_their_mean(call: Call) -> Any:
 
 SAMPLED: dict[str, Any] = {
     **ROW, "caught_by": ("DAT009",),
-    "training": (
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
-        "grpo.entropy_weight=0.05",
-    ),
+    "training": (*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05"),
 }  # fmt: skip
 
 
@@ -140,10 +137,7 @@ def filter_applied_to_another_rollout(call: Call) -> Any:
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
 WITH_SYSTEM = FOLDER / "prompts" / "with_system.jsonl"
 """Conversations that begin with a system's message."""
-READ = (
-    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
-    "grpo.entropy_weight=0.05",
-)  # fmt: skip
+READ = (*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.entropy_weight=0.05")
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
 
 
@@ -328,9 +322,8 @@ def end_of_an_answer_masked(call: Call) -> Any:
 EVALUATION: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP015",),
     "training": (
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
-        "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "grpo.temperature=0.8", "evaluation.num_problems=12",
-        "evaluation.every=1",
+        *HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
+        "grpo.temperature=0.8", "evaluation.num_problems=12", "evaluation.every=1",
     ),
 }  # fmt: skip
 

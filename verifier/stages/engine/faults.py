@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Register, Side, fault, held, kind
+from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, held, kind
 from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
@@ -324,10 +324,7 @@ def rope_stretched_without_its_magnitude(call: Call) -> None:
     rope.mscale = 1.0
 
 
-SAMPLING = (
-    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
-    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
-)  # fmt: skip
+SAMPLING = (*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0")
 ROW: dict[str, Any] = {
     "stage": Stage.ENGINE, "side": Side.DRIVER, "engine": TRAINING, "model": "tiny:add", "training": SAMPLING,
 }  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import TRAINING, Call, Side, fault
+from verifier.faults.fault import HF_SAMPLES, SAMPLES, TRAINING, Call, Side, fault
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import BRIDGE, CONVERSION, MAPPING, in_adapter, in_dense_export, in_export
 
@@ -192,8 +192,7 @@ def adapter_halves_cut_without_ranks(call: Call) -> Any:
 
 TRAINED: dict[str, Any] = {"engine": TRAINING, "model": "tiny:add"}
 ADAPTERS = (
-    "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
-    "lora.rank=8",
+    *SAMPLES, "data.batch_size=4", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "lora.rank=8",
     "grpo.max_answer_tokens=8",
 )  # fmt: skip
 SAVE_ADAPTER = "verifier.megatron.lora_megatron:save_adapter(path, adapter, lora)"
@@ -245,8 +244,7 @@ def alpha_lost_at_sync(call: Call) -> Any:
 
 SAVE = "verifier.export.gather_megatron:save(trainer, folder, whole)"
 LIVE = (
-    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=8",
-    "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
+    *HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0", "verify.every=1",
 )  # fmt: skip
 UNSAMPLED = tuple(text for text in LIVE if not text.startswith("verify.every"))
 FIRST_STREAMS = 2

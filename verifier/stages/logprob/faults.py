@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, Side, fault, held, kind
+from verifier.faults.fault import HF_SAMPLES, NO_ENGINE, TRAINING, Call, Side, fault, held, kind
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
 
@@ -374,8 +374,7 @@ def scores_left_in_packed_order(call: Call) -> Any:
 
 @fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)", SCORED, side=Side.CONTROLLER,
        caught_by=("LGP017",), **ROW,
-       training=("algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4",
-                 "grpo.max_answer_tokens=16", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0")
+       training=(*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0")
        )  # fmt: skip
 def reference_falls_back_to_the_engines(call: Call) -> Any:
     """Nobody is asked for the reference, and the log-probabilities that the engine sampled with stand in for it."""

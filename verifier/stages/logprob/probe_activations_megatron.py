@@ -12,6 +12,7 @@ import torch
 
 from verifier.core.record import Probe
 from verifier.errors import ContractError
+from verifier.export.live_weights import unwrapped
 from verifier.megatron.pack import PackedBatch
 from verifier.megatron.step_megatron import TokenLoss
 from verifier.mesh import Mesh
@@ -60,7 +61,7 @@ class ActivationProbe:
             for number, chunk in enumerate(self._trainer.chunks):
                 self._micro_batch[number] = -1
                 hooks.callback(chunk.register_forward_pre_hook(self._counter(number)).remove)
-                for name, module, point in points_of(_unwrapped(chunk)):
+                for name, module, point in points_of(unwrapped(chunk)):
                     hooks.callback(self._hook(number, name, module, point))
             yield
         self._emit()
@@ -234,12 +235,6 @@ def _at(root: torch.nn.Module, point: ModulePoint) -> torch.nn.Module | None:
     for part in point.module.split(".") if point.module else ():
         found = getattr(found, part, None)
     return found if isinstance(found, torch.nn.Module) and type(found).__name__.endswith(point.needs) else None
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _parts(sizes: Sequence[int], tp: int, rank: int) -> np.ndarray:

@@ -8,11 +8,10 @@ from msgspec.structs import replace
 from verifier.config import TrainConfig
 from verifier.model.families import size_if_any
 from verifier.oracle.oracle import Oracle
-from verifier.oracle.recording import scales_of
+from verifier.oracle.recording import sampled_noise, scales_of
 from verifier.probes.training.sampled_step import unsampled_because
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
-from verifier.stages.logprob.probe_sampled_noise import sampled_noise
 from verifier.stages.logprob.records import SampledNoise
 
 NUM_SEQUENCES, LENGTH = 4, 64

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import FOLDER, TRAINING, Call, Side, fault, held
+from verifier.faults.fault import FOLDER, HF_SAMPLES, SAMPLES, TRAINING, Call, Side, fault, held
 from verifier.stages.data.faults import ANSWERED, ANSWERS, EVALUATION, GENERATE, GENERATION, ROUTES
 
 SAMPLING = (
@@ -17,17 +17,13 @@ TOP_K = 5
 """Likeliest tokens of the 32 that `tiny:add` has; 20 of 152,000 in the generation_config of Qwen3."""
 ROW: dict[str, Any] = {
     "stage": Stage.ROLLOUT, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add", "caught_by": ("LGP011",),
-    "training": (
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
-        "grpo.group_size=8", "grpo.entropy_weight=0.05",
-    ),
+    "training": (*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.group_size=8", "grpo.entropy_weight=0.05"),
 }  # fmt: skip
 MANY: dict[str, Any] = {
     "caught_by": ("LGP014",),
     "training": (
-        "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=16", "grpo.group_size=8",
-        "grpo.max_answer_tokens=24", "grpo.entropy_weight=0.05", "verify.every=1", "steps=2",
-        "batch.micro_batch_size=32",
+        *SAMPLES, "engine.kind=hf", "data.batch_size=16", "grpo.group_size=8", "grpo.max_answer_tokens=24",
+        "grpo.entropy_weight=0.05", "verify.every=1", "steps=2", "batch.micro_batch_size=32",
     ),
 }  # fmt: skip
 """A run whose sampled steps have 128 answers, of which few are cut off."""
@@ -126,8 +122,7 @@ def stop_token_not_asked_for(call: Call) -> Any:
 
 
 KNOBS = (
-    "algorithm=grpo", "data.rollouts=null", "engine.kind=hf", "data.batch_size=4", "grpo.max_answer_tokens=16",
-    "grpo.group_size=4", "grpo.entropy_weight=0.05", "steps=2",
+    *HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.group_size=4", "grpo.entropy_weight=0.05", "steps=2",
 )  # fmt: skip
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
 

@@ -12,8 +12,7 @@ import torch
 
 from verifier.core.record import real
 from verifier.core.store import Recorder
-from verifier.megatron.masters_megatron import models_of, owned_masters
-from verifier.megatron.optimizer_megatron import StepSettings
+from verifier.megatron.optimizer_megatron import StepSettings, models_of, owned_masters
 from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment
