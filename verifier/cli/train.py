@@ -17,7 +17,7 @@ from verifier.cli.results import complain, show
 from verifier.config.commands import next_trace
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.core.finding import ExitCode
+from verifier.core.finding import ExitCode, Verdict
 from verifier.core.plugins import installed_plugins
 from verifier.errors import InternalError, UsageError, VerifierError, ViolationFound
 from verifier.launch.child import described, end_with_owner
@@ -35,13 +35,15 @@ REAP_S = 5.0
 
 
 def judge_step(trace: str) -> Judged:
-    """Judge the trace of one step, in the judge's process."""
+    """Judge the trace of one step, in the judge's process, and pack one that holds."""
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
     from verifier.probes.training.verdicts import Judged
     from verifier.report import render_text, report_of
 
     report = report_of(store.read(Path(trace)), trace)
+    if report.verdict is Verdict.HOLDS:
+        store.pack(Path(trace))
     return Judged(
         int(report.exit_code), render_text(report), report.suspected,
         computed=frozenset(item.code for item in report.outcomes if item.shares.count),

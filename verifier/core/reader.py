@@ -7,7 +7,9 @@ its trace can be judged, and never holds.
 from __future__ import annotations
 
 import functools
+import os
 import stat
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,10 @@ FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors", "logs": ".log"}
 """Folders of a trace, and the suffix of the files in each."""
 KEPT_BYTES = 64 * 2**20
 """Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
+PACKED = ".z"
+"""Further suffix of a file of arrays that is compressed by zlib; its digest in the manifest is that of its contents."""
+MAX_UNPACKED = 2**32
+"""Most bytes of the contents of a compressed file."""
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no JSON of the type."""
 
@@ -142,25 +148,43 @@ def _listed(path: Path, *, forgiving: bool) -> list[str]:
             for file in sorted(item.iterdir()):
                 if forgiving and file.suffix == ".partial":
                     continue
-                if not stat.S_ISREG(file.lstat().st_mode) or file.suffix != FOLDERS[item.name]:
+                name = file.name.removesuffix(PACKED) if item.name == "arrays" else file.name
+                if not stat.S_ISREG(file.lstat().st_mode) or Path(name).suffix != FOLDERS[item.name]:
                     raise UsageError(f"the trace `{path}` is not whole: `{item.name}/{file.name}` is no file of it")
-                found.append(f"{item.name}/{file.name}")
+                found.append(f"{item.name}/{name}")
     except OSError as problem:
         raise UsageError(f"the trace `{path}` cannot be read: {problem.strerror}") from problem
-    return found
+    return [*dict.fromkeys(found)]
 
 
 def _contents(path: Path, name: str) -> bytes:
-    """Contents of a file of a trace; a UsageError if it is a link, a pipe or a device, or cannot be read."""
+    """Contents of a file of a trace; a UsageError if it is a link, a pipe or a device, or cannot be read.
+
+    Those of a compressed file where there is no other of the name: one that was being packed is whole as it was.
+    """
     file = path / name
     try:
+        if packed := not os.path.lexists(file) and name.startswith("arrays/"):
+            file = path / f"{name}{PACKED}"
         if not stat.S_ISREG(file.lstat().st_mode):
             raise UsageError(f"`{file}` is no regular file")
-        return file.read_bytes()
+        found = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as problem:
-        raise FileNotFoundError(str(file)) from problem
+        raise FileNotFoundError(str(path / name)) from problem
     except OSError as problem:
         raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
+    return _unpacked(file, found) if packed else found
+
+
+def _unpacked(file: Path, found: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        contents = stream.decompress(found, MAX_UNPACKED)
+    except zlib.error as problem:
+        raise UsageError(f"`{file}` is damaged: {problem}") from problem
+    if not stream.eof:
+        raise UsageError(f"`{file}` is damaged: its contents are cut, or more than {MAX_UNPACKED:,} bytes")
+    return contents
 
 
 def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:

@@ -4,7 +4,7 @@ Layout of a trace directory::
 
     manifest.json                  identity of the run; digests of all other files once the run has finished writing
     evidence/<role>-<rank>.jsonl   one record a line, appended and flushed as it is seen
-    arrays/<key>.safetensors       the arrays of one record, written aside and renamed
+    arrays/<key>.safetensors       the arrays of one record, written aside and renamed; ".z" after it once packed
     logs/<process>.log             of a run that broke: the ends of its processes' logs
 
 A run that dies leaves every line but possibly the last readable, and "complete": false.
@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from verifier.core.manifest import Manifest
-from verifier.core.reader import MANIFEST, digests_of, read, sealed
+from verifier.core.reader import MANIFEST, PACKED, digests_of, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
 from verifier.errors import Stopped, UsageError, VerifierError
@@ -154,6 +155,21 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         aside.rename(path / MANIFEST)
+
+
+def pack(path: Path) -> None:
+    """Compress the arrays of a whole trace, which reads as before; what there is no room to compress stays."""
+    for file in sorted((path / "arrays").glob("*.safetensors")):
+        packed = Path(f"{file}{PACKED}")
+        try:
+            with open(packed, "wb") as stream:
+                stream.write(zlib.compress(file.read_bytes(), 1))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            packed.unlink(missing_ok=True)
+            return
+        file.unlink()
 
 
 def prune(path: Path) -> None:

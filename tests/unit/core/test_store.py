@@ -1,7 +1,9 @@
 """A trace on disk: what was written comes back, and what is not whole is refused in one sentence."""
 
+import errno
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +179,54 @@ def test_an_array_that_changes_after_it_was_looked_at_is_judged_as_it_was(whole)
     for file in (whole / "arrays").iterdir():
         file.write_bytes(file.read_bytes()[:20])
     assert found.array(found.records[0]).tolist() == before.tolist()
+
+
+def test_a_packed_trace_reads_as_before(whole):
+    before = store.read(whole)
+    first = before.array(before.records[0]).tolist()
+    plain = {file.name: file.read_bytes() for file in (whole / "arrays").iterdir()}
+    store.pack(whole)
+    assert {file.name for file in (whole / "arrays").iterdir()} == {f"{name}.z" for name in plain}
+    for kept in (reader.KEPT_BYTES, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader, "KEPT_BYTES", kept)
+            found = store.read(whole)
+            assert (found.manifest, found.records) == (before.manifest, before.records)
+            assert found.array(found.records[0]).tolist() == first
+    store.pack(whole)  # again
+    name, contents = next(iter(plain.items()))
+    (whole / "arrays" / name).write_bytes(contents)  # as one whose packing was killed leaves it
+    (whole / "arrays" / f"{name}.z").write_bytes(b"x")
+    assert store.read(whole).array(found.records[0]).tolist() == first
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda packed: packed[:-5], "contents are cut"),
+        (lambda packed: b"x" + packed, "is damaged"),
+        (lambda packed: zlib.compress(zlib.decompress(packed) + b"x"), "is not what the run wrote"),
+        (lambda packed: zlib.compress(bytes(2**21)), "more than 1,048,576 bytes"),
+    ],
+)
+def test_a_packed_file_that_is_damaged_is_refused(whole, monkeypatch, change, sentence):
+    monkeypatch.setattr(reader, "MAX_UNPACKED", 2**20)
+    store.pack(whole)
+    file = next((whole / "arrays").iterdir())
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(UsageError, match=sentence):
+        store.read(whole)
+
+
+def test_a_full_disk_leaves_arrays_as_they_were(whole, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    names = sorted(file.name for file in (whole / "arrays").iterdir())
+    monkeypatch.setattr(os, "fsync", full)
+    store.pack(whole)
+    assert names == sorted(file.name for file in (whole / "arrays").iterdir())
+    assert store.read(whole).manifest.complete
 
 
 def test_a_large_array_that_changes_after_it_was_looked_at_is_named(whole, monkeypatch):
