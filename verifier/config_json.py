@@ -48,7 +48,7 @@ def quantization(config: Config) -> str | None:
 
 def is_latent(config: Config) -> bool:
     """Test for latent attention (MLA)."""
-    return config.get("kv_lora_rank") is not None
+    return text_model(config).get("kv_lora_rank") is not None
 
 
 def hybrid_pattern(config: Config) -> str | None:

@@ -136,9 +136,15 @@ def read_config(path: Path) -> dict[str, JSON]:
     """
     if not path.is_dir():
         raise UsageError(f"no checkpoint directory at {path}")
-    if not (path / "config.json").exists() and (clause := _other_weights(path)):
+    if not (path / "config.json").exists() and (clause := _other_weights(path) or _inner(path)):
         raise UsageError(f"config.json is missing from {path}{clause}")
     return read_config_file(path / "config.json")
+
+
+def _inner(path: Path) -> str:
+    """Clause on the folders below, or the snapshots of a hub's cache, that have a config.json; empty where none has."""
+    found = [*path.glob("*/config.json"), *path.glob("snapshots/*/config.json")]
+    return f"; {sorted(found)[0].parent} has one: give that folder" if found else ""
 
 
 def _other_weights(path: Path) -> str:
@@ -271,6 +277,7 @@ def _classes() -> frozenset[str]:
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:
     """Refuse a config.json with a size, name or rope that no library takes, or with other layers than the weights."""
+    config = text_model(config)
     experts = ("num_experts", "num_experts_per_tok") if any(".experts." in name for name in names) else ()
     for key in (*_SIZES, *experts):  # a dense model may have 0 experts
         size_if_any(config, key)
@@ -362,7 +369,9 @@ def _read_header(shard: Path) -> dict[str, TensorHeader]:
     try:
         file_bytes = shard.stat().st_size
         with shard.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
+            header_bytes = int.from_bytes(first := file.read(8), "little")
+            if first == b"version ":
+                raise UsageError(f"shard {shard} is a pointer of Git LFS and no weights: run `git lfs pull` there")
             if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
                 raise UsageError(f"shard {shard} is truncated or no safetensors file: {file_bytes:,} bytes, no header")
             header = json.loads(file.read(header_bytes))
@@ -409,7 +418,7 @@ def _read_json(path: Path) -> dict[str, JSON]:
 def end_tokens(checkpoint: Checkpoint) -> frozenset[int]:
     """Return the ids of `eos_token_id` in config.json and generation_config.json: an engine stops there by itself."""
     file = checkpoint.path / "generation_config.json"
-    given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = [source.get("eos_token_id") for source in (checkpoint.config, given) if isinstance(source, dict)]
+    given = _read_json(file) if file.is_file() else {}
+    found = [source.get("eos_token_id") for source in (text_model(checkpoint.config), given)]
     ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
     return frozenset(item for item in ids if isinstance(item, int))

@@ -14,6 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
+from verifier.config_json import text_model
 from verifier.errors import UsageError
 
 T = TypeVar("T")
@@ -240,6 +241,7 @@ def family_of(config: Mapping[str, JSON]) -> Family | None:
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts of a layer that has them, under any family's key; 0 for a dense model."""
+    config = text_model(config)
     if "E" not in str(config.get("hybrid_override_pattern") or "E"):
         return 0
     return next((_size(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
@@ -251,7 +253,8 @@ def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
     Raises:
         UsageError: it is no positive integer.
     """
-    return None if config.get(key) is None else _size(config, key)
+    model = text_model(config)
+    return None if model.get(key) is None else _size(model, key)
 
 
 def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:

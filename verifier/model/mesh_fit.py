@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from verifier.config_json import is_latent, ropes
+from verifier.config_json import is_latent, ropes, text_model
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.families import num_experts_of, size_if_any
@@ -32,7 +32,8 @@ def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
     Raises:
         UsageError: a size that is no positive integer.
     """
-    size, name, experts = partial(size_if_any, config), architecture_of(config), num_experts_of(config)
+    name, config = architecture_of(config), text_model(config)
+    size, experts = partial(size_if_any, config), num_experts_of(config)
     latent = config.get("kv_lora_rank") is not None
     hybrid = config.get("hybrid_override_pattern") is not None
     for axis, parts in (("ep", mesh.ep), ("etp", mesh.etp)):

@@ -173,6 +173,7 @@ def build(
             provider.gradient_accumulation_fusion = False  # its kernel writes into buckets
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
+        _require_rope(provider)
         provider.finalize()
         provider.initialize_model_parallel(
             seed=stage_seed(seed, mesh, dist.get_rank()),
@@ -301,6 +302,18 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         if not hasattr(provider, name):
             raise UsageError(f"megatron-bridge's provider has no field `{name}`: this version is not supported")
         setattr(provider, name, value)
+
+
+def _require_rope(provider: Any) -> None:
+    """Refuse a YaRN rope without a number that megatron-core computes with, and for which the bridge has no default."""
+    numbers = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+    absent = [f"`{name}`" for name in numbers if getattr(provider, f"yarn_{name}", None) is None]
+    if provider.position_embedding_type == "yarn" and absent:
+        raise UsageError(
+            f"the YaRN rope of config.json has no {', '.join(absent)}, for which megatron-bridge "
+            f"{installed('megatron-bridge')} has no default and at whose absence megatron-core ends: state it there "
+            "(transformers takes 32 for `beta_fast`, 1 for `beta_slow`)"
+        )
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class TEDotProductAttention(torch.nn.Module):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         for what, used in (
             (f"{config.softmax_type} softmax", config.softmax_type not in ("vanilla", "learnable")),
-            ("attention dropout", dropout != 0.0),
+            (f"the attention dropout of {dropout:g} that megatron-bridge's provider has", dropout != 0.0),
             (f"{attention_type}-attention", attention_type != "self"),
         ):
             if used:

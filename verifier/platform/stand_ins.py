@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verifier.config_json import text_model
 from verifier.errors import UsageError
 from verifier.platform.upstream_fixes import RunFacts, Sizes
 
@@ -25,7 +26,7 @@ def require_stand_ins(model: Sizes) -> None:
     Raises:
         UsageError: names the layers and the key.
     """
-    own = {**model, **(model.get("text_config") or {})}
+    own = text_model(model)
     for key, layers in _WITHOUT.items():
         if own.get(key):
             raise UsageError(

@@ -292,8 +292,8 @@ FIXES: dict[str, UpstreamFix] = {
             id=BRIDGE_POST_NORM,
             issue="Megatron-Bridge #5712",
             summary="the norms behind a Gemma's attention and MLP have an epsilon of 1e-5, whatever the config says",
-            names=rf"epsilon of .*\.post_layernorm|{_LOGPROBS}",
-            checks=("LGP001", "LGP007"),
+            names=rf"epsilon of .*\.post_layernorm|{_LOGPROBS}|.*\.weight",
+            checks=("LGP001", "LGP007", "LSS001"),
             applies=lambda model, run: _norms_after(model),
         ),
         UpstreamFix(

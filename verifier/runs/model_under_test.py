@@ -188,6 +188,11 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
         UsageError: the engine, the tier or the model's own sizes do not allow what was asked.
     """
     on_cpu = tier == "cpu"
+    if sizes.get("text_config"):
+        raise UsageError(
+            f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
+            "(`text_config` in config.json): use verifier golden"
+        )
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)

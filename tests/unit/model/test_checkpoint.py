@@ -164,6 +164,36 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json is missing from {path}; adapter_config.json is an adapter, which is to be merged into its base "
         "model first",
     ),
+    "config one folder below": (
+        lambda path: ((path / "model").mkdir(), (path / "config.json").rename(path / "model" / "config.json")),
+        "config.json is missing from {path}; {path}/model has one: give that folder",
+    ),
+    "root of a hub's cache": (
+        lambda path: (
+            [*map(Path.unlink, path.iterdir())],
+            (path / "snapshots" / "0a1").mkdir(parents=True),
+            (path / "snapshots" / "0a1" / "config.json").write_text("{}"),
+        ),
+        "config.json is missing from {path}; {path}/snapshots/0a1 has one: give that folder",
+    ),
+    "pointer of Git LFS": (
+        lambda path: (path / SECOND).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "shard {path}/model-00002-of-00002.safetensors is a pointer of Git LFS and no weights: "
+        "run `git lfs pull` there",
+    ),
+    "config with a comment": (
+        lambda path: (path / "config.json").write_text("// mine\n{}"),
+        "{path}/config.json is not valid JSON: Expecting value: line 1 column 1 (char 0)",
+    ),
+    "tensor in two shards": (
+        lambda path: save_file({NORM: torch.ones(96), **load_file(path / FIRST)}, path / FIRST),
+        "shard {path}/model-00001-of-00002.safetensors holds `model.norm.weight`, "
+        "which model.safetensors.index.json places in `model-00002-of-00002.safetensors`",
+    ),
+    "link to nothing": (
+        lambda path: ((path / SECOND).unlink(), (path / SECOND).symlink_to("../blobs/0a1")),
+        "shard {path}/model-00002-of-00002.safetensors is missing: model.safetensors.index.json names it",
+    ),
     "config is a pipe": (
         lambda path: ((path / "config.json").unlink(), os.mkfifo(path / "config.json")),
         "config.json is missing from {path}",
