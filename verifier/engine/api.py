@@ -142,7 +142,7 @@ class Shape:
     allowed: Sequence[int] = ()
     """Tokens that may be sampled; empty for all."""
     least: int = 0
-    """Number of tokens before which no stop token may be sampled."""
+    """Number of tokens before which no stop token and no end of the model may be sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +166,8 @@ class Sampling:
     """One set of parameters per prompt, which replace these; empty for these."""
     ignore_end: bool = False
     """The end token of the model's own configuration ends nothing; `stop` still does."""
+    ends: Sequence[int] = ()
+    """Ends of the model that are none of `stop`: an engine samples none before `Shape.least` tokens, unasked."""
 
     def of(self, index: int) -> Sampling:
         """Return the parameters of one prompt; no two continuations of a batch have one seed."""

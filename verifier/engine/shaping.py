@@ -34,7 +34,7 @@ def shaped(
         kept[list(shape.allowed)] = True
         found[~kept] = -torch.inf
     if len(answer) < shape.least:
-        found[list(sampling.stop)] = -torch.inf
+        found[[*sampling.stop, *sampling.ends]] = -torch.inf
     for token, nats in shape.bias:
         found[token] += nats
     for token in {*prompt, *answer} if shape.repetition != 1 else ():

@@ -40,7 +40,7 @@ _FURTHER = "-mtp"
 _NORMS = ("enorm", "hnorm", "shared_head.norm")
 """Norms that such a layer has besides those of a layer."""
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-_SCALES = 1  # part of the cache key: raise it when the same config and seed give other bytes
+_SCALES = 2  # part of the cache key: raise it when the same config and seed give other bytes
 
 
 @cache
@@ -181,6 +181,10 @@ def content_of(name: str, initial: torch.Tensor) -> Content:
         return Content.SCORE_BIAS
     if name.endswith("A_log"):
         return Content.DECAY
+    if name.endswith("dt_bias"):
+        return Content.TIME_STEP
+    if name.endswith("gate_up_proj_bias"):
+        return Content.GATED_BIAS
     if bool((initial == 1).all()):
         return Content.NORM
     if initial.ndim < 2 or not initial.any():

@@ -42,9 +42,14 @@ class Content(Enum):
     NORM = "norm"
     """Scale of a norm; near 1 and never 1."""
     SCORE_BIAS = "score bias"
-    """Additive bias of router scores; never 0, and float32 in every checkpoint, as published."""
+    """Additive bias of router scores; never 0, and float32 in every checkpoint, as published. Scores of chosen experts
+    are of either sign, so that a 0 in the place of those of closed groups shows; one constant for all chooses alike."""
     BIAS = "bias"
     """Bias of a linear or convolution; never 0."""
+    GATED_BIAS = "bias of a gated unit"
+    """Beyond 7, the bound of GPT-OSS, at either end for a quarter of the units; else like `BIAS`."""
+    TIME_STEP = "bias of a time step"
+    """Steps of a state-space layer begin below 0.001, where published configs have `time_step_min`, and end at 0.7."""
     DECAY = "decay"
     """Logarithm of a state's decay rate; states fade within 2 to 20 tokens. Float32, as published for Nemotron 3."""
 
@@ -151,7 +156,7 @@ _HYBRID = (
     TensorRow("backbone.layers.{layer}.norm.weight", ("hidden",), content=Content.NORM),
     *_mixer("*.weight", Scope.MAMBA, in_proj="mamba_in hidden", conv1d="mamba_conv one conv_width"),
     *_mixer("conv1d.*", Scope.MAMBA, Content.BIAS, bias="mamba_conv"),
-    *_mixer("*", Scope.MAMBA, Content.BIAS, dt_bias="mamba_heads"),
+    *_mixer("*", Scope.MAMBA, Content.TIME_STEP, dt_bias="mamba_heads"),
     *_mixer("*", Scope.MAMBA, Content.DECAY, A_log="mamba_heads"),
     *_mixer("*", Scope.MAMBA, Content.NORM, D="mamba_heads"),
     *_mixer("*.weight", Scope.MAMBA, Content.NORM, norm="mamba_inner"),

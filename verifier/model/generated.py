@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
-_GENERATOR = 1  # part of the cache key: raise it when the same seed gives other bytes
+_GENERATOR = 2  # part of the cache key: raise it when the same seed gives other bytes
 _MAX_SHARD_BYTES = 256 * 2**20
 _WRITERS = 4
 """Number of shards that are generated and written at a time."""
@@ -209,6 +209,12 @@ def generate(spec: TensorSpec, dtype: str, stream: str) -> torch.Tensor:
         values = 1.0 + numpy.copysign(0.1, bits) + 0.3 * bits
     elif spec.content is Content.DECAY:
         values = bits - 1.5
+    elif spec.content is Content.TIME_STEP:
+        values = 5.0 * bits - 5.0
+    elif spec.content is Content.SCORE_BIAS:
+        values = numpy.copysign(0.02, bits) + 0.2 * bits - 0.75
+    elif spec.content is Content.GATED_BIAS:
+        values = numpy.where(numpy.abs(bits) > 0.75, 10.0, 0.2) * bits
     else:
         values = numpy.copysign(0.02, bits) + 0.2 * bits
     tensor = torch.from_numpy(values.astype(numpy.float32).reshape(spec.shape))

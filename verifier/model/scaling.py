@@ -22,6 +22,9 @@ _POSITIONS = 1024
 _WINDOW = 64
 """Tokens; sequences of a round trip are longer."""
 
+_CAP = 2.0
+"""Greatest bound of soft-capped logits, which have a deviation of one."""
+
 _SCALE = 1.75
 """Factor of routed experts, where an architecture's own is 1."""
 
@@ -55,6 +58,9 @@ def scaled(default: Mapping[str, Any]) -> dict[str, JSON]:
     found |= {key: token for key, token in _TOKENS.items() if default.get(key) is not None}
     found |= {
         key: 0.0 for key, value in default.items() if key.endswith("dropout") and isinstance(value, float) and value
+    }
+    found |= {
+        key: min(cap, _CAP) for key, cap in default.items() if key.endswith("logit_softcapping") and cap is not None
     }
     if default.get("mamba_rms_norm") is False and "mamba_norm_before_gate" in default:
         found["mamba_norm_before_gate"] = False  # without that norm it says nothing, and Megatron refuses true

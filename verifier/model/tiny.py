@@ -44,12 +44,13 @@ _LLAMA3_ROPE: dict[str, JSON] = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+# Its borders lie within these heads: some pairs are stretched, some are not, and some lie between.
 _YARN: dict[str, JSON] = {
-    "type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "type": "yarn", "factor": 16.0, "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _PLAIN_YARN: dict[str, JSON] = {
-    "rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+    "rope_type": "yarn", "factor": 16.0, "beta_fast": 2.0, "beta_slow": 0.25, "truncate": True,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 # A Qwen2 has no key for its heads' size, which is hidden_size / num_attention_heads: q_proj and o_proj are square.

@@ -449,11 +449,11 @@ def shaped_logprobs(
         device: "cpu", or "cuda".
     """
     model = StreamedModel(path, torch.float32, device)
-    found = []
-    for prompt, tokens, asked in rows:
-        sampling = msgspec.convert(asked, Sampling)
-        hidden = model.hidden(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
-        row = []
+    found: list[list[tuple[float, float]]] = [[] for _ in rows]
+    together = batches([[*prompt, *tokens] for prompt, tokens, _ in rows])
+    for number, own in (pair for batch in together for pair in zip(batch.places, hidden_of(model, batch), strict=True)):
+        prompt, tokens, asked = rows[number]
+        sampling, hidden, row = msgspec.convert(asked, Sampling), own[len(prompt) - 1 : -1], found[number]
         for some in slices_of(model, len(tokens)):
             for at, logits in enumerate(model.logits(hidden[some]).double().cpu(), some.start):
                 least = float(shaped(logits, prompt, tokens[:at], sampling, slack)[tokens[at]])
@@ -461,5 +461,4 @@ def shaped_logprobs(
                 if math.isfinite(least):  # with fewest tokens beside it
                     most = float(shaped(logits, prompt, tokens[:at], sampling, -slack, tokens[at])[tokens[at]])
                 row.append((least, most))
-        found.append(row)
     return found

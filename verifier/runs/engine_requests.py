@@ -57,14 +57,28 @@ def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]
     A token of the prompt is made likely, so that it comes several times; another, so that it would end too soon. Before
     the least length an engine samples no end token of the model either.
     """
-    often, last = prompt[0], next(token for token in prompt if token != prompt[0])
-    every = max(2, max(prompt) // 128)
-    few = tuple(range(last % every, max(prompt) + 1, every))
+    often, last, few = _tokens_of(prompt)
     return [
         {"shape": Shape(top_k=40, top_p=0.9)},
         {"shape": Shape(repetition=1.2, presence=0.4, frequency=0.6, bias=((often, LIKELY),)), "temperature": 1.0},
         {"shape": Shape(min_p=0.1, allowed=few, bias=((last, LIKELY),), least=2), "stop": (last, *ends)},
     ]
+
+
+def single_options(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
+    """A request for each field of `Shape` that uses no other; the last one's stop is no end of the model."""
+    often, last, few = _tokens_of(prompt)
+    shapes = [
+        Shape(top_k=40), Shape(top_p=0.9), Shape(min_p=0.1), Shape(repetition=1.2), Shape(presence=0.4),
+        Shape(frequency=0.6), Shape(bias=((often, LIKELY),)), Shape(allowed=few),
+    ]  # fmt: skip
+    return [*({"shape": shape} for shape in shapes), {"shape": Shape(least=2), "stop": (last,), "ends": tuple(ends)}]
+
+
+def _tokens_of(prompt: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
+    """Two tokens of a prompt, and some hundred ids of the vocabulary with the second of them."""
+    last, every = next(token for token in prompt if token != prompt[0]), max(2, max(prompt) // 128)
+    return prompt[0], last, tuple(range(last % every, max(prompt) + 1, every))
 
 
 def edge_temperature() -> float:
@@ -105,7 +119,8 @@ class EngineRequests:
         samples of two prompts, of which some end by a stop token, and the others by their limit; and these again with
         the same seeds, each in another row of the engine's batch. If there is more to ask, requests that differ, side
         by side: in their temperatures, one of which is greedy, and in their lengths, so that one moves to the place of
-        another that has ended; and then in penalties, biases and truncation.
+        another that has ended; and then in penalties, biases and truncation. Last, requests with one of these options,
+        each by itself, so that no other is in the engine's batch.
         """
         sampling = Sampling(seed=self._seed, max_tokens=SAMPLED_TOKENS, ignore_end=True)
         samples = self._sample("sampled", prompts, sampling)
@@ -132,6 +147,10 @@ class EngineRequests:
             self._sample("sampled side by side", prompts, replace(sampling, each=each))
             each = [replace(each[index], **rest) for index, rest in enumerate(shapes_of(prompts[0], self._ends))]
             self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
+            single = enumerate(single_options(prompts[-1], self._ends))
+            each = [replace(sampling.of(index), **option) for index, option in single]
+            alone, whole = [prompts[-1]] * len(each), replace(sampling, each=each)
+            self._sample("sampled by one option", alone, whole, shaped=True, apart=True)
 
     def _answers(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Answer]:
         """One sample for each cause of an end.
@@ -171,9 +190,11 @@ class EngineRequests:
         return all(token < self._vocabulary for sample in samples for token in sample.tokens)
 
     def _sample(
-        self, name: str, prompts: Sequence[Sequence[int]], sampling: Sampling, *, shaped: bool = False
-    ) -> list[Sample]:
-        found = self._client.generate(prompts, sampling)
+        self, name: str, prompts: Sequence[Sequence[int]], sampling: Sampling, *, shaped: bool = False,
+        apart: bool = False,
+    ) -> list[Sample]:  # fmt: skip
+        batches = [([prompt], sampling.of(at)) for at, prompt in enumerate(prompts)] if apart else [(prompts, sampling)]
+        found = [own for each, asked in batches for own in self._client.generate(each, asked)]
         rows = [
             (tuple(prompt), sampling.of(index), sample)
             for index, (prompt, answers) in enumerate(zip(prompts, found, strict=True))

@@ -81,3 +81,9 @@ def test_a_spared_token_is_kept_beside_what_truncation_keeps(shape: Shape) -> No
 
 def test_greedy_is_undivided() -> None:
     torch.testing.assert_close(asked(Shape(), temperature=0.0), LOGITS.log_softmax(-1))
+
+
+def test_before_the_least_length_there_is_no_end_of_the_model_either() -> None:
+    banned = asked(Shape(least=4), stop=(9,), ends=(5, 6))
+    assert banned.isinf().nonzero()[:, 0].tolist() == [5, 6, 9]
+    assert asked(Shape(least=3), stop=(9,), ends=(5, 6)).isfinite().all()

@@ -143,6 +143,13 @@ def test_the_kind_of_a_tensor_is_told_by_its_first_values() -> None:
     assert content_of("a.weight", torch.randn(4, 4)) is Content.MATRIX
     assert content_of("a.gate.e_score_correction_bias", torch.zeros(1, 4)) is Content.SCORE_BIAS
     assert content_of("a.A_log", torch.ones(4)) is Content.DECAY
+    assert content_of("a.dt_bias", torch.ones(4)) is Content.TIME_STEP
+    assert content_of("a.experts.gate_up_proj_bias", torch.zeros(4, 4)) is Content.GATED_BIAS
+
+
+def test_soft_caps_are_lowered_to_where_logits_of_a_tiny_model_reach() -> None:
+    config = scaled_config("gemma2", "float32")
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (2.0, 2.0)
 
 
 def test_no_name_is_taken_twice() -> None:

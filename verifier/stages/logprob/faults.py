@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ PACKED_SEQUENCES = (
     "qkv_format, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, "
     "local_cp_size, cp_group, total_tokens, seq_idx, tokens_per_sample, pad_between_seqs)"
 )
+SCAN = "verifier.platform.cpu_mamba:_scan(z_BLI, xbc_BLC, dt_BLH, weight_CW, bias_C, dt_bias_H, A_H, D_H, groups)"
 SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
@@ -81,8 +83,8 @@ def mla_rope_factor_default() -> dict[str, Any]:
 @on_provider("onnxruntime/mobius#548", model="tiny:deepseek-v3-yarn", engine=NO_ENGINE)
 def yarn_scale_of_attention_missing() -> dict[str, Any]:
     """Latent attention takes YaRN's scaled rope, but not the scale of its softmax, mscale_all_dim."""
-    scaled = {"rotary_scaling_factor": 16.0, "original_max_position_embeddings": 64, "mscale": 1.0}
-    return {"_mla_rope_params": scaled}
+    numbers = {"original_max_position_embeddings": 64, "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 1.0}
+    return {"_mla_rope_params": {"rotary_scaling_factor": 16.0, **numbers}}
 
 
 @in_logprobs(
@@ -133,11 +135,7 @@ def temperature_not_applied(call: Call) -> Any:
     return call.original() if call.temperature == 1 else call.faulty(temperature=1.0)
 
 
-@in_logprobs(
-    "huggingface/transformers#47246",
-    "verifier.platform.cpu_mamba:_scan(z_BLI, xbc_BLC, dt_BLH, weight_CW, bias_C, dt_bias_H, A_H, D_H, groups)",
-    model="tiny:nemotron-h",
-)
+@in_logprobs("huggingface/transformers#47246", SCAN, model="tiny:nemotron-h")
 def state_lost_between_chunks(call: Call) -> Any:
     """A state-space scan hands nothing on from one chunk of 128 rows to the next: only long sequences show it."""
     import torch
@@ -147,6 +145,29 @@ def state_lost_between_chunks(call: Call) -> Any:
         call.fire()
     scanned = [call.original(z_BLI=z, xbc_BLC=xbc, dt_BLH=dt) for z, xbc, dt in zip(*parts, strict=True)]
     return torch.cat(scanned, dim=1)
+
+
+@in_logprobs("ml-explore/mlx-lm#1026", SCAN, model="tiny:nemotron-h")
+def time_steps_raised_to_a_bound(call: Call) -> Any:
+    """Time steps of state-space layers are raised to 0.001, by which published weights begin; nothing bounds them."""
+    least = math.log(math.expm1(1e-3)) - call.dt_bias_H
+    if (call.dt_BLH < least).any():
+        call.fire()
+    return call.original(dt_BLH=call.dt_BLH.maximum(least))
+
+
+@in_logprobs(
+    "sgl-project/sglang#3705",
+    "megatron.core.transformer.moe.moe_utils:group_limited_topk("
+    "scores, topk, num_tokens, num_experts, num_groups, group_topk)",
+    model="tiny:deepseek-v3",
+)
+def closed_groups_score_zero(call: Call) -> Any:
+    """Experts of groups that are not chosen get a score of 0, which is above negative scores of experts that are."""
+    groups = call.scores.unflatten(-1, (call.num_groups, -1))
+    best = groups.topk(call.topk // call.group_topk).values.sum(-1).topk(call.group_topk).indices
+    chosen = groups.new_zeros(groups.shape[:2]).scatter(1, best, 1.0)[..., None]
+    return call.wrong((groups * chosen).flatten(1).topk(call.topk))
 
 
 @on_cp2("PrimeIntellect-ai/prime-rl#1525", SCORE)

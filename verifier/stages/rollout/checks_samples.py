@@ -322,8 +322,9 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     begins as another does, one says in its midst what another says there, and one grows into a further block. At the
     last version also tokens sampled side by side at several temperatures, whose log-probabilities are those of the
     logits divided by it; a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases,
-    allowed tokens and truncation, and the samples that LGP004 counts. On sampled steps of a training run every sampled
-    token, or those of some rollouts (`verify.rollouts`), by the weights of the version that the token claims.
+    allowed tokens, a least length and truncation, several at once and each alone in a batch, and the samples that
+    LGP004 counts. On sampled steps of a training run every sampled token, or those of some rollouts
+    (`verify.rollouts`), by the weights of the version that the token claims.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,

@@ -179,6 +179,12 @@ def top_k_of_a_neighbour(call: Call) -> Any:
     return call.faulty(k=call.k.min().expand_as(call.k).clone())
 
 
+@in_worker("xLLM-AI/xllm#343", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")
+def top_p_beside_a_top_k_alone(call: Call) -> Any:
+    """Top-p is applied to batches in which some request asks for top-k too, and to no other."""
+    return call.wrong(call.logits) if call.k is None and call.p is not None else call.original()
+
+
 @in_worker(
     "vllm-project/vllm#5639",
     "vllm.v1.sample.sampler:apply_all_penalties("
