@@ -97,5 +97,5 @@ def test_within_a_margin_a_router_is_given_what_it_nearly_chooses_alone(paths, f
     own = logits(rows, 0.0)
     others = [told(expert) for expert in range(8) if expert not in chosen]
     assert all(logits(given, 1e-5).equal(own) for given in others)
-    assert any(not logits(given, 2.0).equal(own) for given in others)  # all scores of chosen groups lie within twice
+    assert any(not logits(given, 2.0).equal(own) for given in others)  # all scores of open groups lie within twice
     assert all(not logits(given, float("inf")).equal(own) for given in others)

@@ -57,7 +57,7 @@ def choosing(
         model: of transformers.
         experts: by layer.
         margin: a token's experts are chosen only where none of them scores below the K-th best by more than this share
-            of the greatest of the K; elsewhere the router chooses by itself.
+            of the greatest magnitude of its scores; elsewhere the router chooses by itself.
         seen: called with the scores by which each of these routers chooses.
 
     Raises:
@@ -76,7 +76,8 @@ def choosing(
                 seen(layer, scores)
             if margin < math.inf:
                 best = topk(scores, k, *rest, **options)
-                least = best.values.amin(-1, keepdim=True) - margin * best.values.abs().amax(-1, keepdim=True)
+                size = scores.where(scores.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+                least = best.values.amin(-1, keepdim=True) - margin * size
                 near = scores.gather(-1, chosen).amin(-1, keepdim=True) >= least
                 chosen = torch.where(near, chosen, best.indices)
             return scores.gather(-1, chosen), chosen

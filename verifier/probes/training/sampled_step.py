@@ -69,7 +69,7 @@ TOKENS = 2**14
 """Tokens of a step's rollouts that the oracle computes by default. Each takes 8 operations a weight in float32, forward
 twice and backward: of 0.6 billion weights 8e13, by arithmetic 2 s of a GPU that makes 4e13 a second."""
 NEAR = 1e-5
-"""Share of a token's greatest score by which float32 may change the order of two experts: as much as
+"""Share of the greatest magnitude of a token's scores by which float32 may change the order of two experts: as much as
 log-probabilities of right sides may differ, in nats (docs/numerics.md)."""
 
 OF_RUN = 32
