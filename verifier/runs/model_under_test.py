@@ -168,12 +168,15 @@ def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
 def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
     """Refuse a round trip whose temporary files have no room.
 
-    These are the weights of each version, of one more time in shards or exported, and where gradients are judged those
-    of each step in float32 and of one in float64.
+    These are the weights of each version, and once more, in shards or exported; of a small model the export's files.
+    Where gradients are judged, also those of each step in float32 and of one in float64, and the checkpoint of a resume:
+    weights, and masters and moments in float32.
     """
     checkpoint, folder = model.checkpoint, tempfile.gettempdir()
-    needed = (config.cycles + 2) * checkpoint.num_bytes
-    needed += 4 * (config.cycles + 3) * checkpoint.num_weights * model.judges_cycles
+    needed = (config.cycles + 1 + model.is_saved) * checkpoint.num_bytes
+    if model.judges_cycles:
+        needed += 4 * (config.cycles + 3) * checkpoint.num_weights
+        needed += (checkpoint.num_bytes + 12 * checkpoint.num_weights) * (config.cycles > 1)
     if needed > (free := shutil.disk_usage(folder).free):
         raise UsageError(
             f"a round trip of {config.model} writes up to {needed / 2**30:,.1f} GiB to {folder}, where "
