@@ -169,8 +169,8 @@ def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
     """Refuse a round trip whose temporary files have no room.
 
     These are the weights of each version, and once more, in shards or exported; of a small model the export's files.
-    Where gradients are judged, also those of each step in float32 and of one in float64, and the checkpoint of a resume:
-    weights, and masters and moments in float32.
+    Where gradients are judged, also those of each step in float32 and of one in float64, and the checkpoint of a
+    resume: weights, and masters and moments in float32.
     """
     checkpoint, folder = model.checkpoint, tempfile.gettempdir()
     needed = (config.cycles + 1 + model.is_saved) * checkpoint.num_bytes
