@@ -40,7 +40,7 @@ from verifier.trainer.run_data import load_held_out, load_train, open_chat_templ
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
 BATCH_BYTES, JUDGED_BYTES = 41, 52
-"""Bytes a token on disk of a batch, and of the records of a judged step that holds: 10,000 tokens of `tiny:add`."""
+"""Bytes a token on disk of a batch, and of the trace of a judged step that holds: 10,000 tokens of `tiny:add`."""
 _TEXT_OF_TEMPLATE = 256
 """Bytes that a chat template may put around an example, generously."""
 
@@ -305,7 +305,7 @@ def _stored_bytes(model: str) -> int:
 
 
 def _disk_line(config: TrainConfig) -> str:
-    """Most that answers leave on disk, in batches and in records of judged steps."""
+    """Most that answers leave on disk, in batches and in traces of judged steps."""
     options = config.grpo
     each = options.max_turns * (options.max_answer_tokens + options.max_reply_tokens) - options.max_reply_tokens
     tokens = config.data.batch_size * options.group_size * each

@@ -167,7 +167,6 @@ def test_a_dry_run_tells_what_answers_leave_on_disk(tmp_path, monkeypatch):
         ((), "21.5 MB", "21.5 GB"),
         (("verify.steps=true",), "48.8 MB", "48.8 GB"),
         (("verify.steps=true", "verify.keep=10"), "48.8 MB", "21.8 GB"),
-        (("grpo.max_turns=2", "grpo.max_reply_tokens=1024", "grpo.environment=calculator"), "64.5 MB", "64.5 GB"),
     ):
         asked = config(*words, *more)
         line = next(line for line in dry_run(asked, {}).splitlines() if line.startswith("disk: "))
