@@ -44,6 +44,19 @@ def stores(context: RankContext) -> str:
     return type(store).__name__
 
 
+def gloo_workers(context: RankContext) -> int:
+    """Number of torch's threads that do the collectives of a new group."""
+    import torch.distributed as dist
+
+    def number() -> int:
+        return sum(Path(task, "comm").read_text() == "pt_gloo_runloop\n" for task in Path("/proc/self/task").iterdir())
+
+    before = number()
+    group = dist.new_group()
+    dist.barrier(group=group)  # it has begun by then
+    return number() - before
+
+
 def count_imports() -> None:
     """A preload: leaves a mark that forked ranks inherit."""
     os.environ["VERIFIER_TEST_IMPORTS"] = str(int(os.environ.get("VERIFIER_TEST_IMPORTS", "0")) + 1)
