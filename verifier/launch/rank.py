@@ -227,8 +227,8 @@ def _set_gloo_options(address: str) -> None:
     Megatron makes about twenty groups, so 64 ranks on two cores spent more than half of their time waking up for
     nothing. It starts a thread: fork before.
 
-    Torch gives every group two workers. Each notes the name of what it has done in one string, without a lock. Two that
-    end at once free it twice where it is longer than 15 characters, as of megatron-core's overlapped gathers.
+    Torch gives every group two workers, which corrupt the heap (docs/upstream.md): each notes the name of what it has
+    done in one string, without a lock.
 
     Source:
         gloo/transport/tcp/loop.cc: `epoll_wait` with a timeout of 10 ms. torch 2.11, ProcessGroupGloo.cpp:
