@@ -40,7 +40,8 @@ LEDGER = ROOT / "golden" / "margins.jsonl"
 BOUNDS = 111
 """Number of the last ADR that changed a bound of a check; a row has that of its run."""
 CHANGED = {
-    **dict.fromkeys(("LGP001", "LGP002", "LGP003", "LGP012", "TRN006"), 109), "LSS001": 110, "LSS007": 111, "LGP009": 111
+    **dict.fromkeys(("LGP001", "LGP002", "LGP003", "LGP012", "TRN006"), 109), "LSS001": 110,
+    **dict.fromkeys(("LSS007", "LGP009"), 111),
 }  # fmt: skip
 """Code -> number of the ADR with its bounds of today. Shares and alarms of older rows are left out."""
 HALF = 0.5

@@ -38,8 +38,8 @@ from verifier.oracle.recording import (
     choices_record,
     gradient_record,
     noise_of_logprobs,
-    oracle_record,
     numbered,
+    oracle_record,
     sampled_noise,
     scales_of,
 )

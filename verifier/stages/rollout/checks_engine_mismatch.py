@@ -126,7 +126,8 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
     that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one,
-    magnitudes of few draws, and few tokens: noise of single ones has long tails, nearly three times the greatest measured in two of 100 steps.
+    magnitudes of few draws, and few tokens: noise of single ones has long tails, nearly three times the greatest
+    measured in two of 100 steps.
     References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
     """
     exact = trace.manifest.dtype == "float32"
