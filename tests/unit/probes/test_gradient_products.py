@@ -105,7 +105,8 @@ def test_both_matrices_of_an_adapter_have_one_product():
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_what_epsilon_takes_is_all_that_a_scale_of_the_residual_stream_leaves(kind):
     """One token, whose terms at two norms and the last one are taken apart by their signs."""
-    cpu_modules = pytest.importorskip("verifier.platform.cpu_modules")
+    from verifier.platform import cpu_modules
+
     torch.manual_seed(5)
     config = SimpleNamespace(normalization=kind, layernorm_zero_centered_gamma=False)
     embedding, out, second = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((1, 8), (8, 8), (8, 8)))

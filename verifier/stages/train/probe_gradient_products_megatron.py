@@ -40,7 +40,7 @@ def _sums(terms: torch.Tensor) -> torch.Tensor:
 
 
 class Damped:
-    """What the epsilon of norms takes from a change of their inputs' scale, over the passes of an update on one rank.
+    """Watch on what the epsilon of norms takes from a change of their inputs' scale, in an update on one rank.
 
     A norm's output changes by epsilon over the mean square of its input and epsilon, of a relative change of that.
 
