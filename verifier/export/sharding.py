@@ -110,7 +110,9 @@ class ParamPlacement:
             dtypes = ", ".join(f"`{name}` {tensor.dtype}" for name, tensor in whole.items())
             raise ContractError(f"`{self.global_name}` is made of tensors of unequal dtype: {dtypes}")
         pieces = [self.slice_of(box, whole[box.source]) for box in self.boxes]
-        local = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+        return self._done(pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=self.dim))
+
+    def _done(self, local: torch.Tensor) -> torch.Tensor:
         local = local if self.scale == 1.0 else local * self.scale
         return local if self.offset == 0.0 else local + self.offset
 
@@ -120,6 +122,10 @@ class ParamPlacement:
             return local if self.scale == 1.0 else local * self.scale
         local = local if self.offset == 0.0 else local - self.offset
         return local if self.scale == 1.0 else local / self.scale
+
+    def loaded_again(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what a local tensor is once it was exported and loaded, which scale and offset round."""
+        return self._done(self.undone(local, gradients=False))
 
 
 def unshard(

@@ -92,3 +92,14 @@ def test_a_missing_shard_is_refused() -> None:
 def test_a_placement_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         FIRST.dim = 1
+
+
+def test_a_shard_that_is_shifted_is_after_an_export_and_a_load_what_its_file_gives() -> None:
+    live = torch.rand(3, 3, generator=torch.Generator().manual_seed(1)) * 1e-3
+    shifted = dataclasses.replace(FIRST, offset=-1.0)
+    pieces = shifted.undone(live, gradients=False)
+    written = {"a": torch.zeros(4, 3), "b": torch.zeros(2, 3)}
+    written["a"][:2], written["b"][1:] = pieces[:2], pieces[2:]
+    assert torch.equal(shifted.loaded_again(live), shifted.shard(written.__getitem__))
+    assert not torch.equal(shifted.loaded_again(live), live), "both are rounded"
+    assert FIRST.loaded_again(live) is live

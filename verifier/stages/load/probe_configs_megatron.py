@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapte
 from verifier.stages.load.records import ExpectedShard, ShardRecord, SourceConfig, StatedConfig
 from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 from verifier.stages.plan.records import PlanDigest, PlannedTensor
-
-if TYPE_CHECKING:
-    pass
+from verifier.stages.train.records import UpdatedShard
 
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
@@ -119,17 +117,21 @@ def _plain(value: Any) -> Any:
 
 
 def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[ShardRecord]) -> None:
-    """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor."""
+    """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor.
+
+    An `UpdatedShard` is held against shards of exports, so it is what its tensor is after an export and a load.
+    """
     found = list(live.tensors())
     digests = digest_tensors(tensor for _, _, tensor in found)
     for (chunk, name, tensor), digest in zip(found, digests, strict=True):
         place = live.places.get((chunk, name))
         for kind in kinds:
+            again = tensor if place is None or kind is not UpdatedShard else place.loaded_again(tensor)
             probe.emit(
                 kind(
                     name=place.global_name if place else f"{name} (chunk {chunk})", version=version,
                     replica=place.group if place else f"rank {live.rank} {chunk} {name}", coordinate=live.coordinate,
-                    **described(tensor, digest),
+                    **described(again, digest if again is tensor else ""),
                 )
             )  # fmt: skip
 
