@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.meta.sources import ROOT
 from verifier.faults.catalog import CATALOG
+from verifier.faults.fault import Fault
 from verifier.faults.matrix import latest, read
 
 LEDGER = ROOT / "golden" / "kill-matrix.jsonl"
@@ -15,7 +16,7 @@ TABLE = ROOT / "verifier" / "report" / "known_faults.json"
 
 
 def drawn(ledger: Path = LEDGER) -> str:
-    """One line a fault that the last trial caught: id, source, first bad stage, checks violated."""
+    """One line a fault that the last trial caught: id, source, first bad stage, checks violated, what a run needs."""
     rows = [
         {
             "fault": name,
@@ -23,11 +24,19 @@ def drawn(ledger: Path = LEDGER) -> str:
             "link": link(CATALOG[name].reproduces),
             "first_bad": row.first_bad,
             "caught": sorted(row.caught),
+            "needs": needs(CATALOG[name]),
         }
         for name, row in sorted(latest(read(ledger)).items())
         if row.first_bad and not row.failures
     ]
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+
+
+def needs(item: Fault) -> list[str]:
+    """What a run has to have for such a bug: adapters, experts."""
+    adapters = item.lora_rank or any(knob.startswith("lora.") for knob in item.training)
+    experts = re.search("expert|rout|gates|score-bias|balanc", item.id)
+    return [name for name, needed in (("adapters", adapters), ("experts", experts)) if needed]
 
 
 def link(reproduces: str) -> str:

@@ -116,10 +116,12 @@ class Report:
 
     @property
     def resembles(self) -> tuple[KnownFault, ...]:
-        """Faults that violate the same checks, first in the same stage; none where the run was not judged whole."""
+        """Faults of such runs that violate the same checks, first in the same stage; none of a run not judged whole."""
         if (stage := self.first_bad_stage) is None or self.switched_off or not self.manifest.complete:
             return ()
-        return resembling([item.code for item in self.violated], stage.label)
+        facts = self.manifest.facts
+        has = {name for name, there in (("adapters", facts.frozen_base), ("experts", facts.expert_stages)) if there}
+        return resembling([item.code for item in self.violated], stage.label, has)
 
 
 def _place(outcome: Outcome) -> tuple[int, ...]:
@@ -249,6 +251,8 @@ class KnownFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Label of the first bad stage."""
     caught: tuple[str, ...]
     """Codes of the checks that it violated, sorted."""
+    needs: tuple[str, ...] = ()
+    """Parts of a run that such a bug sits in: "adapters", "experts"."""
 
 
 @cache
@@ -258,10 +262,10 @@ def known_faults() -> tuple[KnownFault, ...]:
     return msgspec.json.decode(text, type=tuple[KnownFault, ...])
 
 
-def resembling(violated: Collection[str], first_bad: str) -> tuple[KnownFault, ...]:
-    """Look up the faults whose last trial violated exactly these checks, first in this stage."""
-    codes = tuple(sorted(violated))
-    return tuple(item for item in known_faults() if (item.caught, item.first_bad) == (codes, first_bad))
+def resembling(violated: Collection[str], first_bad: str, has: Collection[str]) -> tuple[KnownFault, ...]:
+    """Look up the faults whose last trial violated exactly these checks, first in this stage, of what a run `has`."""
+    found = (tuple(sorted(violated)), first_bad)
+    return tuple(item for item in known_faults() if (item.caught, item.first_bad) == found and {*item.needs} <= {*has})
 
 
 def named(faults: Sequence[KnownFault]) -> str:
