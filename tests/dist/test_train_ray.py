@@ -34,13 +34,13 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.rank import JobSpec
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
+from verifier.runs import join_ray
+from verifier.runs.cluster_ray import Cluster
+from verifier.runs.join_ray import joined, require_answer
+from verifier.runs.node_servers import forwarded
 from verifier.runs.resources import Resources
 from verifier.stages.engine.records import EngineRestart
-from verifier.trainer import join_ray
-from verifier.trainer.cluster_ray import Cluster
 from verifier.trainer.controller import Launcher, Trainer
-from verifier.trainer.join_ray import joined, require_answer
-from verifier.trainer.node_servers import forwarded
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
 KNOBS = ("steps=3", "data.batch_size=16", "evaluation.num_problems=0")

@@ -20,9 +20,10 @@ from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineGone
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.failures import LaunchError
-from verifier.launch.fork_launcher import ForkJob, require_ranks
+from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
-from verifier.trainer.node_servers import EngineNode, TrainerNode, identity, samples_of
+from verifier.launch.watchdog import Vigil
+from verifier.runs.node_servers import EngineNode, TrainerNode, identity, samples_of
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
@@ -172,7 +173,7 @@ class ClusterEngine:
         self._actor.end("close")
 
 
-class Cluster:
+class Cluster(Launcher):
     """Nodes that a run has, with the actor of each.
 
     Args:
@@ -180,6 +181,7 @@ class Cluster:
         adopted: arguments of `NodeServer.adopt`.
         stack: ends the actors.
         world_size: ranks of the trainer.
+        vigil: processes on the driver's host whose death ends a job.
 
     Attributes:
         ranks_here: ranks of the trainer on the driver's host.
@@ -187,9 +189,9 @@ class Cluster:
 
     def __init__(
         self, nodes: Sequence[Mapping[str, Any]], adopted: tuple[Any, ...], stack: contextlib.ExitStack,
-        world_size: int,
+        world_size: int, vigil: Vigil | None = None,
     ) -> None:  # fmt: skip
-        self._nodes, self._adopted, self._stack = nodes, adopted, stack
+        self._nodes, self._adopted, self._stack, self._vigil = nodes, adopted, stack, vigil or Vigil()
         self.ranks_here = len(self._on_host(0, world_size))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
@@ -207,15 +209,21 @@ class Cluster:
             actor.ask("load", preload, deadline_s)
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """Start a job on all nodes; see `ForkLauncher.submit`."""
+        """Start a job on all nodes, one of a single rank on the first; see `Launcher.submit`."""
         require_ranks(spec.world_size, len(self._nodes))
-        count, rendezvous, parts = spec.world_size // len(self._nodes), None, []
-        for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
+        nodes = list(zip(self._trainers, self._addresses, strict=True))[: spec.world_size]
+        count, rendezvous, parts = spec.world_size // len(nodes), None, []
+        for place, (actor, address) in enumerate(nodes):
             ranks = range(place * count, (place + 1) * count)
             on_host = self._on_host(place, spec.world_size)
             rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, on_host, within_s=spec.deadline_s)
             parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
         return ForkJob(parts, spec, on_progress)
+
+    def close(self) -> None:
+        """See `Launcher.close`."""
+        while self._trainers:
+            self._trainers.pop().end("close")
 
     def engine(
         self, config: EngineConfig, deadline_s: float, request_deadline_s: float, *, watched: bool
@@ -241,7 +249,8 @@ class Cluster:
         return range(first * count, (first + hosts.count(hosts[place])) * count)
 
     def _look(self) -> None:
-        """Raise the error of an engine that has died, or of its actor."""
+        """Raise the error of an engine that has died, or of its actor, or of another process of the run."""
+        self._vigil.look()
         for actor in self._engines:
             actor.ask("look")
 
