@@ -181,7 +181,6 @@ class Cluster(Launcher):
         adopted: arguments of `NodeServer.adopt`.
         stack: ends the actors.
         world_size: ranks of the trainer.
-        vigil: processes on the driver's host whose death ends a job.
 
     Attributes:
         ranks_here: ranks of the trainer on the driver's host.
@@ -189,9 +188,9 @@ class Cluster(Launcher):
 
     def __init__(
         self, nodes: Sequence[Mapping[str, Any]], adopted: tuple[Any, ...], stack: contextlib.ExitStack,
-        world_size: int, vigil: Vigil | None = None,
+        world_size: int,
     ) -> None:  # fmt: skip
-        self._nodes, self._adopted, self._stack, self._vigil = nodes, adopted, stack, vigil or Vigil()
+        self._nodes, self._adopted, self._stack = nodes, adopted, stack
         self.ranks_here = len(self._on_host(0, world_size))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
@@ -202,8 +201,12 @@ class Cluster(Launcher):
         """Start an actor of a kind on every node; it has a method `close`."""
         return [self._actor(kind, role, node) for node in self._nodes]
 
-    def load(self, preload: str, deadline_s: float) -> None:
-        """Start the trainer's actors and their launchers, which import while the caller goes on."""
+    def load(self, preload: str, deadline_s: float, vigil: Vigil | None = None) -> None:
+        """Start the trainer's actors and their launchers, which import while the caller goes on.
+
+        A death of what a vigil watches on this host ends a job.
+        """
+        self._vigil = vigil or Vigil()
         self._trainers = self.actors(TrainerNode, "trainer")
         for actor in self._trainers:
             actor.ask("load", preload, deadline_s)

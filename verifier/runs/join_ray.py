@@ -21,7 +21,6 @@ from verifier.config.cluster import LOCAL, RayOptions
 from verifier.core.outputs import work_folder
 from verifier.errors import InternalError, UsageError
 from verifier.launch.child import kept
-from verifier.launch.watchdog import Vigil
 from verifier.platform.provenance import require_installed
 from verifier.runs.cluster_ray import Cluster
 from verifier.runs.node_servers import forwarded
@@ -37,14 +36,13 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 @contextlib.contextmanager
-def joined(options: RayOptions, run: Path, world_size: int, vigil: Vigil | None = None) -> Iterator[Cluster]:
+def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]:
     """Start a local Ray, or join a cluster, and leave nothing at exit.
 
     Args:
         options: of the run.
         run: its folder, which gets the token of a local Ray.
         world_size: trainer ranks.
-        vigil: processes on this host whose death ends a job.
 
     Raises:
         UsageError: nobody answers at the address, or the cluster has too few nodes.
@@ -80,7 +78,7 @@ def joined(options: RayOptions, run: Path, world_size: int, vigil: Vigil | None 
         mark.touch()
         stack.callback(mark.unlink, missing_ok=True)
         adopted = (forwarded(os.environ), list(sys.path), os.getcwd(), str(mark.absolute()))
-        yield Cluster(_nodes(options), adopted, stack, world_size, vigil)
+        yield Cluster(_nodes(options), adopted, stack, world_size)
 
 
 def require_answer(address: str, within_s: float = SILENT_S) -> None:

@@ -121,24 +121,16 @@ class Resources:
     def on_nodes(
         self, options: RayOptions, folder: Path, world_size: int, until: Deadline, progress: Callable[[str], None]
     ) -> Iterator[Cluster]:
-        """Have the nodes of a Ray cluster start all ranks until exit; they import Megatron while the caller goes on.
+        """Have the nodes of a Ray cluster start all ranks until exit; see `joined`.
 
-        Args:
-            options: of the cluster.
-            folder: of the run, which all nodes see.
-            world_size: ranks of the trainer.
-            until: deadline of the run.
-            progress: called with a line of text.
-
-        Raises:
-            UsageError: see `joined`; a node that does not see the folder, or has other files or versions.
+        They import Megatron while the caller goes on. A node that does not see the folder is refused.
         """
         from verifier.runs.join_ray import joined
 
         progress(f"starting Ray ({options.address})")
-        with joined(options, folder, world_size, self._vigil) as cluster:
+        with joined(options, folder, world_size) as cluster:
             progress("importing Megatron")
-            cluster.load(self._preload, until.left("importing Megatron"))
+            cluster.load(self._preload, until.left("importing Megatron"), self._vigil)
             before, self._launcher = self._launcher, cluster
             try:
                 yield cluster

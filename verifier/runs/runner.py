@@ -72,8 +72,7 @@ class Runner:
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
-        with self._nodes(config, until) as (work, ranks):
-            placement = place(config, model.tier, ranks)
+        with self._placed(config, model, until) as (work, placement):
             notes = self._notes(model, until)
             model = with_layout(model, config, placement, self.resources, work, until, self._progress)
             manifest = manifest_of(config, model, placement)
@@ -108,8 +107,7 @@ class Runner:
         for phase in phases:
             require_room(phase.trace)
         model = open_for_roundtrip(config)
-        with self._nodes(config, until) as (work, ranks):
-            placement = place(config, model.tier, ranks)
+        with self._placed(config, model, until) as (work, placement):
             self._roundtrip(config, model, placement, phases, workload, work, until, tokens_only=tokens_only)
         return phases[-1].trace
 
@@ -232,17 +230,16 @@ class Runner:
         return known[path]
 
     @contextlib.contextmanager
-    def _nodes(self, config: GoldenConfig | RoundtripConfig, until: Deadline) -> Iterator[tuple[Path, int | None]]:
-        """A work folder that all ranks see, and the number of ranks on this host, None for all.
-
-        With `ray.use` it is beside the trace, and the nodes of the cluster start the ranks until exit.
-        """
+    def _placed(
+        self, config: GoldenConfig | RoundtripConfig, model: ModelUnderTest, until: Deadline
+    ) -> Iterator[tuple[Path, Placement]]:
+        """A work folder that all ranks see, and where they are; with `ray.use` beside the trace, and on nodes."""
         with work_folder("run", config.trace.parent if config.ray.use else None) as work:
             if not config.ray.use:
-                yield work, None
+                yield work, place(config, model.tier)
                 return
             with self.resources.on_nodes(config.ray, work, config.mesh.world_size, until, self._progress) as cluster:
-                yield work, cluster.ranks_here
+                yield work, place(config, model.tier, cluster.ranks_here)
 
     def _recording(
         self, traces: Sequence[Path], manifest: Manifest, work: Path, notes: Sequence[str] = ()
