@@ -182,6 +182,7 @@ def test_nodes_of_one_host_share_its_gpus():
     cluster = Cluster(nodes, (), contextlib.ExitStack(), 8)
     assert [cluster._on_host(place, 8) for place in range(4)] == [range(4), range(4), range(4, 6), range(6, 8)]
     assert cluster.ranks_here == 4
+    assert cluster._on_host(0, 1) == range(1)
 
 
 def command(run: Path, *knobs: str) -> list[str]:

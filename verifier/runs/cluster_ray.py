@@ -247,7 +247,7 @@ class Cluster(Launcher):
 
     def _on_host(self, place: int, world_size: int) -> range:
         """Ranks on the host of a node: those of all nodes with its address, which follow each other."""
-        hosts = [str(node["NodeManagerAddress"]) for node in self._nodes]
+        hosts = [str(node["NodeManagerAddress"]) for node in self._nodes][:world_size]
         first, count = hosts.index(hosts[place]), world_size // len(hosts)
         return range(first * count, (first + hosts.count(hosts[place])) * count)
 

@@ -44,7 +44,7 @@ def with_layout(
     """
     if model.layout is not None or model.lora_rank:
         return model
-    with tempfile.TemporaryDirectory(dir=work) as folder:
+    with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
         return derived(
             model, config.fixes, lambda: resources.launcher(until), Path(folder), until, progress,
             num_gpus=placement.trainer_gpus, collective_deadline_s=resources.collective_deadline_s, within=within,
