@@ -51,6 +51,11 @@ def is_latent(config: Config) -> bool:
     return text_model(config).get("kv_lora_rank") is not None
 
 
+def has_delta_nets(config: Config) -> bool:
+    """Test for layers with a gated delta net in the place of attention."""
+    return text_model(config).get("linear_num_value_heads") is not None
+
+
 def hybrid_pattern(config: Config) -> str | None:
     """Letter of each layer of a model with state-space layers; None for other models."""
     kinds = config.get("layers_block_type") or ()

@@ -44,6 +44,15 @@ def stores(context: RankContext) -> str:
     return type(store).__name__
 
 
+def threads_of_a_group(context: RankContext) -> int:
+    """Number of threads that a new gloo group starts."""
+    import torch.distributed as dist
+
+    before = set(os.listdir("/proc/self/task"))
+    dist.new_group()
+    return len(set(os.listdir("/proc/self/task")) - before)
+
+
 def count_imports() -> None:
     """A preload: leaves a mark that forked ranks inherit."""
     os.environ["VERIFIER_TEST_IMPORTS"] = str(int(os.environ.get("VERIFIER_TEST_IMPORTS", "0")) + 1)

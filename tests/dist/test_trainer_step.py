@@ -124,3 +124,14 @@ def test_steps_that_go_on_from_files_are_those_of_a_run_that_was_not_stopped(run
         for resume in (False, True)
     )
     assert first == second
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_of_a_rank_without_replicas_are_saved_as_they_are_and_not_copied(run, model, dtype):
+    for result in run("states_of_a_save", model=model, dtype=dtype, mesh={"pp": 2}, data_parallel=OVERLAPPED):
+        (states, copied), (gathered, copied_by_megatron) = result["in place"], result["gathered"]
+        assert states == gathered
+        assert states
+        assert copied == 0
+        assert copied_by_megatron > 0

@@ -199,6 +199,38 @@ def stepped(context: RankContext) -> dict[str, str]:
     return _digests(export(built))
 
 
+def states_of_a_save(context: RankContext) -> dict[str, Any]:
+    """States of the optimizer in a save, as they are and as megatron-core gathers them, and how many are copies."""
+    from contextlib import nullcontext
+    from unittest import mock
+
+    from verifier.megatron import checkpoint_megatron
+    from verifier.megatron.optimizer_megatron import make_optimizer, make_scheduler
+    from verifier.megatron.step_megatron import train_step
+    from verifier.runs.scenario import RULE
+
+    built = _build(context.args)
+    optimizer = make_optimizer(built, rule=RULE)
+    scheduler = make_scheduler(optimizer, RULE)
+    train_step(built, optimizer, rollouts(), scheduler=scheduler)
+    own = {
+        value.data_ptr() for part in optimizer.chained_optimizers for state in part.optimizer.state.values()
+        for key, value in state.items() if key != "step"
+    }  # fmt: skip
+
+    def states() -> tuple[dict[str, str], int]:
+        parts = checkpoint_megatron._sharded_state(built, optimizer, scheduler)["optimizer"]
+        parts = [parts] if "param_state" in parts else [part for part in parts.values() if "param_state" in part]
+        items = [item for part in parts for tensors in part["param_state"].values() for item in tensors.values()]
+        named = ((f"{item.key} {getattr(item, 'global_offset', None)}", item.data) for item in items)
+        copied = sum(".exp_avg" in item.key and item.data.data_ptr() not in own for item in items)
+        return _digests(named), copied
+
+    in_place = states()
+    with mock.patch.object(checkpoint_megatron, "_states_in_place", return_value=nullcontext()):
+        return {"in place": in_place, "gathered": states()}
+
+
 def rebuilt(context: RankContext) -> list[list[list[float]]]:
     """Several meshes, one after another, in the same processes."""
     from verifier.megatron.step_megatron import score

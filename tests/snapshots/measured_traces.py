@@ -65,7 +65,7 @@ def measured() -> list[Record]:
         *(
             GradientProducts(
                 name="update 1", version=1, rank=rank, coordinate=f"tp={rank} pp=0 ep=0 etp=0 cp=0 dp=0",
-                products=PRODUCTS[rank],
+                products=PRODUCTS[rank], damped=0.0,
             )
             for rank in range(2)
         ),

@@ -126,15 +126,19 @@ def describe_difference(actual: np.ndarray, expected: np.ndarray) -> Difference:
     return Difference(greatest=greatest, num_not_finite=num_not_finite, text=text)
 
 
-def slope_of(differences: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+def slope_of(differences: np.ndarray, values: np.ndarray, together: np.ndarray | None = None) -> tuple[float, float]:
     """Slope of differences over values by least squares, and its standard error, whatever each one's spread is.
 
-    The error is White's (1980). Values that are all equal have a slope of 0.
+    The error is White's (1980); Liang and Zeger's (1986) where those with one number of `together` go together. Values
+    that are all equal have a slope of 0.
     """
+    import numpy as np
+
     centred = values - values.mean()
     total = float((centred**2).sum())
     if total == 0.0:
         return 0.0, 0.0
     slope = float((centred * differences).sum()) / total
     rest = differences - differences.mean() - slope * centred
-    return slope, math.sqrt(float(((centred * rest) ** 2).sum())) / total
+    parts = centred * rest if together is None else np.bincount(together, centred * rest)
+    return slope, math.sqrt(float((parts**2).sum())) / total

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from verifier.errors import ContractError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
-from verifier.export.save import SHARD_BYTES
 from verifier.export.sharding import ParamPlacement, joined_in_turn, require_tiling, unshard
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import write_shard
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""
+_FILE_BYTES = 1 << 26
+"""Size of a file of shards, in bytes, at which the next one begins: as much is copied at a time, on every rank."""
 
 
 class LiveWeights:
@@ -105,7 +106,7 @@ class LiveWeights:
         for chunk, name, tensor in tensors:
             if (chunk, name) in places:
                 owned[f"{chunk}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
-                if sum(each.nbytes for each in owned.values()) >= SHARD_BYTES:
+                if sum(each.nbytes for each in owned.values()) >= _FILE_BYTES:
                     write_shard(next(files), owned)
                     owned = {}
         write_shard(next(files), owned)

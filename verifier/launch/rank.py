@@ -201,7 +201,7 @@ def _join(
     )  # fmt: skip
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _share_gloo_device(address)
+    _set_gloo_options(address)
     everyone = flight.group_key("init_process_group", range(world_size))
     with flight.blocked(flight.RECORDER.enter(everyone, "init_process_group")):
         timeout = datetime.timedelta(seconds=job.collective_deadline_s + _STORE_GRACE_S)
@@ -220,15 +220,19 @@ def _join(
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _share_gloo_device(address: str) -> None:
-    """Give every gloo group that this process makes from now on the same device, which serves any number of them.
+def _set_gloo_options(address: str) -> None:
+    """Give every gloo group that this process makes from now on one worker thread, and the same device as all others.
 
     Gloo gives every group a device of its own, and every device a thread that looks for work a hundred times a second.
     Megatron makes about twenty groups, so 64 ranks on two cores spent more than half of their time waking up for
     nothing. It starts a thread: fork before.
 
+    Torch gives every group two workers, which corrupt the heap (docs/upstream.md): each notes the name of what it has
+    done in one string, without a lock.
+
     Source:
-        gloo/transport/tcp/loop.cc: `epoll_wait` with a timeout of 10 ms. torch 2.11, `ProcessGroupGloo::Options`.
+        gloo/transport/tcp/loop.cc: `epoll_wait` with a timeout of 10 ms. torch 2.11, ProcessGroupGloo.cpp:
+        `ProcessGroupGloo::Options`; `runLoop` assigns `pgStatus_->lastCompletedWorkName` before `lock.lock()`.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -243,7 +247,7 @@ def _share_gloo_device(address: str) -> None:
             original(group, *args, **kwargs)
             return
         options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = [device], timeout
+        options._devices, options._threads, options._timeout = [device], 1, timeout
         original(group, *args, options, **kwargs)
 
     ProcessGroupGloo.__init__ = init

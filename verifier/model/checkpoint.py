@@ -127,6 +127,10 @@ class Checkpoint:
             self._shards[shard] = safe_open(self.path / shard, framework="pt", device="cpu")
         return self._shards[shard].get_tensor(name)
 
+    def unmap(self) -> None:
+        """Let go of shards that no tensor is a view of; `read` maps them again."""
+        self._shards.clear()
+
 
 def read_config(path: Path) -> dict[str, JSON]:
     """Return the config.json of a checkpoint directory.

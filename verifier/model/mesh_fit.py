@@ -56,6 +56,7 @@ def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
         (f"ep = {mesh.ep}", mesh.ep, experts, "experts"),
         (f"etp = {mesh.etp}", mesh.etp, size("moe_intermediate_size") if experts else None, "columns of an expert"),
         (tp_cp, mesh.tp * mesh.cp, size("mamba_num_heads") if hybrid else None, "heads of the state-space layers"),
+        (tp_cp, mesh.tp * mesh.cp, size("linear_num_key_heads"), "key heads of the gated delta nets"),
         (f"cp = {mesh.cp}", cp_parts, held, "groups that a tensor-parallel rank holds of the state-space layers"),
     ):
         if count is not None and count % parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -435,7 +435,15 @@ def record_activations(
             recorder.emit(gradient_record({**row, **more}, owners, mesh))
 
 
-def sampled_noise(step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, *, routed: bool) -> SampledNoise:
+def numbered(places: Iterable[Hashable]) -> np.ndarray:
+    """[N] int64, a number for each, from 0; equal ones have the same."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(place, len(numbers)) for place in places], np.int64)
+
+
+def sampled_noise(
+    step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, places: np.ndarray | None = None, *, routed: bool
+) -> SampledNoise:
     """Noise of a dtype on sampled tokens.
 
     Args:
@@ -443,14 +451,17 @@ def sampled_noise(step: int, measured: int, rounded: np.ndarray, exact: np.ndarr
         measured: version of the weights that sampled them.
         rounded: log-probabilities in that dtype, by token.
         exact: those in float32.
+        places: number of the place behind its prompt of each token, which samples of one prompt share; all differ by
+            default.
         routed: the model has routers.
     """
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
     sizes, squares = np.abs(differences), differences**2
     unsure = -np.expm1(np.minimum(np.asarray(exact, np.float64), 0.0))
-    slope, error = slope_of(differences, (np.asarray(rounded, np.float64) + exact) / 2)
+    slope, error = slope_of(differences, (np.asarray(rounded, np.float64) + exact) / 2, places)
     return SampledNoise(
         name="rollouts", version=step, measured=measured, tokens=len(sizes), greatest=real(float(sizes.max())),
+        places=0 if places is None else len(np.unique(places)),
         mean=real(float(sizes.mean())), deviation=real(float(sizes.std())), squares=real(float(squares.mean())),
         squares_deviation=real(float(squares.std())), p99=real(float(np.quantile(sizes, 0.99))),
         bias=real(float(differences.mean())), slope=real(slope), slope_error=real(error), routed=routed,

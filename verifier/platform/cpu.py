@@ -38,6 +38,7 @@ def install() -> None:
         raise UsageError("transformer_engine was imported before the CPU platform: call `install_for('cpu')` first")
     require_installed(*TRAINER)
     from verifier.platform.cpu_cuda_shims import core_patches, mapping_patches, torch_patches
+    from verifier.platform.cpu_delta import delta_patches
     from verifier.platform.cpu_mamba import mixer_patches
 
     apply(torch_patches())
@@ -53,7 +54,7 @@ def install() -> None:
             warnings.simplefilter("ignore")
             for module in ("models.gpt.gpt_layer_specs", "models.mimo", "optimizer", "pipeline_parallel"):
                 importlib.import_module(f"megatron.core.{module}")
-            apply([*core_patches(), *mapping_patches(), *_module_patches(), *mixer_patches()])
+            apply([*core_patches(), *mapping_patches(), *_module_patches(), *mixer_patches(), *delta_patches()])
             _offer_placeholder()
             importlib.import_module("megatron.bridge")
             apply(_bridge_patches())

@@ -32,6 +32,8 @@ from verifier.platform.cpu_attention import TEDotProductAttention
 Init = Callable[[Tensor], object]
 BLOCK = 16
 """Number of rows of one expert that are multiplied at once."""
+WATCHERS: list[Callable[[Tensor, Tensor | None, Tensor, Tensor, float], None]] = []
+"""Called with weight, bias, input, output and epsilon of each norm, to look at them."""
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
@@ -49,10 +51,14 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: Transforme
     """
     gamma = weight.float() + 1.0 if config.layernorm_zero_centered_gamma else weight.float()
     if config.normalization == "RMSNorm":
-        return functional.rms_norm(x.float(), weight.shape, gamma, eps).to(x.dtype)
-    if config.normalization == "LayerNorm":
-        return functional.layer_norm(x.float(), weight.shape, gamma, bias.float(), eps).to(x.dtype)
-    raise UsageError(f"normalization {config.normalization} has no reference module: RMSNorm and LayerNorm do")
+        normed = functional.rms_norm(x.float(), weight.shape, gamma, eps).to(x.dtype)
+    elif config.normalization == "LayerNorm":
+        normed = functional.layer_norm(x.float(), weight.shape, gamma, bias.float(), eps).to(x.dtype)
+    else:
+        raise UsageError(f"normalization {config.normalization} has no reference module: RMSNorm and LayerNorm do")
+    for watch in WATCHERS:
+        watch(weight, bias, x, normed, eps)
+    return normed
 
 
 def norm_parameters(config: TransformerConfig, width: int) -> tuple[Parameter, Parameter | None]:

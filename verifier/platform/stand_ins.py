@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verifier.config_json import text_model
+from verifier.config_json import has_delta_nets, text_model
 from verifier.errors import UsageError
 from verifier.platform.upstream_fixes import RunFacts, Sizes
 
 _WITHOUT = {
     "index_topk": "sparse latent attention by an indexer",
     "moe_latent_size": "experts in a latent space",
-    "linear_num_value_heads": "gated delta nets",
 }
 """Key of config.json -> layers of a model that has it, which the CPU tier has no stand-in for."""
 
@@ -51,6 +50,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "the host for CUDA calls"
         if hybrid:
             yield "a float64 scan for mamba-ssm"
+        if has_delta_nets(model):
+            yield "a float64 gated delta rule for flash-linear-attention's"
         if model.get("model_type") == "gemma2":
             yield "attention to packed sequences for Gemma 2's, which takes none"
     if run.training and experts:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verifier.config_json import has_delta_nets
 from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
 from verifier.platform.provenance import installed
@@ -143,7 +144,7 @@ def _keeps_head(model: Sizes) -> bool:
 
 
 def _rounds_decay(model: Sizes, run: RunFacts) -> bool:
-    return _is_hybrid(model) and run.dtype == "bfloat16"
+    return (_is_hybrid(model) or has_delta_nets(model)) and run.dtype == "bfloat16"
 
 
 def _misplaces_states(model: Sizes, run: RunFacts) -> bool:
@@ -247,9 +248,9 @@ FIXES: dict[str, UpstreamFix] = {
         _megatron(
             id=MEGATRON_DECAY,
             issue="miles #975 (Megatron-LM, Float16Module)",
-            summary="a bf16 model is wrapped so that float32 parameters of state-space layers are rounded with all "
-            "else",
-            names=r".*\.mixer\.(A|A_log|D|dt_bias)",
+            summary="of a bf16 model, float32 parameters of state-space layers and gated delta nets are rounded with "
+            "all else",
+            names=r".*\.(mixer|linear_attn|self_attention)\.(A|A_log|D|dt_bias)",
             checks=("WGT001", "WGT004", "PLN002", "TRN001", "ENG001", "ENG002"),
             applies=_rounds_decay,
         ),

@@ -135,10 +135,10 @@ def mark_sinks(chunks: list[Any]) -> list[Any]:
 
 
 def keep_float32(chunks: list[Any], stored: Collection[str]) -> list[Any]:
-    """Keep in float32 those parameters of state-space layers that the checkpoint does.
+    """Keep in float32 those parameters of state-space layers and gated delta nets that the checkpoint does.
 
-    megatron-core makes ``A_log`` and ``D`` in float32 and then rounds them with all else when it wraps the model for
-    bf16; megatron-bridge spares what a module marks.
+    megatron-core makes ``A_log`` and ``D`` of the former in float32 and then rounds them with all else when it wraps
+    the model for bf16, and makes ``A_log`` of the latter in bf16; megatron-bridge spares what a module marks.
 
     `chunks` are this rank's loaded modules, not yet wrapped; `stored` has the last parts of the names of what the
     checkpoint stores in float32.
@@ -147,12 +147,13 @@ def keep_float32(chunks: list[Any], stored: Collection[str]) -> list[Any]:
         miles #975, of another model with such layers; megatron-bridge 0.6.2, models/model_provider.py,
         `_apply_mixed_precision_wrapper`.
     """
+    from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    kept = [leaf for leaf in ("dt_bias", "A_log", "D") if leaf in stored]
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, MambaMixer):
+            if isinstance(module, MambaMixer | GatedDeltaNet):
+                kept = [leaf for leaf in ("dt_bias", "A_log", "D") if leaf in stored and hasattr(module, leaf)]
                 module._keep_in_float32_parameter_names = kept
                 for leaf in kept:
                     parameter = getattr(module, leaf)

@@ -211,10 +211,12 @@ class _Recording:
         yield noise_of_logprobs(name, version, sides), None
 
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
-        from verifier.oracle.recording import sampled_noise
+        from verifier.oracle.recording import numbered, sampled_noise
 
         exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
-        found = sampled_noise(step, sampled.version, low, exact, routed=False)
+        rows = zip(sampled.prompts, sampled.lengths, strict=True)
+        places = numbered((tuple(prompt), place) for prompt, length in rows for place in range(length))
+        found = sampled_noise(step, sampled.version, low, exact, places, routed=False)
         return replace(found, **scales_of(tails.scales))
 
     def _gradients(self) -> Iterator[tuple[Record, Any]]:

@@ -13,7 +13,7 @@ from msgspec import convert, to_builtins
 from verifier.core.record import real
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
-from verifier.launch.child import entered
+from verifier.launch.child import entered, give_memory_back
 from verifier.megatron import recompute_megatron, step_megatron
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import end_tokens
@@ -121,13 +121,16 @@ class Session:
         self._observe_engine(0)
         with in_stage(Stage.TRAIN):
             self._idle_step()
+        run.source.unmap()
         for version in range(1, run.spec.cycles + 1):
             with in_stage(Stage.TRAIN, version):
                 run.link.rest()
                 self._update(version)
             for stage, act in self._acts(version):
+                give_memory_back()
                 with in_stage(stage, version):
                     act(version)
+            give_memory_back()
             self._observe_engine(version)
 
     def _acts(self, version: int) -> list[tuple[Stage, Callable[[int], None]]]:
@@ -277,3 +280,4 @@ class Session:
             for rank, slices in enumerate(link.client.checkpoint_view()):
                 record_views(run.engines[rank], slices, served(self._weights.sent, run.source.config), version)
         self._weights.sent = {}  # nothing compares it from here on, and it is as large as the model
+        give_memory_back()

@@ -38,12 +38,10 @@ class Steps:
 
     def take(self, rollouts: Sequence[Rollout], **options: Any) -> StepResult:
         """One step; see `train_step` for the options. A collective."""
-        result = step_megatron.train_step(
+        return step_megatron.train_step(
             self._trainer, self._optimizer, rollouts, scheduler=self._scheduler,
             micro_batch_size=self._micro_batch_size, **options,
         )  # fmt: skip
-        give_memory_back()
-        return result
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint in an empty folder by an optimizer made anew, as a stopped run does. A collective."""

@@ -71,6 +71,7 @@ class TrainedWeights:
     def hand_on_gradients(self, version: int) -> None:
         """Join the shards of all ranks' reduced gradients by the layout, for the oracle. A collective."""
         if self._run.layout is not None:
+            give_memory_back()
             self._hand_on().gradients(version)
 
     def _hand_on(self) -> HandOn:
@@ -169,7 +170,6 @@ class FullWeights(TrainedWeights):
         self._record_exported(version)  # the other ranks wait there for the transfer, and not for the files too
         if version == run.spec.cycles:
             self._save("exported", self.sent)
-        give_memory_back()
 
     def record_update(self, version: int) -> None:
         """Record every rank's shards, and the checkpoint that they join to; else the oracle gets what was sent."""

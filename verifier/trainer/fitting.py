@@ -39,6 +39,8 @@ from verifier.trainer.run_data import load_held_out, load_train, open_chat_templ
 
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
+BATCH_BYTES, JUDGED_BYTES = 41, 52
+"""Bytes a token on disk of a batch, and of the trace of a judged step that holds: 10,000 tokens of `tiny:add`."""
 _TEXT_OF_TEMPLATE = 256
 """Bytes that a chat template may put around an example, generously."""
 
@@ -254,6 +256,7 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
         )
     if config.samples:
         lines.append(_rollout_line(config, sizes, tier, gpu_bytes() if has_gpu and alone is None else None))
+        lines.append(_disk_line(config))
     lines += [_batch_line(config), "\nnot checked without torch and the tokenizer: weights, lengths in tokens, GPUs\n"]
     if alone is not None:
         lines.append(f"`{config.model}` holds no weights, which a run needs: planned by config.json, for GPUs\n")
@@ -299,6 +302,20 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
 def _stored_bytes(model: str) -> int:
     """Bytes of the weight files of a local directory; 0 of a generated model, which is small."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+
+
+def _disk_line(config: TrainConfig) -> str:
+    """Most that answers leave on disk, in batches and in traces of judged steps."""
+    options = config.grpo
+    each = options.max_turns * (options.max_answer_tokens + options.max_reply_tokens) - options.max_reply_tokens
+    tokens = config.data.batch_size * options.group_size * each
+    judged = JUDGED_BYTES if config.verify.steps else 0
+    kept = config.steps if config.verify.keep is None else min(config.verify.keep, config.steps)
+    return (
+        f"disk: {tokens * (BATCH_BYTES + judged) / 1e6:,.3g} MB a step whose answers all have full length, "
+        f"{tokens * (BATCH_BYTES * config.steps + judged * kept) / 1e9:,.3g} GB in {config.steps:,} steps; prompts as "
+        "much a token, and checkpoints beside them\n"
+    )
 
 
 def _batch_line(config: TrainConfig) -> str:

@@ -37,7 +37,7 @@ A, B = (f"{LAYER}.mlp.linear_fc2.adapter.linear_{half}.weight" for half in ("in"
 
 def judged(
     changes=(), *, rows=True, bent=False, dtype="float32", without=(), silent=(), halves=(), zero=(), entropies=None,
-    squares=(), sizes=None,
+    squares=(), sizes=None, damped=(0.0, 0.0),
 ):  # fmt: skip
     """Outcome on the products above, with others for some, of which the second rank has a half of each."""
     values = {name: value for name, value in {**MODEL, **dict(changes)}.items() if name not in without}
@@ -57,6 +57,7 @@ def judged(
             products=products,
             bent=bent,
             silent=(*silent, *(halves if rank else ())),
+            damped=damped[rank],
         )
         for rank in range(2)
     ]
@@ -119,6 +120,20 @@ def test_a_tied_head_is_what_the_stream_has_a_sum_of():
     tied = {"embedding.word_embeddings.weight": -0.75}
     assert judged(tied, without=["output_layer.weight"]).verdict is Verdict.HOLDS
     assert said(judged(without=["output_layer.weight"])) == ["residual stream: embedding.word_embeddings.weight"]
+
+
+def test_what_epsilon_takes_from_tokens_is_allowed_twice():
+    """Ranks tell it of the loss of all tokens, 3 here, which gradients are divided by."""
+    embeddings = "embedding.word_embeddings.weight"
+    shifted = {embeddings: MODEL[embeddings] + 0.01}
+    assert judged(shifted, damped=(0.010, 0.006)).verdict is Verdict.HOLDS
+    assert said(judged(shifted, damped=(0.008, 0.006))) == [f"residual stream: {embeddings}"]
+
+
+def test_records_that_do_not_tell_what_epsilon_takes_leave_the_residual_stream_out():
+    outcome = judged({"embedding.word_embeddings.weight": 0.0}, damped=(0.0, None))
+    assert (outcome.verdict, outcome.num_compared) == (Verdict.HOLDS, 8)
+    assert "what epsilon takes" in outcome.left_out[0]
 
 
 def test_what_is_not_told_is_not_compared():

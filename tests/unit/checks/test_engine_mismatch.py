@@ -20,7 +20,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import real
 from verifier.core.trace import Trace
 from verifier.oracle.recording import sampled_noise
-from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.logprob.checks_logprobs import CHANCE, most_beyond
 from verifier.stages.loss.records import LossTerms
 
@@ -113,6 +113,43 @@ def test_draws_beyond_the_greatest_of_others(tokens, others):
     least = most_beyond(tokens, others) + 1
     chance = math.exp(sum(math.log((tokens - at) / (tokens + others - at)) for at in range(min(least, tokens))))
     assert least > tokens or chance <= CHANCE
+
+
+def test_noise_that_answers_to_one_prompt_share_counts_once():
+    """Four answers to each of 15 prompts of ten tokens, three of them unsure, beside a floor of 16 such prompts."""
+    alike, beyond = [], []
+    for seed in range(300):
+        for together, shares in ((True, alike), (False, beyond)):
+            shares.append(max(item.share for item in shared_noise(seed, together=together) if item.share is not None))
+    assert max(alike) < 0.5 < max(beyond)
+
+
+def shared_noise(seed, *, together):
+    """Comparisons of a step whose answers to a prompt have the same tokens, by records that tell so or do not."""
+    generator = np.random.default_rng(seed)
+
+    def draw(prompts):
+        exact = np.log1p(-np.tile([*[1e-3] * 7, *[0.5] * 3], prompts))
+        sides = exact + unsure(exact) * generator.standard_t(5, (2, len(exact))) * NOISE
+        repeat = lambda row: np.tile(row.reshape(prompts, 1, 10), (1, 4, 1)).ravel()  # noqa: E731
+        return [repeat(row) for row in (exact, *sides)]
+
+    exact, rounded, _ = draw(16)
+    places = np.tile(np.arange(160).reshape(16, 1, 10), (1, 4, 1)).ravel() if together else None
+    noise = sampled_noise(2, 1, rounded, exact, places, routed=False)
+    _, old, engine = draw(15)
+    ids, columns = tuple(f"{at}" for at in range(60)), np.ones(600)
+    policy = PolicyColumns(
+        name="policy inputs", version=2, ids=ids, lengths=(10,) * 60, ratio_over="old", weight_level="", weight_cap=2.0,
+        mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="policy-0000-000000",
+    )  # fmt: skip
+    groups = tuple(f"{at // 4}" if together else f"{at}" for at in range(60))
+    loss = LossColumns(
+        name="update 1", version=2, aggregation="token_mean", ids=ids, groups=groups, lengths=(10,) * 60, array="loss"
+    )
+    arrays = {"old": old, "engine": engine, "mask": columns.astype(bool), "version": columns.astype(np.int32)}
+    manifest = Manifest(dtype="bfloat16", model="tiny:add", complete=True)
+    return REGISTRY["LGP009"].fn(Trace(manifest, [policy, loss, noise], lambda item: arrays))
 
 
 def test_few_tokens_have_no_statistics():

@@ -71,6 +71,11 @@ def config_of(name, **changes):
             "NemotronHForCausalLM",
         ),
         (
+            {"architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 4},
+            {"tp": 2, "cp": 4},
+            "tp * cp = 2 * 4 does not divide the 4 key heads of the gated delta nets of Qwen3NextForCausalLM",
+        ),
+        (
             config_of("nemotron-h"),
             {"pp": 2, "vpp": 2},
             "vpp = 2, but megatron-bridge builds NemotronHForCausalLM without virtual stages",

@@ -19,6 +19,7 @@ GEMMA = {"model_type": "gemma3_text", "rms_norm_eps": 1e-6}
 TIED = {"model_type": "llama", "tie_word_embeddings": True}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SINKS = {"model_type": "gpt_oss"}
+DELTA = {"text_config": {"linear_num_value_heads": 32}}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
 
@@ -186,12 +187,18 @@ def test_attention_of_gemma_2_stands_in_for_one_that_takes_no_packed_sequences()
     assert not [item for item in stand_ins_of({"model_type": "gemma2"}, replace(RUN, tier="cuda")) if "Gemma" in item]
 
 
+@pytest.mark.parametrize("tier", ["cpu", "cuda"])
+def test_a_gated_delta_rule_stands_in_for_one_without_cpu_kernels(tier):
+    named = [item for item in stand_ins_of(DELTA, replace(RUN, tier=tier)) if "delta" in item]
+    assert named == ["a float64 gated delta rule for flash-linear-attention's"] * (tier == "cpu")
+
+
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
         ({**LATENT, "index_topk": 2048}, "sparse latent attention by an indexer (`index_topk` = 2048"),
         ({**HYBRID, "moe_latent_size": 1024}, "experts in a latent space"),
-        ({"text_config": {"linear_num_value_heads": 32}}, "gated delta nets"),
+        ({"text_config": {"moe_latent_size": 48}}, "experts in a latent space"),
     ],
 )
 def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
@@ -199,6 +206,6 @@ def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
         require_stand_ins(model)
 
 
-@pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**HYBRID, "moe_latent_size": None}])
+@pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**HYBRID, "moe_latent_size": None}, DELTA])
 def test_what_has_a_stand_in_is_not_refused(model):
     require_stand_ins(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verifier.stages.train import probe_gradient_products_megatron as gradient_products_megatron
-from verifier.stages.train.probe_gradient_products_megatron import Products
+from verifier.stages.train.probe_gradient_products_megatron import READS_STREAM, Damped, Products
 
 PROVIDER = SimpleNamespace(
     layernorm_zero_centered_gamma=False, gated_linear_unit=True, multi_latent_attention=False, kv_channels=2,
@@ -100,3 +100,52 @@ def test_both_matrices_of_an_adapter_have_one_product():
         (f"{MLP}.linear_fc2.adapter.linear_out.weight", outward, 0, 18),
     ).values()  # fmt: skip
     assert of_inward == pytest.approx(of_outward, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_what_epsilon_takes_is_all_that_a_scale_of_the_residual_stream_leaves(kind):
+    """One token, whose terms at two norms and the last one are taken apart by their signs."""
+    from verifier.platform import cpu_modules
+
+    torch.manual_seed(5)
+    config = SimpleNamespace(normalization=kind, layernorm_zero_centered_gamma=False)
+    embedding, out, second = (torch.nn.Parameter(torch.randn(*shape)) for shape in ((1, 8), (8, 8), (8, 8)))
+    norms = [torch.nn.Parameter(torch.randn(8)) for _ in range(3)]
+    biases = [torch.nn.Parameter(torch.randn(8)) if kind == "LayerNorm" else None for _ in range(3)]
+    own = [Damped([norm]) for norm in norms]
+    every, none = Damped(norms), Damped([])
+    terms = []
+
+    def signed(weight, bias, x, normed, eps):
+        centred = x if bias is None else x - x.mean(-1, keepdim=True)
+        kept = (normed if bias is None else normed - bias).detach()
+        share = eps / (centred.detach().square().mean() + eps)
+        normed.register_hook(lambda gradient: terms.append(float(share * (kept * gradient).sum())))
+
+    cpu_modules.WATCHERS[:] = [item.watch for item in (*own, every, none)] + [signed]
+    try:
+        states = embedding
+        for norm, bias, write in zip(norms, biases, (out, second, None), strict=True):
+            read = cpu_modules.normalize(states, norm, bias, config, 0.3)
+            states = read if write is None else states + read.tanh() @ write
+        (states * torch.randn(1, 8)).sin().sum().backward()
+    finally:
+        cpu_modules.WATCHERS.clear()
+    left = sum(float((item.detach() * item.grad).sum()) for item in (embedding, out, second))
+    assert left == pytest.approx(sum(terms), rel=1e-4)
+    assert abs(left) > 1e-2
+    assert [float(item.total) for item in own] == pytest.approx([abs(term) for term in reversed(terms)], rel=1e-4)
+    assert float(every.total) == pytest.approx(sum(map(abs, terms)), rel=1e-4)
+    assert float(none.total) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", True), ("decoder.final_layernorm.weight", True),
+        ("decoder.layers.0.pre_mlp_layernorm.weight", True), ("decoder.final_norm.weight", True),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", False), ("decoder.layers.0.mixer.norm.weight", False),
+    ],
+)  # fmt: skip
+def test_norms_of_the_residual_stream_are_told_from_those_within_a_layer(name, reads):
+    assert bool(READS_STREAM.search(name)) == reads

@@ -16,7 +16,7 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import config_of
 from verifier.model.tiny import write_tiny
 from verifier.trainer.batches import SftPlan
-from verifier.trainer.fitting import near_budget, require_budget, require_fit
+from verifier.trainer.fitting import dry_run, near_budget, require_budget, require_fit
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.grpo_plan import RecordedRollouts
 
@@ -158,3 +158,17 @@ def test_a_cache_below_one_sequence_is_refused_before_an_engine_starts(tmp_path)
     assert asked.kv_cache_bytes == 256 << 20
     with pytest.raises(UsageError, match=r"engine.kv_cache_gib is 1e-05, and one sequence of 71 tokens takes"):
         EngineRollouts(config("engine.kv_cache_gib=1e-5", *words), checkpoint)
+
+
+def test_a_dry_run_tells_what_answers_leave_on_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("algorithm=grpo", "steps=1000", "data.batch_size=64", "grpo.group_size=8", "grpo.max_answer_tokens=1024")
+    for more, of_a_step, of_all in (
+        ((), "21.5 MB", "21.5 GB"),
+        (("verify.steps=true",), "48.8 MB", "48.8 GB"),
+        (("verify.steps=true", "verify.keep=10"), "48.8 MB", "21.8 GB"),
+    ):
+        asked = config(*words, *more)
+        line = next(line for line in dry_run(asked, {}).splitlines() if line.startswith("disk: "))
+        assert line.startswith(f"disk: {of_a_step} a step")
+        assert f" {of_all} in 1,000 steps" in line

@@ -35,7 +35,7 @@ from verifier.engine.stored_tensors import adapter_places, restore
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
-from verifier.launch.child import die_with_parent, resolve
+from verifier.launch.child import die_with_parent, give_memory_back, resolve
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.platform import upstream_fixes_vllm
 from verifier.platform.patch import Patch, apply, current
@@ -45,6 +45,8 @@ from verifier.transport.wire import Address, Agreement, Receipt
 Load = Callable[[list[tuple[str, torch.Tensor]]], set[str] | None]
 BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
+_LEAVE_MEMORY = frozenset({"verifier_view", "verifier_begin", "verifier_finish"})
+"""Requests that end a row of those that copy weights. Trainer ranks beside this process need the memory."""
 _ROUTES = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer"
 
 
@@ -111,7 +113,10 @@ class VerifierWorker:
         vLLM's driver stops reading at the first rank that fails. Other answers would stay in the ranks' queues and be
         taken for those of later requests.
         """
-        return reply_of(lambda: getattr(self, method)(**arguments))
+        reply = reply_of(lambda: getattr(self, method)(**arguments))
+        if method in _LEAVE_MEMORY:
+            give_memory_back()
+        return reply
 
     def verifier_state(self) -> list[EngineTensor]:
         """See `Engine.state`."""

@@ -38,6 +38,7 @@ from verifier.oracle.recording import (
     choices_record,
     gradient_record,
     noise_of_logprobs,
+    numbered,
     oracle_record,
     sampled_noise,
     scales_of,
@@ -424,7 +425,8 @@ class SampledStep:
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
                     self._record_ends(recorder, ends, shares, own)
-                    noise = self._noise(tails, known)
+                    places = numbered((scored.rollouts[at].group, place) for at, a, b in own for place in range(a, b))
+                    noise = self._noise(tails, places, known)
                     recorder.emit(noise)
         if noise is None and known is not None:  # no token is of the last weights: one step ahead all are older
             recorder.emit(msgspec.structs.replace(known, version=self._step))
@@ -451,10 +453,10 @@ class SampledStep:
         probe.emit(*oracle_record(kind, name, version, sides.exact, sides.scales, whole))
         probe.emit(noise_of_logprobs(name, version, sides, routed=self._routed))
 
-    def _noise(self, sides: Sides, known: SampledNoise | None) -> SampledNoise:
-        """Noise on the tokens of runs of one version."""
+    def _noise(self, sides: Sides, places: np.ndarray, known: SampledNoise | None) -> SampledNoise:
+        """Noise on the tokens of runs of one version, at these places."""
         rounded, exact = np.concatenate([*sides.other]), np.concatenate([*sides.exact])
-        found = sampled_noise(self._step, self._step - 1, rounded, exact, routed=self._routed)
+        found = sampled_noise(self._step, self._step - 1, rounded, exact, places, routed=self._routed)
         found = replace(found, partly=bool(self.places), **scales_of(sides.scales))
         if known is None:
             return found

@@ -257,6 +257,9 @@ class SampledNoise(NoiseRecord, frozen=True, kw_only=True, tag="logprob/sampled-
     measured: Count
     """Version of the weights that it was measured on."""
     tokens: Count
+    places: Count = 0
+    """Places behind the prompts that these tokens are at: samples of one prompt share them, and much of their noise.
+    0: as many as tokens."""
     squares: Real
     """Mean of the squares, nats squared."""
     squares_deviation: Real

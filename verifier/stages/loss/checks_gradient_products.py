@@ -38,8 +38,10 @@ OF_A_WRITE = 2
 """Further roundings of the residual stream for each module that writes to it: of the stream, and of its gradient."""
 OF_A_ROW = 4
 """Roundings of a row: of logits and of their gradient, each of the label's and, together no greater, of all others'."""
+OF_EPSILON = 2
+"""Times what epsilon takes from each token's part of a scale of the residual stream, by magnitude: half at most."""
+NO_EPSILON = "the residual stream (the record does not tell what epsilon takes from each token)"
 NO_SIZE = "the last norm against the rows of the loss (the record does not tell the size of logits)"
-_NORMS = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 NORM, SCORES, GATED, VALUES, STREAM, ROWS = "norm", "queries", "gated rows", "values", "residual stream", "last norm"
@@ -143,8 +145,9 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     (docs/adr/0081). In bf16 9.8 standard deviations of nine roundings to it, 2^-8 over the root of 3 each, of that
     root, and of the residual stream two more for each module that writes to it; of the last norm also those of
     logits and their gradients, by their size. Of queries and keys the root has their rows of the linear before too.
-    Norms have an epsilon, which nothing scales: of the residual stream also all norms' products, times epsilon over
-    the mean square of embeddings.
+    Norms have an epsilon, which nothing scales: of the residual stream also twice what it takes from each token at each
+    norm, by magnitude, a share of epsilon over the mean square of the token's state (docs/adr/0111). It is never more
+    than half.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
     logits are bent to a bound; the residual stream of layers with further norms; runs on
@@ -153,8 +156,10 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
     """
     found = [*_by_scale(trace)]
-    if trace.manifest.dtype == "float32" and any("size" not in update.rows for update in updates_of(trace)):
-        found = [replace(item, left_out=(NO_SIZE,)) for item in found]
+    sizes = trace.manifest.dtype != "float32" or all("size" in update.rows for update in updates_of(trace))
+    told = all(item.damped is not None for item in trace.of(GradientProducts))
+    if left := tuple(what for what, known in ((NO_SIZE, sizes), (NO_EPSILON, told)) if not known):
+        found = [replace(item, left_out=left) for item in found]
     if all(item.same for item in found) or (is_summed(trace) and all(item.same for item in compare_used(trace))):
         yield from found
     else:
@@ -171,11 +176,12 @@ def _by_scale(trace: Trace) -> Iterator[Comparison]:
         update, num_tokens = updates.get((version, name)), tokens.get((version, name), 0)
         rows = _of_rows(update, num_tokens, sized=trace.manifest.dtype == "float32")
         sums, depth = _summed(ranks), DEPTH + (num_tokens if update is None else sum(update.columns.lengths))
-        norms = math.fsum(abs(own.product) for each, own in sums.items() if _NORMS.search(each))
-        damped = norms * max(float(item.damping) for item in ranks)
+        damped = [float(item.damped) for item in ranks if item.damped is not None]
         for pair in _pairs(sums):
+            if pair.kind == STREAM and len(damped) < len(ranks):
+                continue
             sides = [_joined([sums[each] for each in side]) for side in (pair.left, pair.right)]
-            more = damped if pair.kind == STREAM else 0.0
+            more = OF_EPSILON * sum(damped) / max(num_tokens, 1) if pair.kind == STREAM else 0.0
             allowed = _allowed(trace, [*sides, _before(pair, sums)], depth, more, pair)
             yield _compared(name, version, pair, sides, allowed)
         if rows.uncertain:

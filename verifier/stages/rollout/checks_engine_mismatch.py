@@ -16,7 +16,7 @@ from verifier.core.comparison import slope_of
 from verifier.core.condition import ALWAYS, condition, on, recorded
 from verifier.core.record import Record, kind_of
 from verifier.knob import flat
-from verifier.stages.advantage.records import PolicyColumns
+from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import EXAMINED, FRESH, NOISE
 from verifier.stages.data.checks_handed_on import adapters_named, compare_evaluated, spans, wrong_end
 from verifier.stages.logprob.checks_logprobs import (
@@ -71,6 +71,8 @@ class _Tokens:
     """[T] log-probability in the engine, float64, nats."""
     gap: np.ndarray
     """[T] magnitude of their difference, nats."""
+    together: np.ndarray
+    """[T] number of the token's place behind its prompt, which answers to one prompt share, and much of their noise."""
 
     def __len__(self) -> int:
         return len(self.rollout)
@@ -115,15 +117,17 @@ def engine_logprob_differs_from_trainer(trace: Trace) -> Iterator[Comparison]:
     1e-5 nats, divided by a temperature below 1; of random tokens where no step is sampled, and of some of the
     step's rollouts, twice that, and 8 times for the coarsest. Chance of a false alarm below 1e-11 a token. In bf16,
     of 100 tokens or more, twice the mean and root mean square of two independent sides, each of this run's noise,
-    transformers in bf16 against fp32, and of 4.9 standard errors more, which chance exceeds once in 1e6 steps; a
-    signed mean and a slope 9.8 standard errors (docs/adr/0109). And so many tokens beyond three times the greatest
+    transformers in bf16 against fp32, times what the F distribution of so few draws exceeds once in 1e6 steps; a
+    signed mean and a slope 9.8 standard errors. Tokens at one place behind one prompt are one draw, as answers share
+    their noise (docs/adr/0109, docs/adr/0111). And so many tokens beyond three times the greatest
     noise of all sampled steps so far, more as a token is less sure than the floor's (1 - p), as chance puts beyond
     it with 1e-9, whatever the distribution: 29 of as many as the floor's.
     Where to look: the last sync, the prefix cache, the temperature, and the arithmetic of both sides: dtype, epsilon,
     scale.
     What it does not catch: both sides wrong alike (LGP001), tokens of older weights (LGP003, on sampled steps), tokens
-    that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one, and
-    few tokens: noise of single ones has long tails, nearly three times the greatest measured in two of 100 steps.
+    that read keys and values of older weights (`grpo.keep_kv_cache`); in bf16 steps before the first sampled one,
+    magnitudes of few draws, and few tokens: noise of single ones has long tails, nearly three times the greatest
+    measured in two of 100 steps.
     References: NeMo-RL#4018, SkyRL#979, verl#7495, NeMo-RL#2100.
     """
     exact = trace.manifest.dtype == "float32"
@@ -206,7 +210,12 @@ def _fresh(trace: Trace, item: PolicyColumns) -> _Tokens:
         fresh &= alone[rollout]
     at = np.flatnonzero(fresh)
     old, engine = (trace.array(item, name)[at].astype(np.float64) for name in ("old", "engine"))
-    return _Tokens(rollout[at], at - starts[rollout[at]], old, engine, np.abs(old - engine))
+    rollout, place = rollout[at], at - starts[rollout[at]]
+    columns = trace.of(LossColumns, version=item.version)
+    groups = {name: group for own in columns for name, group in zip(own.ids, own.groups, strict=True)}
+    prompts = np.unique([groups.get(name, name) for name in item.ids], return_inverse=True)[1]
+    together = np.unique(prompts[rollout] * lengths.max(initial=0) + place, return_inverse=True)[1]
+    return _Tokens(rollout, place, old, engine, np.abs(old - engine), together)
 
 
 def _worst(seen: _Tokens) -> list[int]:
@@ -292,11 +301,25 @@ def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise)
         )
 
 
+def _by_chance(mean: float, deviation: float, num: int, others: int) -> float:
+    """Times that a mean of so many magnitudes exceeds that of others once in 1e6 times; infinite where these are few.
+
+    Source:
+        Sums of magnitudes are near Gamma variables of the same mean and variance (Satterthwaite 1946), and the ratio of
+        two is near an F variable, whose quantile is that of a normal number by the roots of third power (Paulson 1942).
+    """
+    one, other = ((deviation / mean) ** 2 / (9 * each) if mean else 0.0 for each in (num, others))
+    left = (1 - other) ** 2 - RARE**2 * other
+    if left <= 0:
+        return math.inf
+    root = math.sqrt(one * left + other * (1 - one) ** 2)
+    return float((((1 - one) * (1 - other) + RARE * root) / left) ** 3)
+
+
 def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[_Statistic]:
     """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
     old, engine = seen.old, seen.engine
-    gaps, root = old - engine, math.sqrt(len(seen))
-    source, apart = noise_source(noise), math.sqrt(1 / len(seen) + 1 / noise.tokens)
+    gaps, places, source = old - engine, len(np.unique(seen.together)), noise_source(noise)
     for name, values, mean, deviation in (
         ("mean magnitude", np.abs(gaps), noise.mean, noise.deviation),
         ("root mean square", gaps**2, noise.squares, noise.squares_deviation),
@@ -308,7 +331,10 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
         shares = _unsure(old)
         own, known = ((shares**2).mean(), noise.unsure_squares) if square else (shares.mean(), noise.unsure)
         more = max(1.0, float(own) / max(float(known), LEAST_UNSURE ** (2 if square else 1)))
-        bound = times_noise * two_sides * more * (float(mean) + RARE * float(deviation) * apart)
+        ratio = _by_chance(float(mean), float(deviation), places, noise.places or noise.tokens)
+        bound = times_noise * two_sides * more * ratio * float(mean)
+        if not math.isfinite(bound):
+            continue
         value = float(values.mean())
         if square:
             value, bound = math.sqrt(value), math.sqrt(bound)
@@ -316,18 +342,19 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
             name, value,
             Tolerance(
                 absolute=bound, unit="nats",
-                source=f"{NOISES} times that of two sides, with {RARE} standard errors; {source}{_surer(more)}",
+                source=f"{NOISES} times that of two sides, {ratio:.3g} times by chance; {source}{_surer(more)}",
             ), "nats",
             "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
         )  # fmt: skip
-    error = max(float(gaps.std()), math.sqrt(float(noise.squares))) / root
+    parts = np.bincount(seen.together, gaps - gaps.mean())
+    error = max(float(np.linalg.norm(parts)) / len(seen), math.sqrt(float(noise.squares) / places))
     bound = NOISES * abs(float(noise.bias)) + SIGNED_ERRORS * error
     yield _Statistic(
         "signed mean", abs(float(gaps.mean())),
         Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}"),
         "nats", "look at what the engine adds to each: truncation, penalties, a bias of the logits",
     )  # fmt: skip
-    slope, error = slope_of(gaps, (old + engine) / 2)
+    slope, error = slope_of(gaps, (old + engine) / 2, seen.together)
     bound = NOISES * abs(float(noise.slope)) + SIGNED_ERRORS * max(error, float(noise.slope_error))
     yield _Statistic(
         "slope over log-probability", abs(slope),

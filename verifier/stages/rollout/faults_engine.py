@@ -258,7 +258,8 @@ IN_BF16: dict[str, Any] = {
 
 @fault(
     "OpenRLHF/OpenRLHF#853",
-    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)",
+    "verifier.trainer.generation:Sampling("
+    "seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end, ends)",
     **IN_BF16,
 )
 def sampled_a_little_hotter(call: Call) -> Any:

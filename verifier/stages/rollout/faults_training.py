@@ -11,7 +11,8 @@ from verifier.faults.fault import FOLDER, HF_SAMPLES, SAMPLES, TRAINING, Call, S
 from verifier.stages.data.faults import ANSWERED, ANSWERS, EVALUATION, GENERATE, GENERATION, ROUTES
 
 SAMPLING = (
-    "verifier.trainer.generation:Sampling(seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end)"
+    "verifier.trainer.generation:Sampling("
+    "seed, max_tokens, n, stop, temperature, shape, seeded, each, ignore_end, ends)"
 )
 TOP_K = 5
 """Likeliest tokens of the 32 that `tiny:add` has; 20 of 152,000 in the generation_config of Qwen3."""

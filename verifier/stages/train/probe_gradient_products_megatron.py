@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ ELEMENTS = 2**24
 _NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
 _QKV = re.compile(r"linear_qkv\.(weight|bias)$")
-EMBEDDING = "embedding.word_embeddings.weight"
+READS_STREAM = re.compile(r"(layer_norm_weight|(input|pre_mlp|final)_layernorm\.weight|final_norm\.weight)$")
+"""Names of norms whose input is the residual stream."""
 Mask = Callable[[torch.Tensor], torch.Tensor]
 """Indices in a flattened parameter -> True for those in rows of one kind."""
 
@@ -38,6 +39,35 @@ def _sums(terms: torch.Tensor) -> torch.Tensor:
     return torch.stack([terms.sum(dtype=torch.float64), squares])
 
 
+class Damped:
+    """Watch on what the epsilon of norms takes from a change of their inputs' scale, in an update on one rank.
+
+    A norm's output changes by epsilon over the mean square of its input and epsilon, of a relative change of that.
+
+    Args:
+        norms: weights of those whose input is the residual stream.
+    """
+
+    def __init__(self, norms: Collection[torch.Tensor]) -> None:
+        self._norms, self.total = set(norms), torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def watch(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, normed: torch.Tensor, eps: float
+    ) -> None:
+        """Look at a norm; once its output has a gradient, add the magnitude of each token's change of the loss."""
+        if weight not in self._norms or not normed.requires_grad:
+            return
+        states = x.float() if bias is None else x.float() - x.float().mean(-1, keepdim=True)
+        share = eps / (states.square().mean(-1, keepdim=True) + eps)
+        scaled = share * (normed.float() if bias is None else normed.float() - bias.float())
+
+        def add(gradient: torch.Tensor) -> None:
+            self.total += (scaled * gradient.float()).sum(-1).abs().sum(dtype=torch.float64)
+
+        normed.register_hook(add)
+
+
 class Products:
     """Inner products of one update on one rank.
 
@@ -48,8 +78,6 @@ class Products:
     def __init__(self, provider: Any) -> None:
         self._provider = provider
         self._sums: dict[str, torch.Tensor] = {}
-        self._embedded: list[torch.Tensor] = []
-        """Mean squares of parts of the embeddings."""
         self._reached: dict[str, torch.Tensor] = {}
         """Tensor -> an element of it has a gradient."""
 
@@ -74,8 +102,6 @@ class Products:
         up, values = self._begin_of_up(name, parameter), self._values(name, parameter)
         reached = gradient.any()
         self._reached[name] = self._reached[name] | reached if name in self._reached else reached
-        if name == EMBEDDING:
-            self._embedded.append(weights.float().square().mean())
         for begin, end in pieces(len(gradient), None if up is None else up - offset):
             terms = torch.mul(weights[begin:end], gradient[begin:end].float())
             sums = _sums(terms)
@@ -120,11 +146,6 @@ class Products:
         width, head = parameter.numel() // parameter.shape[0], provider.kv_channels
         queries = provider.num_attention_heads // groups
         return lambda at: at // width % ((queries + 2) * head) >= (queries + 1) * head
-
-    @property
-    def damping(self) -> float:
-        """Epsilon of the norms as a share of the mean square of the rank's embeddings; 0 without any."""
-        return max((self._provider.layernorm_epsilon / max(float(each), 1e-30) for each in self._embedded), default=0.0)
 
     @property
     def silent(self) -> tuple[str, ...]:

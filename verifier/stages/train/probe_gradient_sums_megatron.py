@@ -24,7 +24,7 @@ from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.step_trace import compares_products
 from verifier.stages.train.probe_gradient_elements import ELEMENTS, TENSORS, WHOLE, cut, joined, totals
-from verifier.stages.train.probe_gradient_products_megatron import Products
+from verifier.stages.train.probe_gradient_products_megatron import READS_STREAM, Damped, Products
 from verifier.stages.train.records import GradientProducts, GradientSums, SummedTensor
 
 Places = Mapping[tuple[int, str], ParamPlacement]
@@ -177,12 +177,19 @@ class UpdateSums:
     """Number of all elements that the optimizer was given of a parameter, and their sums."""
     _norms: list[torch.Tensor] = field(default_factory=list)
     _products: Products | None = None
+    _damped: Damped | None = None
 
     def begin(self) -> None:
         """Watch the chosen parameters."""
         for parameter, place in self.chosen:
             self._parts[parameter] = part = self.sums.part_of(self.number, parameter, place)
             self._hooks.append(parameter.register_hook(partial(self._given, part)))
+        if compares_products(self.sums.trainer.tier):
+            from verifier.platform.cpu_modules import WATCHERS
+
+            places = self.sums.places.items()
+            self._damped = Damped([item for item, place in places if READS_STREAM.search(place.global_name)])
+            WATCHERS[:] = [self._damped.watch]
 
     @torch.no_grad()
     def _given(self, part: _Part, gradient: torch.Tensor) -> None:
@@ -201,7 +208,10 @@ class UpdateSums:
             hook.remove()
         self._used = {item: cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
         counted = []
-        if compares_products(self.sums.trainer.tier):
+        if self._damped is not None:
+            from verifier.platform.cpu_modules import WATCHERS
+
+            WATCHERS.clear()
             self._products = Products(self.sums.trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
@@ -254,12 +264,12 @@ class UpdateSums:
             {**{key: joined(values) for key, values in arrays.items()}, "whole": _table(parts, whole)},
         )  # fmt: skip
 
-        if self.sums.knows_all and self._products is not None:
+        if self.sums.knows_all and self._products is not None and self._damped is not None:
             own = self._products
             probe.emit(
                 GradientProducts(
                     name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent,
-                    damping=real(own.damping), silent=own.silent,
+                    damped=real(float(self._damped.total)), silent=own.silent,
                 )
             )  # fmt: skip
 

@@ -47,8 +47,9 @@ class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
     """Mesh coordinate of the rank."""
     products: tuple[TensorProduct, ...]
     """Products that the rank stands for among the ranks that hold the same bits: summed over ranks, the model's."""
-    damping: Real = 0.0
-    """Epsilon of the norms as a share of the mean square of embeddings, of a rank that has some."""
+    damped: Real | None = None
+    """Sum over the rank's tokens, and norms that read the residual stream, of the magnitude of what the loss of all
+    tokens would change by, times the factor's change, if epsilon were scaled as the stream's mean square is."""
     silent: tuple[str, ...] = ()
     """Tensors of which no element that the rank stands for has a gradient."""
     bent: bool = False
