@@ -85,8 +85,7 @@ def local(
 
 
 @pytest.mark.slow
-def test_actor_and_rank_have_the_environment_of_the_driver(local):
-    assert local.cluster.environments() == [local.wanted]
+def test_a_rank_has_the_environment_of_the_driver(local):
     spec = JobSpec(function="ray_functions:environment", world_size=1, run_dir=local.run)
     rank = local.cluster.submit(spec).wait()[0]
     assert local.wanted.items() <= rank.items()

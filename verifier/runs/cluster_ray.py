@@ -257,10 +257,6 @@ class Cluster(Launcher):
         for actor in self._engines:
             actor.ask("look")
 
-    def environments(self) -> list[dict[str, str]]:
-        """Forwarded variables as each trainer actor has them."""
-        return [actor.ask("environment") for actor in self._trainers]
-
     def _name(self, place: int) -> str:
         node = self._nodes[place]
         return f"node {place}, {node['NodeManagerAddress']}"
