@@ -142,7 +142,7 @@ def whole(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["verifier.engine.server", "ray::EngineNode"])
 def test_an_engine_under_ray_that_dies_is_started_again(victim, local, whole, tmp_path):
-    lines = sampled(local.cluster, tmp_path / "run", "ray.use=true", at="step 1:", victim=victim)
+    lines = sampled(local.cluster, tmp_path / "run", "ray.use=true", at="step 1: loss", victim=victim)
     assert sum("starting it again" in line for line in lines) == 1, lines
     assert "looked at in step 2" in lines
     assert weights(tmp_path / "run") == whole
