@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from tests.processes import alive
 from verifier.config.cluster import RayOptions
 from verifier.errors import UsageError
-from verifier.trainer.join_ray import joined
+from verifier.runs.join_ray import joined
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,17 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.meta.sources import ROOT
+from verifier.config import RoundtripConfig
 from verifier.config.cluster import RayOptions
 from verifier.errors import VerifierError
 from verifier.launch.rank import JobSpec, RankContext
+from verifier.mesh import Mesh
+from verifier.runs.spec import RunSpec
 
 
 def environment(context: RankContext) -> dict[str, str]:
@@ -59,7 +63,7 @@ def path_of(first: Path) -> str:
 
 def hang(address: str, run: str) -> None:
     """Print the error of a job on two nodes whose last rank does not come."""
-    from verifier.trainer.join_ray import joined
+    from verifier.runs.join_ray import joined
 
     options = RayOptions(use=True, address=address, nodes=2)
     with joined(options, Path(run), 4) as cluster:
@@ -70,6 +74,31 @@ def hang(address: str, run: str) -> None:
         )
         try:
             cluster.submit(spec).wait()
+        except VerifierError as error:
+            print(error)
+
+
+@contextlib.contextmanager
+def last_rank_absent(spec: RunSpec, context: RankContext) -> Iterator[None]:
+    """Around a session whose last rank does not begin."""
+    if context.rank == context.world_size - 1:
+        time.sleep(3600)
+    yield
+
+
+def hang_in_round_trip(address: str, folder: str) -> None:
+    """Print the error of a round trip on two nodes whose last rank does not begin."""
+    from verifier.runs.resources import Resources
+    from verifier.runs.runner import Phase, Runner
+
+    config = RoundtripConfig(
+        model="tiny:qwen3", trace=Path(folder) / "trace", mesh=Mesh(dp=2),
+        ray=RayOptions(use=True, address=address, nodes=2),
+    )  # fmt: skip
+    phase = Phase(trace=config.trace, within=("tests.dist.ray_functions:last_rank_absent",))
+    with Resources(collective_deadline_s=10.0) as resources:
+        try:
+            Runner(resources, print).roundtrip(config, phases=[phase], tokens_only=True)
         except VerifierError as error:
             print(error)
 

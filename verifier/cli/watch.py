@@ -38,6 +38,8 @@ def loop(config: GoldenConfig | RoundtripConfig, paths: Sequence[Path] | None, r
         raise UsageError("--watch prints the text of each round: give --json, --junit and --html a file")
     if isinstance(config, GoldenConfig) and config.record:
         raise UsageError("--watch would record a manifest in each round: use --record without it")
+    if config.ray.use:
+        raise UsageError("--watch keeps the processes of one host, and ray.use starts ranks on nodes: leave one out")
     for path in paths or ():
         if not path.exists():
             raise UsageError(f"--watch-path names `{path}`, which does not exist")

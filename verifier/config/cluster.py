@@ -15,7 +15,7 @@ class RayOptions(Knobs):
 
     place = "ray."
 
-    use: bool = knob("Start trainer ranks and engine, or the workers of a gate, from Ray actors.", False)
+    use: bool = knob("Start trainer ranks, the engine of training, or the workers of a gate, from Ray actors.", False)
     address: str = knob("Ray cluster to join, HOST:PORT; `local` starts one on this host.", LOCAL)
     nodes: int = knob(
         "Nodes that share the trainer's ranks, in blocks of the same size, or have a worker of a gate each.", 1, least=1

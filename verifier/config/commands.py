@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from verifier.config.cluster import RayOptions
 from verifier.config_json import quantization, stated_dtype
 from verifier.errors import UsageError
 from verifier.knob import Knobs, group, knob
@@ -196,6 +197,7 @@ class RoundtripConfig(RunConfig):
         None, flag="--transport", choices=("gloo", "nccl", "ipc"),
     )  # fmt: skip
     seed: int = knob("Seed of tokens and noise.", 1, flag="--seed")
+    ray: RayOptions = group(RayOptions)
     trace: Path = _trace("roundtrip")
 
     def _contradictions(self) -> dict[str, object]:
@@ -211,6 +213,7 @@ class GoldenConfig(RunConfig):
     against: Path | None = knob(
         "Compare with a recorded manifest, not with source weights.", None, flag="--against", metavar="MANIFEST"
     )
+    ray: RayOptions = group(RayOptions)
     trace: Path = _trace("golden")
 
     def _contradictions(self) -> dict[str, object]:

@@ -117,13 +117,14 @@ class WorkFolder:
 
     Args:
         kind: middle of its name, for people who look into the temporary folder.
+        under: folder that it is made in; by default that for temporary files, the only one that is swept.
 
     Source:
         flock(2): a lock belongs to the open file, and is gone with the last descriptor of it.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
+    def __init__(self, kind: str, under: Path | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=under)).absolute()
         aside = self.path / f"{_LOCK}.partial"
         self._lock = os.open(aside, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -138,9 +139,9 @@ class WorkFolder:
 
 
 @contextlib.contextmanager
-def work_folder(kind: str) -> Iterator[Path]:
+def work_folder(kind: str, under: Path | None = None) -> Iterator[Path]:
     """A `WorkFolder` that is gone afterwards."""
-    folder = WorkFolder(kind)
+    folder = WorkFolder(kind, under)
     try:
         yield folder.path
     finally:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import os
 import time
@@ -265,7 +266,30 @@ class ForkJob:
             node.end()
 
 
-class ForkLauncher(ForkServer):
+class Launcher(abc.ABC):
+    """Starts the ranks of jobs: a `ForkLauncher`, or nodes of a cluster, each with one."""
+
+    @abc.abstractmethod
+    def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
+        """Start a job. Several may be alive at once.
+
+        Raises:
+            UsageError: more ranks than can be started, or a library that is not supported.
+            InternalError: the fork server is gone or did not load.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End it and all ranks."""
+
+    def run(
+        self, function: str, *, on_progress: Callable[[int, str], None] | None = None, **options: Any
+    ) -> list[JSON]:
+        """Submit a `JobSpec` of these fields, and wait."""
+        return self.submit(JobSpec(function=function, **options), on_progress).wait()
+
+
+class ForkLauncher(ForkServer, Launcher):
     """Starts the ranks of any number of jobs. Imports begin at `with`, while the caller goes on; the first job waits.
 
     Args:
@@ -293,20 +317,9 @@ class ForkLauncher(ForkServer):
         return self
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """Start a job. Several may be alive at once.
-
-        Raises:
-            UsageError: more ranks than can be started, or a library that is not supported.
-            InternalError: the fork server is gone or did not load.
-        """
+        """See `Launcher.submit`."""
         require_ranks(spec.world_size)
         return ForkJob([NodeRanks(self, spec)], spec, on_progress)
-
-    def run(
-        self, function: str, *, on_progress: Callable[[int, str], None] | None = None, **options: Any
-    ) -> list[JSON]:
-        """Submit a `JobSpec` of these fields, and wait."""
-        return self.submit(JobSpec(function=function, **options), on_progress).wait()
 
 
 def require_ranks(world_size: int, nodes: int = 1) -> None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import verifier
 from verifier.config import GoldenConfig, RoundtripConfig
 from verifier.config.training import TrainConfig
-from verifier.core.outputs import work_folder, write_whole
+from verifier.core.outputs import write_whole
 from verifier.core.stage import Stage, in_stage
 from verifier.errors import VerifierError
 from verifier.export.derived import DerivedLayout
-from verifier.launch.fork_launcher import ForkJob
+from verifier.launch.fork_launcher import Launcher
 from verifier.launch.rank import JobSpec
 from verifier.model.numbered import numbering_of
 from verifier.platform.provenance import installed_versions
@@ -33,27 +33,20 @@ MAX_NUMBERED_BYTES = 256 * 2**20
 """Largest checkpoint that is numbered: a rank keeps what it holds after each of four to seven passes."""
 
 
-class JobLauncher(Protocol):
-    """Starts the ranks of a job, on one host or several."""
-
-    def submit(self, spec: JobSpec) -> ForkJob:
-        """See `ForkLauncher.submit`."""
-
-
 def with_layout(
     model: ModelUnderTest, config: GoldenConfig | RoundtripConfig, placement: Placement, resources: Resources,
-    until: Deadline, progress: Callable[[str], None], within: Sequence[str] = (),
+    work: Path, until: Deadline, progress: Callable[[str], None], within: Sequence[str] = (),
 ) -> ModelUnderTest:  # fmt: skip
     """Return the model with a derived layout if no row describes it; or with the reason why there is none.
 
-    Adapters need rows, so a run with one gets none. `within` is a context manager that the ranks enter for it, as
-    `RunSpec.within`.
+    Adapters need rows, so a run with one gets none. All ranks see the folder `work`. `within` is a context manager that
+    the ranks enter for it, as `RunSpec.within`.
     """
     if model.layout is not None or model.lora_rank:
         return model
-    with work_folder("layout") as work:
+    with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
         return derived(
-            model, config.fixes, lambda: resources.launcher(until), work, until, progress,
+            model, config.fixes, lambda: resources.launcher(until), Path(folder), until, progress,
             num_gpus=placement.trainer_gpus, collective_deadline_s=resources.collective_deadline_s, within=within,
         )  # fmt: skip
 
@@ -64,7 +57,7 @@ def may_derive(model: ModelUnderTest) -> bool:
 
 
 def derived(
-    model: ModelUnderTest, fixes: Sequence[str], launcher: Callable[[], JobLauncher], work: Path, until: Deadline,
+    model: ModelUnderTest, fixes: Sequence[str], launcher: Callable[[], Launcher], work: Path, until: Deadline,
     progress: Callable[[str], None], *, num_gpus: int = 0, collective_deadline_s: float = COLLECTIVE_DEADLINE_S,
     within: Sequence[str] = (),
 ) -> ModelUnderTest:  # fmt: skip
@@ -113,7 +106,7 @@ FOLDER = "layouts"
 
 
 def with_run_layout(
-    config: TrainConfig, model: ModelUnderTest, launcher: JobLauncher, run: Path, until: Deadline,
+    config: TrainConfig, model: ModelUnderTest, launcher: Launcher, run: Path, until: Deadline,
     progress: Callable[[str], None], *, num_gpus: int = 0,
 ) -> ModelUnderTest:  # fmt: skip
     """Return the model of a judged run with the layout that its folder keeps, or with one that is derived now.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from verifier.core.outputs import work_folder
 from verifier.core.stage import Stage, in_stage
 from verifier.errors import UsageError, VerifierError
-from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_launcher import Launcher
 from verifier.model.families import copies_of, missed_row, predicts_further
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
 
 
-def notes_of(model: ModelUnderTest, launcher: ForkLauncher, until: Deadline) -> tuple[str, ...]:
+def notes_of(model: ModelUnderTest, launcher: Launcher, until: Deadline) -> tuple[str, ...]:
     """Sentences that no check judges, of a process that has imported Megatron; it builds no model.
 
     A bridge that fails on the config is one of them: the run's ranks fail by the same code, and that is on record.

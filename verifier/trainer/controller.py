@@ -13,7 +13,7 @@ from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
-from verifier.launch.fork_launcher import ForkLauncher
+from verifier.launch.fork_launcher import ForkLauncher, Launcher
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
 from verifier.runs.derived_layout import with_run_layout
@@ -32,12 +32,12 @@ from verifier.trainer.grpo_plan import GrpoPlan, RecordedRollouts
 from verifier.trainer.loop import StepLoop, TrainSummary
 from verifier.trainer.metrics import View, metrics_of
 from verifier.trainer.observer import SILENT, Observer, RunParts
-from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
+from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_data import RunData, with_evaluation
 from verifier.trainer.run_folder import RunFolder, opened
 
 if TYPE_CHECKING:
-    from verifier.trainer.cluster_ray import Cluster
+    from verifier.runs.cluster_ray import Cluster
 
 Progress = Callable[[str], None]
 
@@ -115,8 +115,7 @@ class Trainer:
             self._model = model
             self._observer.on_model(model, resources, until, self._progress)
             engine = self._start_engine(resources, stack)
-            if isinstance(launcher, ForkLauncher):
-                self._model = model = replace(model, notes=notes_of(model, launcher, until))
+            self._model = model = replace(model, notes=notes_of(model, launcher, until))
             with in_stage(Stage.LOAD):
                 self._job = start_ranks(
                     config, model, launcher, folder.path, until, self._progress, within=self._within, num_gpus=gpus,
@@ -161,12 +160,8 @@ class Trainer:
                 self._cluster = cast("Cluster", self._launcher)
             return self._launcher
         if config.ray.use:
-            from verifier.trainer.join_ray import joined
-
-            self._progress(f"starting Ray ({config.ray.address})")
-            self._cluster = stack.enter_context(joined(config.ray, config.run, config.mesh.world_size))
-            self._progress("importing Megatron")
-            self._cluster.load(PRELOAD, until.left("importing Megatron"))
+            nodes = resources.on_nodes(config.ray, config.run, config.mesh.world_size, until, self._progress)
+            self._cluster = stack.enter_context(nodes)
             return self._cluster
         self._progress("importing Megatron")
         return resources.launcher(until)

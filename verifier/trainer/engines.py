@@ -17,7 +17,7 @@ from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.episodes import Sampler
 
 if TYPE_CHECKING:
-    from verifier.trainer.cluster_ray import Cluster, ClusterEngine
+    from verifier.runs.cluster_ray import Cluster, ClusterEngine
 
 RESTARTS = 3
 """Restarts of engines that a run may have."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from verifier.algorithms.registry import LossOptions
 from verifier.config.training import TrainConfig
 from verifier.core.stage import Stage
-from verifier.launch.fork_launcher import ForkJob
+from verifier.launch.fork_launcher import ForkJob, Launcher
 from verifier.launch.rank import JobSpec
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S, Deadline
@@ -18,13 +18,6 @@ from verifier.runs.spec import RankSpec, told_of
 
 PRELOAD = "verifier.trainer.preload_megatron:preload"
 """Function that a launcher's process calls before it forks ranks."""
-
-
-class Launcher(Protocol):
-    """Starts the ranks of a job: a `ForkLauncher`, or nodes of a cluster, each with one."""
-
-    def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """See `ForkLauncher.submit`."""
 
 
 def start_ranks(

@@ -22,13 +22,14 @@ from verifier.config.training import (
 )
 from verifier.core.outputs import work_folder
 from verifier.errors import UsageError
+from verifier.launch.fork_launcher import Launcher
 from verifier.runs.derived_layout import with_kept_layout
 from verifier.runs.model_under_test import open_model
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer import update_log
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
-from verifier.trainer.ranks import PRELOAD, Launcher, start_ranks
+from verifier.trainer.ranks import PRELOAD, start_ranks
 from verifier.trainer.run_folder import KNOBS, other_knobs
 from verifier.trainer.update_log import RankUpdate
 

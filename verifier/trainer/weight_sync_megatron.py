@@ -110,15 +110,15 @@ class WeightSync:
         )  # fmt: skip
         watch = self._observer.on_transfer(transfer)
         stream = watch.exported(self._stream(watch))
-        try:
-            with watch:
+        with watch:
+            try:
                 self._send(stream, watch, running)
                 watch.on_sent(link.refused)
                 return link.refused
-        except EngineGone as problem:
-            self.lost = str(problem)
-            for _ in stream:  # the other ranks draw it whole
-                pass
+            except EngineGone as problem:
+                self.lost = str(problem)
+                for _ in stream:  # the other ranks draw it whole, and it is not recorded again
+                    pass
         watch.on_lost()
         return ""
 

@@ -77,3 +77,12 @@ def test_a_link_is_not_followed(owner, temporary, tmp_path_factory):
     (temporary / "verifier-run-link").symlink_to(elsewhere)
     assert sweep() == []
     assert (elsewhere / "file").exists()
+
+
+def test_one_in_another_folder_is_gone_afterwards_and_not_swept(temporary, tmp_path_factory):
+    under = tmp_path_factory.mktemp("traces")
+    with work_folder("run", under) as path:
+        assert path.parent == under
+    (under / "verifier-run-left").mkdir()
+    assert sweep() == []
+    assert [item.name for item in under.iterdir()] == ["verifier-run-left"]

@@ -67,7 +67,8 @@ def unknown(known: ModelUnderTest) -> ModelUnderTest:
 
 
 def _with(model: ModelUnderTest, answer: Mapping[str, Any] | VerifierError) -> ModelUnderTest:
-    return with_layout(model, CONFIG, Placement(), _Resources(answer), Deadline(60), print)
+    work = model.checkpoint.path.parent
+    return with_layout(model, CONFIG, Placement(), _Resources(answer), work, Deadline(60), print)
 
 
 def test_a_row_goes_first(known: ModelUnderTest) -> None:

@@ -56,10 +56,10 @@ from verifier.platform.provenance import (
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
 from verifier.report.progress import Progress
 from verifier.report.render_json import gate_json
-from verifier.trainer.node_servers import NodeServer
+from verifier.runs.node_servers import NodeServer
 
 if TYPE_CHECKING:
-    from verifier.trainer.cluster_ray import Actor
+    from verifier.runs.cluster_ray import Actor
 
 GRACE_S = 30.0
 """Seconds that a worker has beyond a cell's deadline, so that what hangs in it can be named first."""
@@ -410,7 +410,7 @@ def node_pool(options: RayOptions, folder: Path, gpus: Sequence[str]) -> Iterato
     Raises:
         UsageError: nobody answers, too few nodes, or one with other files, versions or GPUs.
     """
-    from verifier.trainer.join_ray import joined
+    from verifier.runs.join_ray import joined
 
     with joined(options, folder, options.nodes) as cluster:
         actors = cluster.actors(CellNode, "gate")

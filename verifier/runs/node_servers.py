@@ -135,10 +135,6 @@ class NodeServer:
         os.chdir(folder)
         return identity()
 
-    def environment(self) -> dict[str, str]:
-        """Forwarded variables as this process has them."""
-        return forwarded(os.environ)
-
 
 class TrainerNode(NodeServer):
     """Launcher of a node's trainer ranks."""

@@ -20,9 +20,10 @@ from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineGone
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.failures import LaunchError
-from verifier.launch.fork_launcher import ForkJob, require_ranks
+from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
-from verifier.trainer.node_servers import EngineNode, TrainerNode, identity, samples_of
+from verifier.launch.watchdog import Vigil
+from verifier.runs.node_servers import EngineNode, TrainerNode, identity, samples_of
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
@@ -172,7 +173,7 @@ class ClusterEngine:
         self._actor.end("close")
 
 
-class Cluster:
+class Cluster(Launcher):
     """Nodes that a run has, with the actor of each.
 
     Args:
@@ -200,22 +201,32 @@ class Cluster:
         """Start an actor of a kind on every node; it has a method `close`."""
         return [self._actor(kind, role, node) for node in self._nodes]
 
-    def load(self, preload: str, deadline_s: float) -> None:
-        """Start the trainer's actors and their launchers, which import while the caller goes on."""
+    def load(self, preload: str, deadline_s: float, vigil: Vigil | None = None) -> None:
+        """Start the trainer's actors and their launchers, which import while the caller goes on.
+
+        A death of what a vigil watches on this host ends a job.
+        """
+        self._vigil = vigil or Vigil()
         self._trainers = self.actors(TrainerNode, "trainer")
         for actor in self._trainers:
             actor.ask("load", preload, deadline_s)
 
     def submit(self, spec: JobSpec, on_progress: Callable[[int, str], None] | None = None) -> ForkJob:
-        """Start a job on all nodes; see `ForkLauncher.submit`."""
+        """Start a job on all nodes, one of a single rank on the first; see `Launcher.submit`."""
         require_ranks(spec.world_size, len(self._nodes))
-        count, rendezvous, parts = spec.world_size // len(self._nodes), None, []
-        for place, (actor, address) in enumerate(zip(self._trainers, self._addresses, strict=True)):
+        nodes = list(zip(self._trainers, self._addresses, strict=True))[: spec.world_size]
+        count, rendezvous, parts = spec.world_size // len(nodes), None, []
+        for place, (actor, address) in enumerate(nodes):
             ranks = range(place * count, (place + 1) * count)
             on_host = self._on_host(place, spec.world_size)
             rendezvous = actor.ask("submit", spec, ranks, address, rendezvous, on_host, within_s=spec.deadline_s)
             parts.append(ActorRanks(actor, self._name(place) if len(self._nodes) > 1 else "", ranks, self._look))
         return ForkJob(parts, spec, on_progress)
+
+    def close(self) -> None:
+        """See `Launcher.close`."""
+        while self._trainers:
+            self._trainers.pop().end("close")
 
     def engine(
         self, config: EngineConfig, deadline_s: float, request_deadline_s: float, *, watched: bool
@@ -236,18 +247,15 @@ class Cluster:
 
     def _on_host(self, place: int, world_size: int) -> range:
         """Ranks on the host of a node: those of all nodes with its address, which follow each other."""
-        hosts = [str(node["NodeManagerAddress"]) for node in self._nodes]
+        hosts = [str(node["NodeManagerAddress"]) for node in self._nodes][:world_size]
         first, count = hosts.index(hosts[place]), world_size // len(hosts)
         return range(first * count, (first + hosts.count(hosts[place])) * count)
 
     def _look(self) -> None:
-        """Raise the error of an engine that has died, or of its actor."""
+        """Raise the error of an engine that has died, or of its actor, or of another process of the run."""
+        self._vigil.look()
         for actor in self._engines:
             actor.ask("look")
-
-    def environments(self) -> list[dict[str, str]]:
-        """Forwarded variables as each trainer actor has them."""
-        return [actor.ask("environment") for actor in self._trainers]
 
     def _name(self, place: int) -> str:
         node = self._nodes[place]

@@ -22,8 +22,8 @@ from verifier.core.outputs import work_folder
 from verifier.errors import InternalError, UsageError
 from verifier.launch.child import kept
 from verifier.platform.provenance import require_installed
-from verifier.trainer.cluster_ray import Cluster
-from verifier.trainer.node_servers import forwarded
+from verifier.runs.cluster_ray import Cluster
+from verifier.runs.node_servers import forwarded
 
 SILENT_S = 20.0
 """Seconds that a Ray address may be silent."""

@@ -14,7 +14,7 @@ import pytest
 
 from verifier.engine.api import Sample
 from verifier.errors import UsageError
-from verifier.trainer.node_servers import NodeServer, columns_of, forwarded, identity, samples_of
+from verifier.runs.node_servers import NodeServer, columns_of, forwarded, identity, samples_of
 
 ANSWERS = [
     [Sample(tokens=(5, 6), logprobs=(-0.25, -1e-7), ended="stop"), Sample(tokens=(), logprobs=(), ended="length")],
