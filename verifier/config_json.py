@@ -5,7 +5,7 @@ Every reader of these keys is here, so that plan, checks, tiers and refusals rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -65,8 +65,17 @@ def hybrid_pattern(config: Config) -> str | None:
     """Letter of each layer of a model with state-space layers; None for other models."""
     kinds = config.get("layers_block_type") or ()
     if config.get("hybrid_override_pattern") is None and {"mamba"} <= {*kinds} <= _LETTERS.keys():
-        return "".join(_LETTERS[kind] for kind in kinds)
+        return _letters(kinds)
     return config.get("hybrid_override_pattern")
+
+
+def further_pattern(config: Config) -> str:
+    """Letter of each layer of a step ahead (MTP) of a model with state-space layers; where none is told "*E"."""
+    return config.get("mtp_hybrid_override_pattern") or _letters(config.get("mtp_layers_block_type") or ()) or "*E"
+
+
+def _letters(kinds: Iterable[str]) -> str:
+    return "".join(_LETTERS.get(kind, "?") for kind in kinds)
 
 
 def head_dim(config: Config) -> Any:

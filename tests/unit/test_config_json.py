@@ -10,6 +10,7 @@ from transformers import Glm4Config, LlamaConfig, Qwen3NextConfig
 from verifier.config_json import (
     contradiction,
     epsilon,
+    further_pattern,
     head_dim,
     hybrid_pattern,
     quantization,
@@ -137,3 +138,6 @@ def test_a_pattern_of_kinds_is_that_of_letters():
     assert hybrid_pattern({"layers_block_type": ["mamba", "moe", "attention", "mlp"]}) == "ME*-"
     assert hybrid_pattern({"layers_block_type": ["attention", "linear"]}) is None
     assert hybrid_pattern({"hybrid_override_pattern": "M*"}) == "M*"
+    assert further_pattern({"mtp_layers_block_type": ["attention", "moe", "moe"]}) == "*EE"
+    assert further_pattern({"mtp_hybrid_override_pattern": "M"}) == "M"
+    assert further_pattern({}) == "*E", "the default of transformers"

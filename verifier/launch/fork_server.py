@@ -87,6 +87,7 @@ class ForkServer:
         if self._process is not None or self._death is not None:
             return
         self._log: IO[bytes]
+        self._loaded = False
         if self._lent is None:
             self._spawn()
         else:

@@ -88,6 +88,8 @@ def _module_patches() -> list[Patch]:
             (f"{core}.transformer.multi_latent_attention:{name}", classes[name])
             for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
         ),
+        (f"{core}.transformer.moe.moe_layer:TELinear", classes["TELinear"]),
+        (f"{core}.transformer.moe.moe_layer:HAVE_TE", True),
         (f"{core}.models.gpt.gpt_layer_specs:TESpecProvider", specs.TESpecProvider),
         (f"{core}.models.gpt.gpt_layer_specs:TENorm", TENorm),
         (f"{core}.transformer.transformer_block:LayerNormImpl", TENorm),

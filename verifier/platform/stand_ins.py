@@ -14,7 +14,6 @@ from verifier.platform.upstream_fixes import RunFacts, Sizes
 
 _WITHOUT = {
     "index_topk": "sparse latent attention by an indexer",
-    "moe_latent_size": "experts in a latent space",
 }
 """Key of config.json -> layers of a model that has it, which the CPU tier has no stand-in for."""
 

@@ -66,7 +66,7 @@ def test_an_engine_that_cannot_run_here_is_left_out_with_its_reason():
     ("changes", "reason"),
     [
         ({"architectures": ["TotallyNewForCausalLM"]}, "unknown family: megatron-bridge has no bridge for TotallyNewF"),
-        ({"moe_latent_size": 48}, "the CPU tier has no stand-in for experts in a latent space"),
+        ({"index_topk": 48}, "the CPU tier has no stand-in for sparse latent attention by an indexer"),
     ],
 )
 def test_a_model_that_no_trainer_can_be_built_of_is_left_out(tmp_path, changes, reason):

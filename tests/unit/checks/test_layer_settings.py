@@ -125,3 +125,17 @@ def test_a_factor_of_experts_is_applied_once(own, of_sum, right):
     assert (outcome.finding and outcome.finding.first.what) == (
         None if right else "mlp.experts.routed_scaling_factor"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ahead", "pattern"),
+    [
+        ({"num_nextn_predict_layers": 2, "mtp_hybrid_override_pattern": "*E"}, "M*/*E/*E"),
+        ({"num_nextn_predict_layers": 0, "mtp_hybrid_override_pattern": "*E"}, "M*"),
+        ({}, "M*"),
+    ],
+)
+def test_a_hybrid_trainer_has_the_layers_of_steps_ahead_behind_slashes(ahead, pattern):
+    config, fields = {"hybrid_override_pattern": "M*"} | ahead, {"position_embedding_type": "none"}
+    assert in_trainer(config, fields | {"hybrid_layer_pattern": pattern}) is None
+    assert "hybrid_override_pattern" in in_trainer(config, fields | {"hybrid_layer_pattern": pattern + "/ME"})

@@ -107,6 +107,14 @@ def test_closing_it_ends_all_children(server: ForkServer, tmp_path: Path) -> Non
         _ = server.pid
 
 
+def test_one_that_was_closed_starts_again(server: ForkServer, tmp_path: Path) -> None:
+    first = server.fork(f"{OURS}:sleep", {}, log_path=tmp_path / "log")[1].receive(20)
+    server.close()
+    again = server.fork(f"{OURS}:sleep", {}, log_path=tmp_path / "log")[1].receive(20)
+    assert gone(*first)
+    assert all(map(alive, again))
+
+
 def test_its_own_death_is_told_with_its_last_words(server: ForkServer, tmp_path: Path) -> None:
     child, channel = server.fork(f"{OURS}:sleep", {}, log_path=tmp_path / "log")
     pids = channel.receive(20)

@@ -40,8 +40,8 @@ def test_a_mesh_is_fitted_to_the_text_model() -> None:
 
 def test_a_text_config_that_is_no_object_is_no_text_model() -> None:
     require_stand_ins({"text_config": "none", "num_attention_heads": 6})
-    with pytest.raises(UsageError, match="in a latent space"):
-        require_stand_ins({"text_config": {"moe_latent_size": 4}})
+    with pytest.raises(UsageError, match="by an indexer"):
+        require_stand_ins({"text_config": {"index_topk": 4}})
 
 
 def test_a_round_trip_of_it_is_refused_by_what_it_holds() -> None:

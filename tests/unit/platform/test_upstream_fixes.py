@@ -197,8 +197,7 @@ def test_a_gated_delta_rule_stands_in_for_one_without_cpu_kernels(tier):
     ("model", "layers"),
     [
         ({**LATENT, "index_topk": 2048}, "sparse latent attention by an indexer (`index_topk` = 2048"),
-        ({**HYBRID, "moe_latent_size": 1024}, "experts in a latent space"),
-        ({"text_config": {"moe_latent_size": 48}}, "experts in a latent space"),
+        ({"text_config": {"index_topk": 48}}, "sparse latent attention by an indexer (`index_topk` = 48"),
     ],
 )
 def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
@@ -206,6 +205,6 @@ def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
         require_stand_ins(model)
 
 
-@pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**HYBRID, "moe_latent_size": None}, DELTA])
+@pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**LATENT, "index_topk": None}, DELTA])
 def test_what_has_a_stand_in_is_not_refused(model):
     require_stand_ins(model)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 import verifier.stages.logprob.checks_stated as stated
-from verifier.config_json import Config, epsilon, head_dim, hybrid_pattern, is_latent, rope, rotary_dim
+from verifier.config_json import Config, epsilon, head_dim, is_latent, rope, rotary_dim
 from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.manifest import MeshSizes
@@ -136,7 +136,7 @@ TRAINER = (
     _same("ssm_state_size", "mamba_state_dim", stated.is_hybrid),
     _same("n_groups", "mamba_num_groups", stated.is_hybrid),
     _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),
-    Row("hybrid_override_pattern", "hybrid_layer_pattern", lambda config: hybrid_pattern(config) or ...),
+    Row("hybrid_override_pattern mtp_hybrid_override_pattern", "hybrid_layer_pattern", stated.hybrid_layers),
     _same("residual_in_fp32", "fp32_residual_connection", stated.is_hybrid),
     Row("swiglu_limit", "activation_func_clamp_value", stated.glu_limit, _clamp),
     Row("moe_router_dtype", "moe_router_dtype", stated.router_dtype, stated.trainer_router_dtype),

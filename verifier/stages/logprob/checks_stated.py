@@ -6,7 +6,16 @@ import math
 import re
 from typing import Any
 
-from verifier.config_json import Config, has_delta_nets, head_dim, hybrid_pattern, is_latent, rope, rotary_dim
+from verifier.config_json import (
+    Config,
+    further_pattern,
+    has_delta_nets,
+    head_dim,
+    hybrid_pattern,
+    is_latent,
+    rope,
+    rotary_dim,
+)
 
 BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
@@ -38,6 +47,12 @@ NOT_OF_THE_FORWARD = frozenset({
 def is_hybrid(config: Config) -> bool:
     """Test for a model with state-space layers."""
     return hybrid_pattern(config) is not None
+
+
+def hybrid_layers(config: Config) -> Any:
+    """Letters of all layers, and behind a slash each those of a step ahead; an ellipsis for other models."""
+    own, ahead = hybrid_pattern(config), config.get("num_nextn_predict_layers") or 0
+    return ... if own is None else "/".join([own, *[further_pattern(config)] * ahead])
 
 
 def experts(config: Config) -> int | None:
