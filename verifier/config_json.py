@@ -56,6 +56,11 @@ def has_delta_nets(config: Config) -> bool:
     return text_model(config).get("linear_num_value_heads") is not None
 
 
+def keeps_states(config: Config) -> bool:
+    """Test for layers that keep a state of the past in the place of keys and values."""
+    return has_delta_nets(config) or text_model(config).get("mamba_num_heads") is not None
+
+
 def hybrid_pattern(config: Config) -> str | None:
     """Letter of each layer of a model with state-space layers; None for other models."""
     kinds = config.get("layers_block_type") or ()

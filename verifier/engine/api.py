@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from verifier.config import EngineOptions
+from verifier.config_json import has_delta_nets
 from verifier.core.seal import NO_SEAL
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.launch import failures
@@ -77,7 +78,7 @@ class EngineConfig(EngineOptions):
         """Tokens of a forward pass of vLLM, at most; None leaves them to it."""
         if cuda:
             return min(self.max_batch_tokens, max(_GPU_TOKENS, self.max_model_len)) or None
-        return self.max_batch_tokens or max(_CPU_TOKENS, self.max_model_len)
+        return max(self.max_batch_tokens or _CPU_TOKENS, self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +362,7 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
     """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start.
 
     Raises:
-        UsageError: vLLM has no CPU kernels for it, or the tensor-parallel size does not divide its heads.
+        UsageError: vLLM has no class or no CPU kernels for it, or the tensor-parallel size does not divide its heads.
     """
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
@@ -370,6 +371,8 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:
         raise UsageError("vLLM has no CPU kernels for state-space layers; use --engine hf")
+    if (kind := config.get("model_type")) in ("qwen3_5_text", "qwen3_5_moe_text"):
+        raise UsageError(f"vLLM has no class for a text model of Qwen3.5 alone (`{kind}`); use --engine hf")
 
 
 def refuse_adapters(config: Mapping[str, Any], knob: str = "--engine-lora-rank") -> None:
@@ -382,6 +385,7 @@ def refuse_adapters(config: Mapping[str, Any], knob: str = "--engine-lora-rank")
         ("experts", num_experts_of(config)),
         ("latent attention", config.get("kv_lora_rank") is not None),
         ("state-space layers", config.get("hybrid_override_pattern") is not None),
+        ("gated delta nets", has_delta_nets(config)),
     ):
         if found:
             raise UsageError(f"{knob} takes dense models of plain attention, and this one has {what}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verifier.config_json import keeps_states
 from verifier.engine.api import LEAST_KV_CACHE_BYTES
 from verifier.errors import UsageError
 from verifier.model.families import size_if_any
@@ -27,12 +28,12 @@ def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None
         tp: engine ranks.
 
     Returns:
-        None for a model with state-space layers, or one that does not say its sizes.
+        None for a model whose layers keep states, or one that does not say its sizes.
     """
     layers, hidden, heads = (
         size_if_any(sizes, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    if sizes.get("mamba_num_heads") is not None or layers is None or hidden is None or not heads:
+    if keeps_states(sizes) or layers is None or hidden is None or not heads:
         return None
     latent = size_if_any(sizes, "kv_lora_rank")
     if latent is not None:  # one vector for all heads, on every rank

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, predicts_further
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
@@ -31,8 +32,9 @@ _MENDED = {
     TRANSFORMERS_SCAN: scan_in_one_chunk,
     TRANSFORMERS_LATENT: norm_latents_by_config,
     TRANSFORMERS_ROTARY: rotate_by_config,
+    "gated-delta-rule": scan_by_token,
 }
-"""Id of an upstream fix -> what installs it in a model."""
+"""Id of an upstream fix -> what installs it in a model; the last is of the oracle alone."""
 _WITH_W = ("minimax_m2", "mixtral")
 """Model types whose checkpoints have experts `w1`, `w2`, `w3` in `block_sparse_moe`."""
 _RENAMED = {

@@ -72,5 +72,7 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
         yield "transformers for vLLM"
         if run.dtype != "float32":
             yield "the checkpoint's float32 tensors for transformers' rounded ones"
+    if run.engine and has_delta_nets(model):
+        yield "the gated delta rule token by token for transformers' chunks, in the oracle"
     if run.engine and hybrid:
         yield "one chunk for transformers' chunked state-space scan, in the oracle"

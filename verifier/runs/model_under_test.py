@@ -195,7 +195,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
     if sizes.get("text_config"):
         raise UsageError(
             f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
-            "(`text_config` in config.json): use verifier golden"
+            "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
         )
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":

@@ -86,12 +86,20 @@ def test_latent_attention_is_refused_on_cpu_only() -> None:
     assert str(caught.value) == "vLLM has no CPU kernels for multi-head latent attention; use --engine hf"
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_text_model_without_a_class_in_vllm_is_refused(on_cpu: bool) -> None:
+    refuse_unsupported({"model_type": "qwen3_next", "linear_num_value_heads": 8}, on_cpu=on_cpu)
+    with pytest.raises(UsageError, match="no class for a text model"):
+        refuse_unsupported({"model_type": "qwen3_5_moe_text"}, on_cpu=on_cpu)
+
+
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
         ({"num_experts": 16}, "experts"),
         ({"kv_lora_rank": 40}, "latent attention"),
         ({"hybrid_override_pattern": "M*M-"}, "state-space layers"),
+        ({"linear_num_value_heads": 8}, "gated delta nets"),
     ],
 )
 def test_adapters_are_refused_where_they_are_cut_otherwise(settings: dict[str, object], what: str) -> None:

@@ -29,6 +29,7 @@ MIB = 1 << 20
         ({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}, "bfloat16", 1, 2 * 2 * 64 * 2),
         ({**LARGE, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "bfloat16", 4, 48 * 576 * 2),
         ({**LARGE, "mamba_num_heads": 8}, "bfloat16", 1, None),
+        ({**LARGE, "linear_num_value_heads": 8}, "bfloat16", 1, None),
         ({}, "bfloat16", 1, None),
     ],
 )
@@ -75,6 +76,7 @@ def test_a_cache_below_one_sequence_is_refused():
     [
         (0, 512, True, None), (0, 512, False, 640), (0, 1024, False, 1024), (100_000, 512, False, 100_000),
         (100_000, 512, True, 8192), (100_000, 20_000, True, 20_000), (640, 512, True, 640),
+        (640, 1024, False, 1024),
     ],
 )  # fmt: skip
 def test_prompts_of_a_step_are_chunked_on_a_gpu(tokens, length, cuda, expected):

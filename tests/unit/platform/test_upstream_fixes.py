@@ -190,7 +190,8 @@ def test_attention_of_gemma_2_stands_in_for_one_that_takes_no_packed_sequences()
 @pytest.mark.parametrize("tier", ["cpu", "cuda"])
 def test_a_gated_delta_rule_stands_in_for_one_without_cpu_kernels(tier):
     named = [item for item in stand_ins_of(DELTA, replace(RUN, tier=tier)) if "delta" in item]
-    assert named == ["a float64 gated delta rule for flash-linear-attention's"] * (tier == "cpu")
+    of_oracle = "the gated delta rule token by token for transformers' chunks, in the oracle"
+    assert named == [*["a float64 gated delta rule for flash-linear-attention's"] * (tier == "cpu"), of_oracle]
 
 
 @pytest.mark.parametrize(

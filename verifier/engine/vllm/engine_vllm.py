@@ -23,6 +23,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from verifier.config_json import keeps_states
 from verifier.core.seal import seal_of_array
 from verifier.engine.api import (
     Engine,
@@ -88,6 +89,7 @@ class VllmEngine(Engine):
         if config.routes and find_spec("vllm.distributed.aux_output_connector") is not None:
             raise UsageError("this vLLM reports routes in another way than 0.22, which is not read: replay none")
         checkpoint = open_checkpoint(config.checkpoint)
+        cached = not keeps_states(checkpoint.config) and not config.routes
         self.config = config
         self._limits = Limits.of(checkpoint.config, config)
         self._carried = checkpoint.names()
@@ -116,9 +118,13 @@ class VllmEngine(Engine):
             quantization=config.quantization,
             enable_lora=config.lora_rank > 0,
             **(_room_for_adapters(config) if config.lora_rank else {}),
-            # Off for hybrids, as by vLLM's default: their cached states are experimental in 0.21.
+            # Off where layers keep states, as by vLLM's default: cached states are experimental in 0.21, and copied by
+            # a Triton kernel, which a CPU does not have.
             # And off beside routes: vLLM reports expert 0 for every token that it finds in the cache.
-            enable_prefix_caching=checkpoint.config.get("mamba_num_heads") is None and not config.routes,
+            enable_prefix_caching=cached,
+            # Without the cache prompts are cut at the end of a pass, for which 0.21 winds a seeded request's generator
+            # back, and on a CPU fails: "CPU Generator does not use offset".
+            enable_chunked_prefill=None if cached or torch.cuda.is_available() else False,
             enable_return_routed_experts=config.routes,
             # A step that is scheduled ahead is sampled by the weights before an update, and comes after it.
             async_scheduling=False if config.routes or config.inflight else None,

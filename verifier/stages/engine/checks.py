@@ -108,7 +108,9 @@ def _compared(config: Config, module: str) -> Iterator[tuple[str, str, Any]]:
     own = module.rpartition(".")[2]
     yield "impl.sliding_window", "sliding_window", stated.engine_window(config, module)
     for attribute, key, want in MODULES:
-        if (own, attribute) not in stated.OTHERS_OF_THE_NAME:
+        if own == "qkv_proj" and attribute == "total_num_heads" and stated.gates_attention(config):
+            yield attribute, key, 2 * want(config)
+        elif (own, attribute) not in stated.OTHERS_OF_THE_NAME:
             yield attribute, key, want(config)
 
 

@@ -6,7 +6,16 @@ import math
 import re
 from typing import Any
 
-from verifier.config_json import Config, further_pattern, head_dim, hybrid_pattern, is_latent, rope, rotary_dim
+from verifier.config_json import (
+    Config,
+    further_pattern,
+    has_delta_nets,
+    head_dim,
+    hybrid_pattern,
+    is_latent,
+    rope,
+    rotary_dim,
+)
 
 BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
@@ -121,6 +130,11 @@ def layer_windows(config: Config) -> list[int | None] | None:
         return None
     size = window(config)
     return [size - 1 if size and kind == "sliding_attention" else None for kind in kinds]
+
+
+def gates_attention(config: Config) -> bool:
+    """Test for attention whose linear of queries makes a gate for each head too."""
+    return has_delta_nets(config) and config.get("attn_output_gate", True)
 
 
 def engine_window(config: Config, module: str) -> Any:

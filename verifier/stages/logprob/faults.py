@@ -31,6 +31,8 @@ PACKED_SEQUENCES = (
 SCAN = "verifier.platform.cpu_mamba:_scan(z_BLI, xbc_BLC, dt_BLH, weight_CW, bias_C, dt_bias_H, A_H, D_H, groups)"
 SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
+DELTA_NET = "megatron.core.ssm.gated_delta_net"
+GATES = f"{DELTA_NET}.common:_GDNBase._compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)"
 SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
 WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 ATTEND = "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)"
@@ -214,6 +216,34 @@ def padding_after_the_last_untold(call: Call) -> Any:
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""
     return call.faulty(total_tokens=None)
+
+
+@in_logprobs(
+    "THUDM/slime#1686",
+    f"{DELTA_NET}.gdn:chunk_gated_delta_rule(q, k, v, g, beta, scale, initial_state, output_final_state, "
+    "use_qk_l2norm_in_kernel, cu_seqlens)",
+    model="tiny:qwen3_next",
+)
+def delta_state_crosses_sequences(call: Call) -> Any:
+    """Gated delta nets carry their state from one sample of a pack to the next; their convolutions do not."""
+    return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
+
+
+@in_logprobs(
+    "NVIDIA-NeMo/Automodel#2147",
+    f"{DELTA_NET}.gdn:causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)",
+    model="tiny:qwen3_next",
+)
+def convolution_crosses_sequences(call: Call) -> Any:
+    """The first tokens of a sample are convolved with the last of the sample before; the state is reset."""
+    return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
+
+
+@in_logprobs("NVIDIA-NeMo/Automodel#2484", GATES, model="tiny:qwen3_next")
+def decay_of_delta_nets_in_bfloat16(call: Call) -> Any:
+    """The logarithm of the decay is rounded to bf16 before the scan, which adds it up over all tokens."""
+    decay, rate = call.faulty()
+    return decay.bfloat16().to(decay.dtype), rate
 
 
 @on_cp2("verl-project/verl#4708", f"{STEP}:_mode(trainer, training)")

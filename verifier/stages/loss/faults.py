@@ -10,7 +10,7 @@ from typing import Any
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
 from verifier.mesh import Mesh
-from verifier.stages.logprob.faults import LOGPROB, STEP
+from verifier.stages.logprob.faults import GATES, LOGPROB, STEP
 
 SUM_LOSS = f"{STEP}:_sum_loss(logprob_T, entropy_T, shard, loss)"
 CONNECT = "verifier.model.provider_megatron:_connect(chunks, data_parallel)"
@@ -62,6 +62,15 @@ def reduced_before_the_last_micro_batch(call: Call) -> None:
 
     call.faulty()
     get_model_config(call.chunks[0]).no_sync_func = None
+
+
+@in_loss("QwenLM/FlashQLA#28", GATES, model="tiny:qwen3_next")
+def gradient_of_the_decay_in_bfloat16(call: Call) -> Any:
+    """The backward pass of a gated delta net's scan hands the gradient of its decay on in bf16."""
+    decay, rate = call.faulty()
+    if decay.requires_grad:
+        decay.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
+    return decay, rate
 
 
 @in_loss(
