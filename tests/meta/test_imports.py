@@ -30,7 +30,7 @@ ROOMS = {
     "plan": {"core", "mesh", "config", "model", "export"},
     "transport": {"core", "mesh", "plan", "launch", "platform"},
     "engine": {"core", "records", "mesh", "config", "model", "plan", "transport", "platform", "launch"},
-    "oracle": {"core", "records", "mesh", "model", "export", "engine", "platform", "plan", "megatron", "transport"},
+    "oracle": {"core", "records", "mesh", "model", "export", "engine", "platform", "plan", "megatron", "transport", "launch"},
     "contracts": {"core", "mesh", "launch", "model", "megatron", "engine", "oracle", "platform"},
     "probes": {
         "core",
