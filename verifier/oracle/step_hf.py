@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from verifier.launch.child import give_memory_back
 from verifier.oracle.batches_hf import batches, choosing_in, slices_of
 from verifier.oracle.gradients_hf import (
     Distances,
@@ -77,15 +78,14 @@ def judge_steps(
         Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
         index. What has no gradient has a scale and a gap of 0, and may only decay.
     """
-    records = []
     folder = Path(work)
     adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
-    past = 0
-    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
+
+    def judged(version: int, batch: Batch, given: Routes, past: int) -> Iterator[dict[str, Any]]:
         before = folder / f"weights-{version - 1}" if version > 1 else Path(source)
         held = [folder / f"matrices-{v}" if adapter else folder / f"weights-{v}" for v in (version - 1, version)]
         if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
-            break
+            return
         old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
         stored = [tensor.dtype for tensor in tensors_of(before).values()]
@@ -93,26 +93,28 @@ def judge_steps(
 
         def run(take: Take, kind: torch.dtype, draw: int = 0) -> tuple[torch.Tensor, float]:
             if adapter is not None:
-                take = of_adapter(take, old, rule["scaling"], adapter)  # noqa: B023
-            return gradients(before, batch, told, given, take, kind, draw)  # noqa: B023
+                take = of_adapter(take, old, rule["scaling"], adapter)
+            return gradients(before, batch, told, given, take, kind, draw)
 
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-            exact[name] = spooled(folder, parts[0])  # noqa: B023
+            exact[name] = spooled(folder, parts[0])
 
         def again(draw: int) -> Distances:
-            return distances(exact, lambda take: run(take, dtype, draw))[0]  # noqa: B023
+            return distances(exact, lambda take: run(take, dtype, draw))[0]
 
         in_float32, exact, passed = dtype == torch.float32, dict[str, torch.Tensor](), Distances()
         nats, rounding = run(take, torch.float64 if in_float32 else torch.float32)
         rounded_nats = nats
         if not in_float32:
-            passed, (rounded_nats, _) = distances(exact, lambda take: run(take, dtype))  # noqa: B023
+            passed, (rounded_nats, _) = distances(exact, lambda take: run(take, dtype))
         noise = (rounded_nats - nats).abs()
         actual = tensors_of(folder / f"gradients-{version}")
         found = beside(exact, actual)
         roundings = rounded_anew(found, {}, again) if in_float32 else {}
         norm, scale = clip_of(actual, rule["clip_grad"])
         spread = Spread.of(found, passed, again)
+        exact.clear()  # it is as large as the model in float64, and so is what passes leave
+        give_memory_back()
         whole = {
             "version": version, "gradient_norm": norm, "gradient_noise": spread.noise, "noise_passes": spread.passes,
             "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
@@ -125,7 +127,14 @@ def judge_steps(
             if version and reduced is not None:
                 rates = _rates(rule, past, name)
                 row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, **rates)
-            records.append({**row, **whole})
+            yield {**row, **whole}
+
+    records, past = list[dict[str, Any]](), 0
+    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
+        rows = [*judged(version, batch, given, past)]
+        if not rows:
+            break
+        records += rows
         past += len(batch) if version else 0
     return records
 

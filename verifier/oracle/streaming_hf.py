@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,10 +198,10 @@ def release(*_: object) -> None:
 
 
 class _Streamed:
-    """The forward of a unit's module: with its weights, on the tape if there is one."""
+    """The forward of a unit's module: with its weights, on the tape if there is one. It does not keep the model."""
 
     def __init__(self, model: StreamedModel, unit: Unit, forward: Callable[..., Any]) -> None:
-        self._model, self._unit, self._forward = model, unit, forward
+        self._model, self._unit, self._forward = weakref.proxy(model), unit, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model

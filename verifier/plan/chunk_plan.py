@@ -27,7 +27,7 @@ ALIGNMENT_BYTES = 16
 END_BYTES = 256 << 20
 """Greatest size of a plan's first and last chunk, in bytes. While they travel, nothing else is packed or loaded."""
 
-MAX_CHUNK_BYTES = 64 << 20
+MAX_CHUNK_BYTES = 32 << 20
 """Largest buffer of a transfer from host to host."""
 MAX_GPU_CHUNK_BYTES = 1 << 30
 """Largest buffer between GPUs: what is said about a chunk takes less time than its bytes (docs/adr/0010)."""

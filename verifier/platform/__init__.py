@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Literal, get_args
 
 from verifier.errors import UsageError
 
 Tier = Literal["cpu", "cuda"]
+_DRIVER = "libcuda.so.1"
+"""CUDA's driver, by the name by which CUDA's runtime loads it."""
 FLASHINFER = "flashinfer"
 """flashinfer-python. Asks the GPU for its number of multiprocessors when it is imported (0.6.8.post1)."""
 CUTLASS = "cutlass"
@@ -17,8 +20,12 @@ CUTLASS = "cutlass"
 def select() -> Tier:
     """Return the tier of this machine: `cuda` if torch sees a GPU, else `cpu`.
 
-    Loads torch and starts no CUDA context, so a fork afterwards is safe.
+    Loads torch where there is a driver, 0.25 GB, and starts no CUDA context, so a fork afterwards is safe.
     """
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:  # torch would find no GPU either
+        return "cpu"
     import torch
 
     return "cuda" if torch.cuda.device_count() else "cpu"

@@ -98,6 +98,7 @@ class Resources:
         self._preload = preload
         self._vigil = Vigil() if launcher is None else launcher.vigil
         self._fork_server = engines
+        self._own_server: ForkServer | None = None
         self._oracles = oracles
         self._engines: dict[EngineConfig, RunningEngine] = {}
         self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
@@ -173,7 +174,7 @@ class Resources:
             return EngineProcess(config, fork_server=self._oracles, name=name, vigil=self._vigil, forks=("hf",))
         if self._fork_server is None:
             server = engine_fork_server(until.left("the engine was started"), self._vigil)
-            self._fork_server = self._stack.enter_context(server)
+            self._fork_server = self._own_server = self._stack.enter_context(server)
         return EngineProcess(config, fork_server=self._fork_server, name=name, vigil=self._vigil)
 
     def oracle(self, checkpoint: Path, until: Deadline) -> Oracle:
@@ -192,6 +193,12 @@ class Resources:
             self._launcher.close()
         if engine is not None:
             self.stop_engine(engine.process.config)
+
+    def end_engine_starts(self) -> None:
+        """Say that a run starts no more engines: what cold ones were forked from ends, unless it was given."""
+        if self._own_server is not None and not self.warm:
+            self._own_server.close()
+            self._fork_server = self._own_server = None
 
     def engine_logs(self) -> dict[str, bytes]:
         """Ends of the logs of the last engines, by name, in the order in which they were started."""

@@ -281,6 +281,7 @@ class Runner:
         elif engine is not None:
             with in_stage(Stage.ENGINE, spec.cycles):
                 self._record_second_engine(spec, engine.process.config, until)
+        self.resources.end_engine_starts()  # the oracle needs the memory
         self._progress("scoring by the fp32 oracle")
         with in_stage(Stage.LOGPROB):
             record_oracle(oracle, trace, Path(spec.work), model.checkpoint, model.oracle_device, model.layout)

@@ -7,6 +7,8 @@ Families differ in what a layer is given and in how tensors are put together. Wh
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -95,6 +97,20 @@ def agree(path, route=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_is_that_of_the_whole_model(name):
     agree(resolve_model(name, cache_folder(), "float32"))
+
+
+def test_a_model_and_what_it_keeps_are_gone_with_its_last_name():
+    gc.disable()
+    try:
+        with torch.inference_mode():
+            model = StreamedModel(resolve_model(NAMES[0], cache_folder()), torch.float64)
+            model.hidden(sequences()[0])
+            assert model._kept
+            left = [weakref.ref(each) for each in (model, *model._kept.values())]
+            del model
+            assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_told_routes_are_told_when_a_layer_is_computed_again():

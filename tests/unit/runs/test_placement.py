@@ -5,6 +5,8 @@ What this does not exercise: processes on GPUs; tests/h100 does.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,10 @@ def test_the_cpu_tier_takes_no_gpu(host):
     assert place(asked(), "cpu") == Placement(transport="gloo")
     golden = GoldenConfig(model="tiny:qwen3", trace=Path("trace"), mesh=TP2_PP2)
     assert [place(golden, tier).trainer_gpus for tier in ("cpu", "cuda")] == [0, 4]
+
+
+def test_without_a_driver_the_tier_is_known_without_torch():
+    code = "import sys, verifier.platform as p; p._DRIVER = 'none'; print(p.select(), *sys.modules)"
+    tier, *loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()
+    assert tier == b"cpu"
+    assert b"torch" not in loaded
