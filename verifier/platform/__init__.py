@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Literal, get_args
 
 from verifier.errors import UsageError
@@ -15,6 +17,8 @@ FLASHINFER = "flashinfer"
 """flashinfer-python. Asks the GPU for its number of multiprocessors when it is imported (0.6.8.post1)."""
 CUTLASS = "cutlass"
 """nvidia-cutlass-dsl. Asks the GPU for its compute capability when it is imported (4.4.2)."""
+FLA = "fla"
+"""flash-linear-attention. Asks the GPU for its name when it is imported (0.4.1); ranks import it with their GPU."""
 
 
 def select() -> Tier:
@@ -61,9 +65,18 @@ def import_megatron(tier: Tier) -> None:
 
     No CUDA context is started, so a fork afterwards is safe.
     """
+    found = importlib.util.find_spec(FLA)
+    places = () if found is None else found.submodule_search_locations or ()
+    has_kernels = any((Path(place) / "modules" / "convolution.py").exists() for place in places)  # gone in 0.6
     leave_out(FLASHINFER, CUTLASS)  # Megatron's own inference and Mamba-3's decoding use them: no rank runs either
+    leave_out(FLA)
     install_for(tier)
     from megatron.bridge import AutoBridge  # noqa: F401
     from megatron.core.distributed import finalize_model_grads  # noqa: F401
     from megatron.core.optimizer import get_megatron_optimizer  # noqa: F401
     from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: F401
+
+    if tier == "cuda" and has_kernels:
+        from verifier.platform.cuda import offer_delta_kernels
+
+        offer_delta_kernels()

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 from verifier.errors import InternalError, UsageError
+from verifier.platform import FLA
+from verifier.platform.patch import Patch, apply
 from verifier.platform.provenance import TRAINER, require_installed
 
 _CUDA_NOT_STARTED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED."""
+_DELTA_KERNELS = {
+    "modules.convolution": "causal_conv1d", "modules.l2norm": "l2norm",
+    "ops.gated_delta_rule": "chunk_gated_delta_rule",
+}  # fmt: skip
+"""Module of flash-linear-attention -> function of it that megatron-core calls."""
+_DELTA_NETS = tuple(f"megatron.core.ssm.gated_delta_net.{name}" for name in ("common", "gdn"))
+"""Modules that look up flash-linear-attention's functions."""
 LOCAL_RANK = "LOCAL_RANK"
 """Environment variable with this process's GPU number, as torchrun sets it."""
 
@@ -38,6 +50,21 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if LOCAL_RANK in os.environ:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
+
+
+def offer_delta_kernels() -> None:
+    """Let gated delta nets call flash-linear-attention, which is imported when a rank first calls it."""
+    for module, function in _DELTA_KERNELS.items():
+
+        def called(*args: Any, module: str = module, function: str = function, **kwargs: Any) -> Any:
+            if sys.modules.get(FLA, ...) is None:
+                del sys.modules[FLA]
+            return getattr(importlib.import_module(f"{FLA}.{module}"), function)(*args, **kwargs)
+
+        for place in _DELTA_NETS:
+            if hasattr(importlib.import_module(place), function):
+                apply([Patch(f"{place}:{function}", called)])
+    apply([Patch(f"{_DELTA_NETS[0]}:HAVE_FLA", True)])
 
 
 def another_cudnn() -> str:
