@@ -51,7 +51,12 @@ def test_a_round_trip_holds_in_bfloat16_with_its_decay_in_float32(runner: Runner
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs", [("algorithm=sft", "mesh.tp=2"), ("algorithm=grpo", "engine.kind=hf", "grpo.max_answer_tokens=8")]
+    "knobs",
+    [
+        ("algorithm=sft", "mesh.tp=2"),
+        ("algorithm=sft", "steps=3", "dtype=bf16", "fixes=[miles-975,megatron-2777]"),
+        ("algorithm=grpo", "engine.kind=hf", "grpo.max_answer_tokens=8"),
+    ],
 )
 def test_a_judged_training_run_holds(knobs: tuple[str, ...], tmp_path: Path) -> None:
     """With its last export: megatron-core's norm behind a gated delta net holds weights less 1, the files do not."""

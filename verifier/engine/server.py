@@ -31,7 +31,7 @@ from verifier.launch.child import described
 from verifier.launch.failures import StackFailed
 from verifier.model.checkpoint import open_checkpoint
 from verifier.plan.chunk_plan import ChunkPlan
-from verifier.platform import FLASHINFER, leave_out
+from verifier.platform import CONVOLUTIONS, FLA, FLASHINFER, leave_out
 from verifier.platform.upstream_fixes import ENGINE_VARIABLE
 from verifier.transport.wire import Address
 
@@ -93,6 +93,7 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
     checkpoint = open_checkpoint(config.checkpoint)
     os.environ.update({**VLLM_ENVIRONMENT, **environment(config, checkpoint.num_bytes)})
     if config.kind == "hf":
+        leave_out(FLA, CONVOLUTIONS)  # transformers would compute by a GPU's kernels what lies on the host
         if checkpoint.num_bytes <= KEPT_MEMORY_BYTES:
             keep_freed_memory()
         import torch

@@ -19,12 +19,10 @@ from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, predicts_further
-from verifier.platform import FLA, leave_out
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
 
-leave_out(FLA)  # with it, modules of gated delta nets are made on the GPU, and compute by kernels
 REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
     StrictDataclassError,

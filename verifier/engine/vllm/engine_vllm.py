@@ -128,6 +128,8 @@ class VllmEngine(Engine):
             enable_return_routed_experts=config.routes,
             # A step that is scheduled ahead is sampled by the weights before an update, and comes after it.
             async_scheduling=False if config.routes or config.inflight else None,
+            # FlashInfer, which 0.21 takes on Hopper without a look at what is installed, is left out (ADR 0056).
+            additional_config={"gdn_prefill_backend": "triton"},
             skip_tokenizer_init=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",

@@ -25,7 +25,7 @@ from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapte
 from verifier.stages.load.records import ExpectedShard, ShardRecord, SourceConfig, StatedConfig
 from verifier.stages.logprob.records import LAYER_WINDOWS, NORM_EPSILONS, ROTARY_FREQUENCIES, ProviderFields
 from verifier.stages.plan.records import PlanDigest, PlannedTensor
-from verifier.stages.train.records import UpdatedShard
+from verifier.stages.train.records import FrozenShard
 
 
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
@@ -119,14 +119,15 @@ def _plain(value: Any) -> Any:
 def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[ShardRecord]) -> None:
     """Digest every live tensor, recorded as each of `kinds`; the device is waited for once, not for each tensor.
 
-    An `UpdatedShard` is held against shards of exports, so it is what its tensor is after an export and a load.
+    Those of updates are held against shards of exports: they are what their tensors are after an export and a load.
     """
     found = list(live.tensors())
     digests = digest_tensors(tensor for _, _, tensor in found)
     for (chunk, name, tensor), digest in zip(found, digests, strict=True):
         place = live.places.get((chunk, name))
         for kind in kinds:
-            again = tensor if place is None or kind is not UpdatedShard else place.loaded_again(tensor)
+            as_it_is = place is None or version == 0 or kind is FrozenShard  # the last is held against what was loaded
+            again = tensor if as_it_is or place is None else place.loaded_again(tensor)
             probe.emit(
                 kind(
                     name=place.global_name if place else f"{name} (chunk {chunk})", version=version,

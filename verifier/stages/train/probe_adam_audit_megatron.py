@@ -97,10 +97,11 @@ class Audits:
         if sample is None:
             return []
         parts = zip(*(each.split([item.size for item in sample.slices]) for each in sample.after), strict=True)
-        found = [
-            Stepped(chunk=item.of.chunk, local=item.of.local, begin=item.of.offset + item.begin, states=values)
-            for item, values in list(zip(sample.slices, parts, strict=True))[:STEPPED]
-        ]
+        found = []
+        for item, (*states, weights) in list(zip(sample.slices, parts, strict=True))[:STEPPED]:
+            states.append(weights.to(item.of.model.dtype))  # joined with those of other dtypes
+            at = item.of.offset + item.begin
+            found.append(Stepped(chunk=item.of.chunk, local=item.of.local, begin=at, states=states))
         return found if self._sums is None else [*found, *self._sums.own_weights(number + 1)]
 
     def left_ungathered(self, number: int) -> contextlib.AbstractContextManager[None]:
