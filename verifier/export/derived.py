@@ -99,6 +99,11 @@ class DerivedLayout:
     gaps: tuple[str, ...]
     """Parameters, checkpoint tensors and proofs that are lacking, a clause each; empty for a layout that is proven."""
 
+    def offsets(self) -> dict[str, float]:
+        """Checkpoint tensor -> what the trainer's weights are its values and this; of those that are not 0."""
+        places = (place for chunks in self.rows for chunk in chunks for place in chunk if place.offset)
+        return {source: place.offset for place in places for source in place.sources}
+
     def placements(self, mesh: Mesh, rank: int, chunk: int = 0) -> list[ParamPlacement]:
         """List the parameters and checkpointed buffers of one model chunk of a rank, in the model's order.
 

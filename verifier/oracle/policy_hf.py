@@ -78,6 +78,7 @@ def judge_updates(
     updates: Sequence[Mapping[str, Any]],
     adapter: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    offsets: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every update of one step against the oracle; a request of an engine server.
 
@@ -95,6 +96,7 @@ def judge_updates(
         adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
             has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
         device: "cpu", or "cuda": where transformers computes.
+        offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
 
     Returns:
         Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
@@ -160,7 +162,9 @@ def judge_updates(
                 adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], device)
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 rates = (update["learning_rate"], rule["weight_decay"])
-                row["step"] = adam.gap(name, old[name], new[name], stepped[name], number, *rates, clip=scale)
+                shift = (offsets or {}).get(name, 0.0)
+                sides = (old[name], new[name], stepped[name])
+                row["step"] = adam.gap(name, *sides, number, *rates, clip=scale, offset=shift)
             row |= {"gradient_rounding": roundings.get(name, 0.0), "gradient_doubt": doubts.get(name, 0.0)}
             records.append({**row, **whole})
     return records

@@ -262,7 +262,7 @@ class _Recording:
 
             numbers["scaling"] = SCALING
             adapter = adapters_of(layout, TARGETS, rank)
-            arguments.append(adapter.names())
+        arguments += [adapter and adapter.names(), layout.offsets() if isinstance(layout, DerivedLayout) else {}]
         dumped = [path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*"))]
         folders = [self.source.path, self.weights]
         rows = self.oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self.source.path, *dumped])

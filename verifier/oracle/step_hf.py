@@ -59,6 +59,7 @@ def judge_steps(
     routes: Sequence[Routes],
     first: int,
     adapter: Mapping[str, Sequence[str]] | None = None,
+    offsets: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine server.
 
@@ -73,6 +74,7 @@ def judge_steps(
         routes: of each step, the routes that its routers are given; nothing where they choose by themselves.
         first: version of the first step; 0 has a learning rate of 0, and only its gradients are measured.
         adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
+        offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
 
     Returns:
         Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
@@ -126,7 +128,8 @@ def judge_steps(
             row["gradient_rounding"] = roundings.get(name, 0.0)
             if version and reduced is not None:
                 rates = _rates(rule, past, name)
-                row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, **rates)
+                shift = (offsets or {}).get(name, 0.0)
+                row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, offset=shift, **rates)
             yield {**row, **whole}
 
     records, past = list[dict[str, Any]](), 0
@@ -263,11 +266,12 @@ class Adam:
 
     def gap(
         self, name: str, old: torch.Tensor, live: torch.Tensor, gradient: torch.Tensor, step: int,
-        learning_rate: float, decay: float = 0.0, clip: float = 1.0,
+        learning_rate: float, decay: float = 0.0, clip: float = 1.0, offset: float = 0.0,
     ) -> Greatest:  # fmt: skip
         """Greatest distance of `live` from the stepped weight beyond what rounding explains, in learning rates.
 
-        `clip`: factor of the gradient.
+        `clip`: factor of the gradient. `offset`: the trainer holds, and rounds, the weight and this, and an export
+        rounds once more.
         """
         if name not in self._moments:
             zero = torch.zeros(gradient.shape, dtype=torch.float64)
@@ -287,11 +291,14 @@ class Adam:
             move = (first * (learning_rate / (1 - self._betas[0] ** step))).div_(denominator)
             stepped = (kept * begin.double()).sub_(move)
             magnitude = torch.maximum(new.double().abs(), stepped.abs())
-            allowed = ROUNDINGS * half_step(magnitude, torch.float32)
+            held = magnitude + abs(offset)
+            allowed = ROUNDINGS * half_step(held, torch.float32)
             if rounded:
-                allowed += half_step(magnitude, live.dtype)
+                allowed += half_step(held, live.dtype)
                 if begin.dtype == torch.float64:
                     begin.copy_(stepped)
+            if offset:
+                allowed += half_step(magnitude, live.dtype)
             excess = (new.double() - stepped).abs_().sub_(allowed).clamp_(min=0)
             found.append(greatest(torch.where(excess == 0, 0.0, excess / learning_rate)))
         return greatest_of(found, live.shape, self._device)

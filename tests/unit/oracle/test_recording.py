@@ -144,7 +144,7 @@ def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, sour
 
 
 def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: Path, source: Checkpoint) -> None:
-    (batches, rule, routes, first) = record(tmp_path / "trace", source).steps
+    (batches, rule, routes, first, *_) = record(tmp_path / "trace", source).steps
     assert batches == [
         [
             [[5, 6, 7, 8, 9, 3], [False, False, False, True, False, True], 0.25, [0, 0, 0, -1.5, -2.5, -3.5]],
@@ -176,7 +176,7 @@ OWN = [
 def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Path, source: Checkpoint) -> None:
     elsewhere = GivenRoutes(name="sentinel routes", version=0, rollouts=()), [[0, 0, 2, 6, 7]]  # of a pass that scores
     asked = record(tmp_path / "trace", source, elsewhere, *OWN)
-    _, _, routes, _ = asked.steps
+    _, _, routes, *_ = asked.steps
     assert routes == [[[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]]
     tokens = [[5, 6, 7, 8, 9, 3], [4, 2, 2]]
     assert asked.choices == [(source.path, tokens, routes[0], "float32")]
@@ -187,14 +187,14 @@ def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Pat
 
 def test_routes_that_rollouts_carry_are_told(tmp_path: Path, source: Checkpoint) -> None:
     given = GivenRoutes(name="sentinel routes", version=1, rollouts=()), [[1, 0, 2, 6, 7]]
-    _, _, routes, _ = record(tmp_path / "trace", source, given).steps
+    _, _, routes, *_ = record(tmp_path / "trace", source, given).steps
     assert routes == [[[], [[0, 2, 6, 7]]]]
 
 
 def test_routes_of_too_few_experts_are_not_told(tmp_path: Path, source: Checkpoint) -> None:
     """A router that drops experts of a token differs from transformers then, which chooses by itself."""
     dropped = (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=1"), [[1, 0, 2, 4, -1]])
-    _, _, routes, _ = record(tmp_path / "trace", source, *OWN, dropped).steps
+    _, _, routes, *_ = record(tmp_path / "trace", source, *OWN, dropped).steps
     assert routes == [[]]
 
 

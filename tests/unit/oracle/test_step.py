@@ -58,6 +58,25 @@ def test_right_steps_leave_no_gap(dtype: torch.dtype) -> None:
     assert max(steps(dtype, lose_low_bits=False)) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_step_of_a_weight_that_is_held_less_1_leaves_no_gap_and_a_lost_one_does(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    held = torch.randn(64, generator=generator).to(dtype)
+    master, gradient = held.double(), torch.randn(64, generator=generator).double()
+    rate = LEARNING_RATE if dtype == torch.float32 else 0.1  # a move beyond the roundings
+    moved = (master - rate * gradient.sign()).to(dtype)
+
+    def gap(live: torch.Tensor, offset: float) -> float:
+        adam = Adam(0.9, 0.95, 1e-8)
+        adam.begin("w", torch.zeros(64), torch.zeros(64), None if dtype == torch.float32 else held.float() + 1)
+        return adam.gap("w", held + 1, live + 1, gradient, 1, rate, offset=offset)[0]
+
+    assert gap(moved, -1.0) < 1e-3
+    assert gap(held, -1.0) > 0.5
+    if dtype == torch.bfloat16:
+        assert gap(moved, 0.0) > 1e-3, "by the roundings of one sum alone"
+
+
 def test_masters_that_lose_their_low_bits_show_at_the_second_step() -> None:
     first, second = steps(torch.bfloat16, lose_low_bits=True)
     assert first < 1e-4

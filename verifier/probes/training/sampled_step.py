@@ -29,6 +29,7 @@ from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
+from verifier.export.derived import DerivedLayout
 from verifier.export.names import adapters_of, layout_of
 from verifier.export.sharding import Owners
 from verifier.megatron.memory import host_bytes
@@ -287,7 +288,8 @@ class SampledStep:
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
             adapters = adapters_of(row, lora.targets, lora.rank)
             told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
-        arguments = (rule, objective, asked, told, model.oracle_device)
+        offsets = layout.offsets() if isinstance(layout, DerivedLayout) else {}
+        arguments = (rule, objective, asked, told, model.oracle_device, offsets)
         rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *arguments, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
