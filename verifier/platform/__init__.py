@@ -81,4 +81,4 @@ def import_megatron(tier: Tier) -> None:
     if tier == "cuda" and has_kernels:
         from verifier.platform.cuda import offer_delta_kernels
 
-        offer_delta_kernels()
+        offer_delta_kernels(FLA)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verifier.errors import InternalError, UsageError
-from verifier.platform import FLA
 from verifier.platform.patch import Patch, apply
 from verifier.platform.provenance import TRAINER, require_installed
 
@@ -52,14 +51,14 @@ def install() -> None:
         torch.cuda.set_device(int(os.environ[LOCAL_RANK]))
 
 
-def offer_delta_kernels() -> None:
+def offer_delta_kernels(package: str) -> None:
     """Let gated delta nets call flash-linear-attention, which is imported when a rank first calls it."""
     for module, function in _DELTA_KERNELS.items():
 
         def called(*args: Any, module: str = module, function: str = function, **kwargs: Any) -> Any:
-            if sys.modules.get(FLA, ...) is None:
-                del sys.modules[FLA]
-            return getattr(importlib.import_module(f"{FLA}.{module}"), function)(*args, **kwargs)
+            if sys.modules.get(package, ...) is None:
+                del sys.modules[package]
+            return getattr(importlib.import_module(f"{package}.{module}"), function)(*args, **kwargs)
 
         for place in _DELTA_NETS:
             if hasattr(importlib.import_module(place), function):
