@@ -126,8 +126,9 @@ def record_live(probe: Probe, live: LiveWeights, version: int, *kinds: type[Shar
     for (chunk, name, tensor), digest in zip(found, digests, strict=True):
         place = live.places.get((chunk, name))
         for kind in kinds:
-            as_it_is = place is None or version == 0 or kind is FrozenShard  # the last is held against what was loaded
-            again = tensor if as_it_is or place is None else place.loaded_again(tensor)
+            again = tensor
+            if place is not None and version and kind is not FrozenShard:  # which is held against what was loaded
+                again = place.loaded_again(tensor)
             probe.emit(
                 kind(
                     name=place.global_name if place else f"{name} (chunk {chunk})", version=version,
