@@ -73,6 +73,8 @@ class Runner:
         if config.record:
             require_writable(golden.manifest_path(config), make_folder=True)
         with self._placed(config, model, until) as (work, placement):
+            if not config.ray.use:
+                self._progress("importing Megatron")
             notes = self._notes(model, until)
             model = with_layout(model, config, placement, self.resources, work, until, self._progress)
             manifest = manifest_of(config, model, placement)
