@@ -1,7 +1,8 @@
 """A process of a GRPO run with a live vLLM is killed: nothing is left, and the same command ends the run.
 
 Every process, in every stage of a step, under Ray or without it. A stage is recognised by the file that it begins
-with. The continued run has the bits of one that nothing interrupted.
+with. Drawn trials kill a process of a judged run, some time after a stage began, once or twice in a row. The continued
+run has the bits of one that nothing interrupted.
 
 What this does not exercise: several nodes, GPUs, and modes that sample ahead, which a stop changes (docs/limits.md).
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,14 +47,18 @@ STAGES: dict[str, Callable[[Path], bool]] = {
     "step": lambda run: (run / "batches" / f"{AT:06d}-00.safetensors").exists(),
     "sync": lambda run: _lines(run / "ranks" / "0000.jsonl") >= AT,
     "save": lambda run: (run / "checkpoints" / f"{AT:06d}.partial").exists(),
+    "export": lambda run: (run / "hf_model.partial").exists(),
 }
 """Stage -> whether it has begun."""
+OF_STEP = ("rollout", "step", "sync", "save")
 OF_RAY = ("raylet", "trainer actor", "engine actor")
 OF_BOTH = ("driver", "launcher", "rank", "engine worker")
 PLAIN = ("rollout", "sync")
 """Stages in which the processes of every run are killed without Ray; in the others under it."""
 VERIFIED = [(f"{victim} of a judged run", stage) for victim in ("driver", "judge") for stage in PLAIN]
-TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in STAGES] + VERIFIED
+TRIALS = [(victim, stage) for victim in (*OF_RAY, *OF_BOTH) for stage in OF_STEP] + VERIFIED
+DRAWN = 40
+"""Drawn trials of judged runs."""
 CODES = {
     "driver": {-signal.SIGKILL}, "driver of a judged run": {-signal.SIGKILL}, "engine actor": {0, 3},
     "engine worker": {0, 3}, "raylet": {0, 3},
@@ -83,7 +90,8 @@ def victim_of(name: str, driver: int) -> int:
 
     def first(words: str) -> int:
         found = [pid for pid, text in tree.items() if words in text]
-        assert found, "\n".join(f"{pid} {text[:200]}" for pid, text in tree.items())
+        if not found:
+            raise LookupError("\n".join(f"{pid} {text[:200]}" for pid, text in tree.items()))
         return found[0]
 
     if name == "rank":
@@ -116,33 +124,85 @@ def whole(tmp_path_factory) -> dict[str, object]:
     return ended(run)
 
 
+class Killed(NamedTuple):
+    """A process that is killed `delay` seconds after a stage began."""
+
+    victim: str
+    stage: str
+    delay: float = 0.0
+
+
+def drawn(seed: int) -> tuple[bool, list[Killed]]:
+    """Whether a judged run is under Ray, and what is killed in it, one after another."""
+    chosen = random.Random(seed)
+    ray = chosen.random() < 0.5
+    victims = (*OF_BOTH, "judge", *(OF_RAY if ray else ()))
+    return ray, [
+        Killed(chosen.choice(victims), chosen.choice(list(STAGES)), chosen.uniform(0.0, 1.0))
+        for _ in range(chosen.choice((1, 1, 2)))
+    ]
+
+
+def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> int:
+    """Run a command, kill a process of it, and return its exit code; 0 if it ended before.
+
+    Every process has ended within 15 seconds after the command.
+    """
+    with (
+        said.open("wb") as output,
+        subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
+    ):
+        everything: set[int] = set()
+        until = time.monotonic() + RUN_S
+        while not STAGES[killed.stage](run) and driver.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        time.sleep(killed.delay)
+        while driver.poll() is None:
+            everything |= {driver.pid, *descendants(driver.pid)}
+            try:
+                os.kill(victim_of(killed.victim, driver.pid), signal.SIGKILL)
+            except (LookupError, StopIteration, ValueError):  # a run that was continued has not started it yet
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            else:
+                break
+        code = driver.wait(RUN_S)
+    until = time.monotonic() + LEFT_S
+    while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, {pid: command_line(pid)[:200] for pid in left}
+    if killed.victim.startswith("judge") and code:
+        assert "the judge's process has ended: killed by SIGKILL" in said.read_text()
+    return code
+
+
+def require_ended(words: list[str], run: Path, whole: dict[str, object]) -> None:
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert ended(run) == whole
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("victim", "stage"), TRIALS)
 def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, stage, whole, tmp_path):
     run, ray = tmp_path / "run", victim in OF_RAY or stage not in PLAIN
     words = command(run, ray, victim.endswith("judged run"))
-    said = tmp_path / "said"
-    with (
-        said.open("wb") as output,
-        subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
-    ):
-        until = time.monotonic() + RUN_S
-        while not STAGES[stage](run):
-            assert driver.poll() is None, said.read_text()
-            assert time.monotonic() < until
-            time.sleep(0.002)
-        everything = [driver.pid, *descendants(driver.pid)]
-        os.kill(victim_of(victim, driver.pid), signal.SIGKILL)
-        code = driver.wait(RUN_S)
-        assert code in CODES.get(victim, {3}), said.read_text()
-        if victim.startswith("judge"):
-            assert "the judge's process has ended: killed by SIGKILL" in said.read_text()
-        until = time.monotonic() + LEFT_S
-        while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not left, {pid: command_line(pid)[:200] for pid in left}
-    if code:
-        again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-        assert again.returncode == 0, again.stdout + again.stderr
-    assert ended(run) == whole
+    code = interrupted(words, run, Killed(victim, stage), tmp_path / "said")
+    assert code in CODES.get(victim, {3}), (tmp_path / "said").read_text()
+    require_ended(words, run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(DRAWN))
+def test_a_judged_run_that_is_killed_anywhere_ends_with_the_same_bits(seed, whole, tmp_path):
+    ray, kills = drawn(seed)
+    run = tmp_path / "run"
+    words = command(run, ray, verified=True)
+    for number, killed in enumerate(kills):
+        said = tmp_path / f"said-{number}"
+        code = interrupted(words, run, killed, said)
+        assert code in {0, 3, -signal.SIGKILL}, f"{kills}\n{said.read_text()}"
+    require_ended(words, run, whole)

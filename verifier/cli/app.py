@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -407,7 +408,8 @@ def run(arguments: list[str]) -> int:
         command = context.command_path if context is not None else "verifier"
         return _refuse(f"{message[:1].lower()}{message[1:]}; see `{command} --help`", ExitCode.USAGE)
     except UsageError as problem:
-        return _refuse(" ".join(str(problem).splitlines()), problem.exit_code)
+        sentence = re.sub(r"`([^`]{200})[^`]+`", r"`\1...`", str(problem))
+        return _refuse(" ".join(sentence.splitlines()), problem.exit_code)
     except (VerifierError, Stopped) as problem:
         return _refuse(str(problem), problem.exit_code)
     except SystemExit as problem:  # the commands return: a plugin asked for it
