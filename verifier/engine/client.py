@@ -163,7 +163,6 @@ class EngineClient:
             self._channel = None
 
     def _answer(self, request: str, kind: Any, deadline_s: float) -> Any:
-        """Wait for the answer to the request under way."""
         try:
             reply = self._connected(f"during the request `{request}`").receive(deadline_s, self._vigil)
         except DeadlinePassed as error:

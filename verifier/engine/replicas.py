@@ -26,11 +26,6 @@ class EngineReplicas(EngineClient):
     A request goes to all of them. Lists of answers, one for each engine rank, are joined in the order of the engines.
     Prompt p of a batch is answered by engine p modulo their number, with the seed of its place in the whole batch.
     The death of one ends the wait for all.
-
-    Args:
-        sockets: of the engines.
-        deadline_s: see `EngineClient`.
-        vigil: see `EngineClient`.
     """
 
     def __init__(self, sockets: Sequence[Path | str], deadline_s: float = 300, vigil: Vigil | None = None) -> None:

@@ -93,7 +93,6 @@ def transfer(
 
 
 def _shown(tensors: Iterator[tuple[str, torch.Tensor]], watch: TransferWatch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Show each tensor to the watch as it is drawn."""
     for name, tensor in tensors:
         watch.drawn(name, tensor)
         yield name, tensor

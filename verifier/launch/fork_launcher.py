@@ -292,11 +292,8 @@ class Launcher(abc.ABC):
 class ForkLauncher(ForkServer, Launcher):
     """Starts the ranks of any number of jobs. Imports begin at `with`, while the caller goes on; the first job waits.
 
-    Args:
-        preload: "package.module:function", called without arguments before the first fork; it must start no thread.
-        load_deadline_s: seconds that imports may take.
-        vigil: other processes whose death ends a job.
-        lent: see `ForkServer`.
+    `preload` is called before the first fork; it must start no thread, and may take `load_deadline_s`. The death of a
+    process of `vigil` ends a job. For `lent` see `ForkServer`.
     """
 
     def __init__(

@@ -77,7 +77,6 @@ class NodeRanks:
             os.close(memory_fd)
 
     def _start(self, address: str, fds: list[int], fds_of_rank_0: list[int]) -> None:
-        """Fork the ranks with these descriptors."""
         spec = self._spec
         shared = {
             "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),

@@ -210,7 +210,6 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _local(tensor: Any) -> torch.Tensor | None:
-    """This rank's part of a DTensor, or a plain tensor as it is."""
     if tensor is None:
         return None
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -148,13 +148,11 @@ def _of_update(own: Stepped, model: Mapping[str, Any]) -> Iterator[_Given]:
 
 
 def _spread(begin: int, end: int) -> torch.Tensor:
-    """Some indices, from the first to the last."""
     return torch.linspace(begin, end - 1, min(ELEMENTS, end - begin), dtype=torch.float64).long()
 
 
 @torch.no_grad()
 def _bits(tensor: torch.Tensor, places: torch.Tensor) -> list[int]:
-    """Bits of the elements at these indices of the flattened tensor."""
     values = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     found: list[int] = values.view(_BITS[values.element_size()]).tolist()
     return found

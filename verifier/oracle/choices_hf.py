@@ -77,7 +77,6 @@ def _scores(
 
 
 def _positions(rows: Sequence[Route]) -> Mapping[int, list[int]]:
-    """Positions of a sequence that have a route, by layer."""
     found: dict[int, list[int]] = defaultdict(list)
     for position, layer, *_ in rows:
         found[layer].append(position)

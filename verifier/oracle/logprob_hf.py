@@ -142,7 +142,6 @@ def sides(
 
 
 def _rows_of(sequences: Sequence[Any]) -> list[list[Any]]:
-    """An empty row for each sequence."""
     return [[] for _ in sequences]
 
 

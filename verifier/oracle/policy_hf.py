@@ -217,7 +217,6 @@ def entropies(
 
 
 def _rows(file: Path) -> list[Row]:
-    """Columns of each sequence."""
     columns = load_file(file)
     lengths = columns.pop("lengths").tolist()
     counts = columns.pop("route_counts").tolist() if "routes" in columns else []

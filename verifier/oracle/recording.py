@@ -190,7 +190,6 @@ class _Recording:
         return [([*prompt, *self._known(more)], temperature) for prompt, more, temperature in rows]
 
     def _tokens(self, name: str, version: int) -> list[list[int]]:
-        """Token ids of a pass's rollouts."""
         record = next(self.seen.of(Rollouts, name=name, version=version))
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
@@ -229,7 +228,6 @@ class _Recording:
         self.recorder.emit(record, np.clip(self.seen.array(item).astype(np.float64), least, most))
 
     def _record_routed(self, item: GivenRoutes) -> None:
-        """Score by the routes that the trainer's routers were given."""
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
         routes = _by_sequence(self.seen.array(item), len(tokens))
@@ -238,7 +236,6 @@ class _Recording:
         self.recorder.emit(noise_of_logprobs(item.name, 0, sides))
 
     def _record_steps(self) -> None:
-        """Judge the gradients and the new weights of every step."""
         seen = self.seen
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
@@ -276,13 +273,11 @@ class _Recording:
                 self._record_choices(record, before, chosen)
 
     def _record_choices(self, record: Rollouts, before: Path, chosen: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Judge the experts that routers chose by themselves in a step."""
         asked = (self._tokens(record.name, record.version), chosen, self.seen.manifest.dtype)
         for row in self.oracle.ask("choices_hf:choice_gaps", [before], *asked):
             self.recorder.emit(choices_record(row, record.name, record.version))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
-        """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
         arrays = self.seen.arrays(record)
         columns = [ragged.split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
         return [

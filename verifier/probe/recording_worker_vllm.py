@@ -81,5 +81,4 @@ class RecordingWorker:
 
 
 def _held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by vLLM's names."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}

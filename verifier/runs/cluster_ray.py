@@ -82,11 +82,8 @@ class Actor:
 class ActorRanks:
     """Ranks of a job behind their node's actor; see `Ranks`.
 
-    Args:
-        actor: of the node.
-        node: its name, for errors; empty where there is one only.
-        ranks: of the node.
-        look: raises the error of a process beside the ranks that has died.
+    `node` is its name, for errors; empty where there is one only. `look` raises the error of a process beside the ranks
+    that has died.
     """
 
     def __init__(self, actor: Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
@@ -140,10 +137,7 @@ class ActorRanks:
 class ClusterEngine:
     """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client.
 
-    Args:
-        actor: an `EngineNode`.
-        started: socket and process id of the engine, on the actor's node.
-        deadline_s: seconds that one request may take.
+    `started` has the socket and process id of the engine, on the actor's node.
     """
 
     def __init__(self, actor: Actor, started: tuple[str, int], deadline_s: float) -> None:
@@ -176,11 +170,7 @@ class ClusterEngine:
 class Cluster(Launcher):
     """Nodes that a run has, with the actor of each.
 
-    Args:
-        nodes: of Ray, as `ray.nodes` describes them.
-        adopted: arguments of `NodeServer.adopt`.
-        stack: ends the actors.
-        world_size: ranks of the trainer.
+    `nodes` are as `ray.nodes` describes them, and `adopted` the arguments of `NodeServer.adopt`.
 
     Attributes:
         ranks_here: ranks of the trainer on the driver's host.
@@ -233,11 +223,8 @@ class Cluster(Launcher):
     ) -> ClusterEngine:
         """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model.
 
-        Args:
-            config: of the engine.
-            deadline_s: seconds for the start.
-            request_deadline_s: seconds that one request may take.
-            watched: its death ends the waits for ranks.
+        Its start may take `deadline_s`, one request `request_deadline_s`. If it is `watched`, its death ends the waits
+        for ranks.
         """
         actor = self._actor(EngineNode, "engine", self._nodes[0])
         started = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)

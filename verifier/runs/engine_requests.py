@@ -228,5 +228,4 @@ class EngineRequests:
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """[sum of lengths] float32."""
     return np.array([value for row in rows for value in row], dtype=np.float32)

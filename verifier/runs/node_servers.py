@@ -114,11 +114,8 @@ class NodeServer:
     def adopt(self, environment: Mapping[str, str], path: Sequence[str], folder: str, marked: str) -> dict[str, str]:
         """Take over what the driver's children would inherit; return the node's `identity`.
 
-        Args:
-            environment: forwarded variables; others that would be are removed.
-            path: of the driver's modules, which comes before this process's own.
-            folder: working folder of the driver.
-            marked: file that the driver has written into the run's folder.
+        Variables that are forwarded and not among these are removed. `path` comes before this process's own modules.
+        The driver has written the file `marked` into the run's folder.
 
         Raises:
             UsageError: this node does not see the driver's folders.

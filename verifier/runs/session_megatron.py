@@ -151,7 +151,6 @@ class Session:
         return [sync, update, score]
 
     def _build(self, *, training: bool = True) -> None:
-        """Build the trainer and load the source."""
         run = self._run
         adapters = " with adapters" if run.spec.lora_rank else ""
         run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")
@@ -178,7 +177,6 @@ class Session:
             run.probe.emit(spec.workload.objective)
 
     def _score(self, version: int) -> None:
-        """Teacher-forced log-probabilities by the trainer."""
         run, (first, *others) = self._run, self._workload.passes
         run.say(f"version {version}: trainer scores {len(first.rollouts)} sequences")
         for item in (first, *others) if version == 0 else (first,):

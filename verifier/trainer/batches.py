@@ -145,11 +145,6 @@ SCORED = {"current": "old", "reference": "reference"}
 def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, JSON]) -> None:
     """Refuse recorded rollouts whose routes the routers of a model cannot take.
 
-    Args:
-        file: of the rows.
-        rows: of the file.
-        sizes: config.json of the model.
-
     Raises:
         UsageError: names the rollout, and what its routes are and have to be.
     """

@@ -56,12 +56,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: that they lie in; made if it is absent.
-        keep: number of the last ones that are kept.
-    """
+    """The last `keep` checkpoints of one run, in a folder that is made if it is absent."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
@@ -173,7 +168,6 @@ def _digest(file: Path, *, settle: bool = False) -> str:
 
 
 def _settle(path: Path) -> None:
-    """Write a file, or the names in a folder, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,14 +180,7 @@ Call = Callable[..., list[Any]]
 
 
 class Continuation:
-    """The checkpoints of a run, from the one that it continues to the last that it writes.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        progress: called with a line of text.
-        observer: told of checkpoints.
-    """
+    """The checkpoints of a run, from the one that it continues to the last that it writes."""
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], observer: Observer = SILENT

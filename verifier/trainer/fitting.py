@@ -61,11 +61,6 @@ def load_algorithms(config: TrainConfig) -> None:
 def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
     """Refuse knobs that the model or the tier does not have.
 
-    Args:
-        config: of the run.
-        sizes: config.json of its model.
-        tier: of this machine.
-
     Raises:
         UsageError: names the knob, its value and what it contradicts.
     """
@@ -192,10 +187,7 @@ def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
 def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
     """Refuse a micro-batch that could not hold the longest rollout that a run may sample.
 
-    Args:
-        config: of the run.
-        prompt: tokens of the longest prompt.
-        rest: tokens of an episode after its prompt, at most: answers and replies.
+    The longest prompt has `prompt` tokens, and an episode `rest` after it at most: answers and replies.
 
     Raises:
         UsageError: names the numbers and the knobs.
@@ -226,11 +218,8 @@ def require_place(run: Path) -> None:
 def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     """Check everything that needs no torch and no tokenizer; return the resolved config and the arithmetic of a step.
 
-    A folder with config.json alone is planned for a machine with GPUs, whatever this one has.
-
-    Args:
-        config: of the run.
-        owners: key -> who gave its value.
+    A folder with config.json alone is planned for a machine with GPUs, whatever this one has. `owners` says who gave
+    the value of each key.
 
     Raises:
         UsageError: what the run would be refused for.

@@ -52,11 +52,7 @@ class HoldingSampler(Sampler, Protocol):
 class EngineRollouts:
     """Rollouts of each step, sampled by an engine and scored by a reward in a process of its own.
 
-    Args:
-        config: of the run.
-        checkpoint: whose tokenizer writes the prompts.
-        whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
-        observer: told of what is sampled.
+    With `whole_answers` the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
 
     Attributes:
         data: of the run.
@@ -101,12 +97,8 @@ class EngineRollouts:
     ) -> EngineConfig:
         """Config of an engine, by its number: room for all answers of a step side by side.
 
-        Args:
-            gpus: see `EngineConfig.gpus`.
-            fixes: see `EngineConfig.fixes`.
-            replica: number of the engine.
-            tier: of the machine.
-            lent: a trainer is on the engine's GPU, and the engine stays there while it trains.
+        For `gpus` and `fixes` see `EngineConfig`. If `lent`, a trainer is on the engine's GPU, and the engine stays
+        there while it trains.
         """
         config, options, engine = self._config, self._config.grpo, self._config.engine
         longest, inflight = self._longest_prompt, options.mode == "inflight"
@@ -189,10 +181,7 @@ class EngineRollouts:
     def finish(self, step: int, version: int, held: int) -> SampledBatch:
         """Sample the rest of a step's answers.
 
-        Args:
-            step: number of the step, from 1.
-            version: of the weights that sampled the first tokens.
-            held: version of the weights that the engine holds.
+        The weights of `version` sampled the first tokens, and the engine holds those of `held`.
 
         Raises:
             ContractError: the engine did not drop keys and values that are of the weights before.
@@ -212,7 +201,6 @@ class EngineRollouts:
         return SampledBatch(rounds=rounds, limit=limit)
 
     def _round(self, step: int, number: int, version: int, count: int | None = None) -> Round:
-        """Sample one round, of so many prompts, or of a whole batch."""
         assert self._client is not None
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
@@ -226,7 +214,6 @@ class EngineRollouts:
         return cast(HoldingSampler, self._client)
 
     def _indices(self, step: int, number: int) -> tuple[int, ...]:
-        """Prompts of a round of a step."""
         seed = seed_of_round(self._config.seed, number)
         return batch_indices(len(self._examples), self._config.data.batch_size, seed, step - 1)
 
@@ -275,8 +262,7 @@ class EngineRollouts:
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
 
-        Args:
-            step: whose weights these are; the samples of each evaluation have seeds of their own.
+        These are the weights of a step; the samples of each evaluation have seeds of their own.
 
         Returns:
             "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
@@ -348,13 +334,8 @@ class EngineRollouts:
     ) -> RolloutRow:
         """Rollout of a sample.
 
-        Args:
-            version: of the weights that sampled its first token.
-            place: of the prompt: step and number.
-            number: of the sample in its group.
-            example: of the prompt.
-            prompt: token ids.
-            sample: of the engine.
+        The weights of `version` sampled its first token; `place` has the step and number of the prompt, and `number` is
+        the sample's in its group.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
         ended, replays = bool(tokens) and tokens[-1] == eos_id, self._config.grpo.replay_routes

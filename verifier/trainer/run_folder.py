@@ -194,8 +194,6 @@ class RunFolder:
 
 
 class _Finished(msgspec.Struct):
-    """End of a run, as it was written."""
-
     asked: int
     steps: int
     loss: float
@@ -203,7 +201,6 @@ class _Finished(msgspec.Struct):
 
 
 def _text(file: Path) -> str:
-    """Text of a file of the run, which the run wrote."""
     if not file.is_file():
         raise UsageError(f"`{file}` is no regular file")
     try:
@@ -213,7 +210,6 @@ def _text(file: Path) -> str:
 
 
 def _object(text: str, file: Path) -> dict[str, Any]:
-    """JSON object of a text of a file."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
             return found
@@ -301,7 +297,6 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a command spells it."""
     return "null" if value is None else value
 
 

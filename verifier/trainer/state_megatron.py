@@ -34,12 +34,7 @@ Facts = list[dict[str, Any]]
 def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, scheduler: Any, rank: int) -> Facts:
     """Digest everything that a checkpoint must bring back.
 
-    Args:
-        trainer: with every parameter gathered.
-        live: of the trainer.
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler`.
-        rank: this rank.
+    Every parameter has to be gathered.
     """
     at = str(trainer.mesh.coordinate(rank))
     named = [(f"weight/{name} (chunk {chunk})", tensor) for chunk, name, tensor in live.tensors()]
@@ -132,12 +127,8 @@ def elements_of(
 ) -> Elements:  # fmt: skip
     """Elements that this rank holds of weights, reference, masters and moments, and what was counted. A collective.
 
-    Args:
-        trainer: built with `data_parallel`.
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler`.
-        lives: of the trainer, what it trains last; what has no place in the checkpoint is left out.
-        reference: a frozen tensor for each of the last one's, if the run has a reference.
+    The last of `lives` is what it trains, with a tensor of `reference` for each, if the run has one. What has no place
+    in the checkpoint is left out.
     """
     if fsdp_megatron.is_fsdp(trainer):  # another mesh does not load its checkpoints
         return {}
@@ -267,7 +258,6 @@ def effective_settings(trainer: TrainerModel, optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """Fields of a dataclass that are numbers, flags, texts or dtypes."""
     values = {item.name: getattr(part, item.name, None) for item in dataclasses.fields(part)}
     return {
         name: value if isinstance(value, int | float | str | None) else str(value)

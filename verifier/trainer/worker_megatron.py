@@ -150,7 +150,6 @@ class TrainerWorker:
         return {"knobs": self._reached(), **effective_settings(*self._parts[:2])} if rank == 0 else {}
 
     def _new_reference(self) -> list[torch.Tensor]:
-        """Copies of the weights as they are."""
         return [item.clone() for _, _, item in self._live.tensors()]
 
     def _state(self) -> Facts:
@@ -175,10 +174,8 @@ class TrainerWorker:
     def score(self, batch: str, which: str, to: str) -> None:
         """Score a batch by the weights as they are, or by the reference; rank 0 writes the log-probabilities.
 
-        Args:
-            batch: file of `save_rollouts`.
-            which: "current" or "reference"; "greedy" and "shortfall" by the weights as they are, of undivided logits.
-            to: safetensors file with ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
+        `which` is "current" or "reference"; "greedy" and "shortfall" are of undivided logits by the weights as they
+        are. The file `to` gets ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
         """
         rollouts, _ = load_rollouts(Path(batch))
         temperature = 1.0 if which == "greedy" else self._temperature
@@ -198,13 +195,8 @@ class TrainerWorker:
     ) -> dict[str, float]:
         """Take one optimizer step on a batch of `save_rollouts`.
 
-        Args:
-            step: step of the run, from 1.
-            number: number of the optimizer step, from 1.
-            batch: file of rollouts and columns.
-            first: the weights are those that made the `old` log-probabilities.
-            last: no other update of this step follows.
-            note: for the observer.
+        If `first`, the weights are those that made the `old` log-probabilities; if `last`, no other update of this step
+        follows.
         """
         config, at = self._config, self._config.mesh.coordinate(self._context.rank)
         rollouts, columns = load_rollouts(Path(batch))
@@ -280,12 +272,7 @@ class TrainerWorker:
     ) -> tuple[str, dict[str, float], str]:  # fmt: skip
         """Send the weights, or the adapter, to the engine as a version.
 
-        Args:
-            version: of the weights.
-            note: for the observer.
-            running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
-            again: the engine died in this sync before.
-            first: the weights sample the step of the note, and were not made by it.
+        For the arguments see `WeightSync.sync`.
 
         Returns:
             On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
@@ -316,7 +303,6 @@ class TrainerWorker:
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:
-        """Put the reference's weights in the place of the live ones, if it is asked for, and put these back."""
         if which != "reference":
             yield
             return
@@ -334,11 +320,7 @@ class TrainerWorker:
 class AdapterSync:
     """Link of one rank to an engine that keeps the base, and is given an adapter with each version.
 
-    Args:
-        adapters: of the trainer.
-        rank: this one; rank 0 talks to the engine.
-        folder: for the adapters of versions, the same for all ranks.
-        observer: told of engines and transfers.
+    `folder` has the adapters of versions, the same for all ranks.
 
     Attributes:
         lost: why the engine's process is gone; empty if it is not.
@@ -371,12 +353,7 @@ class AdapterSync:
     ) -> str:
         """Have the engine sample with the adapter of a version from now on. A collective.
 
-        Args:
-            version: of the weights; the engine's adapter is named by it.
-            note: for the observer.
-            running: requests of the engine meanwhile, which keep their adapter; none.
-            again: the engine died in this sync before.
-            first: this adapter samples the step of the note, and was not made by it.
+        For the arguments see `WeightSync.sync`; the adapter is named by its version, and requests keep theirs.
 
         Returns:
             On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
@@ -402,7 +379,6 @@ class AdapterSync:
 
 
 def _loaded(client: EngineClient, path: Path) -> str:
-    """Have an engine load an adapter; return why it refused it, empty if it did not."""
     try:
         client.load_adapter(path)
     except ContractError as problem:
@@ -418,12 +394,6 @@ VISITS = ("save", "export")
 
 class Turns:
     """Turns of trainer and engine on the GPUs of one rank, the engine's first. Every method is a collective.
-
-    Args:
-        sync: link to the engine.
-        device: of this rank.
-        tensors: the rank's state.
-        observer: told when the state leaves the GPU and when it is back.
 
     Attributes:
         facts: metrics of the last time on the host.

@@ -55,7 +55,6 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[En
 
 
 def _published(model: nn.Module, name: str) -> str:
-    """Return the checkpoint's name of one of vLLM's names."""
     for ours, published in _SPELLINGS.get(type(model).__name__, ()):
         if name.startswith(ours):
             return published + name.removeprefix(ours)

@@ -139,10 +139,7 @@ def _free_bytes(folder: Path) -> int:
 def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = False) -> tuple[str, str]:
     """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can.
 
-    Args:
-        config: of the run.
-        model: of the run.
-        derives: it may get a derived layout yet.
+    If it `derives`, it may get a derived layout yet.
     """
     adapts = config.lora.rank and config.dtype != "float32"
     judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
@@ -215,18 +212,10 @@ def _spread(count: int, asked: int, begin: int) -> list[int]:
 class SampledStep:
     """One step that the oracle computes too, in a folder of its own that ranks and controller fill.
 
-    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Their choice
-    depends on no reward or length: of an update, evenly spread among those with a gradient; for log-probabilities,
-    among all, as the ends of these are counted.
-
-    Args:
-        config: of the run.
-        model: of the run.
-        oracle: running.
-        folder: for the step; see `verifier.oracle.policy_hf`.
-        step: number of the step, from 1.
-        updates: of the step, in order.
-        scored: log-probabilities of the step; None in supervised fine-tuning.
+    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Their choice depends
+    on no reward or length: of an update, evenly spread among those with a gradient; for log-probabilities, among all,
+    as the ends of these are counted. For what is in the folder see `verifier.oracle.policy_hf`; `scored` is None in
+    supervised fine-tuning.
 
     Attributes:
         places: number of each update of which some rollouts are computed, to their places.
@@ -265,12 +254,8 @@ class SampledStep:
     ) -> SampledNoise | None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
-        Args:
-            trace: of the step.
-            updates: in order.
-            rates: learning rate of each.
-            earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
-            known: noise of the sampled step before.
+        `rates` are the learning rates of the updates, `earlier` has checkpoints of weights before the last, by which
+        tokens were sampled, and `known` is the noise of the sampled step before.
 
         Returns:
             Noise of the run's dtype on the tokens that the last weights sampled; None without any.
@@ -309,7 +294,6 @@ class SampledStep:
         return noise
 
     def _computed(self, update: OptimizerUpdate) -> OptimizerUpdate:
-        """An update of those rollouts alone that are computed."""
         if (places := self.places.get(str(update.number))) is None:
             return update
         columns = {name: _at(places, values) for name, values in update.columns.items()}
@@ -337,13 +321,8 @@ class SampledStep:
     ) -> None:  # fmt: skip
         """Record the entropy at each token in the loss, of each update.
 
-        Args:
-            recorder: of the oracle.
-            updates: in order.
-            temperature: divisor of the logits.
-            read: see `Oracle.ask`.
-            known: by rollout, what the weights before the first update give it, as `Sides` has it. Where that is all of
-                the first update, and its routers were given no experts of their own choice, it is not asked again.
+        `known` has by rollout what the weights before the first update give it, as `Sides` has it. Where that is all of
+        the first update, and its routers were given no experts of their own choice, it is not asked again.
         """
         dtype, first = "float64" if self._model.dtype == "float32" else self._model.dtype, updates[0]
         chose = chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts))
@@ -363,7 +342,6 @@ class SampledStep:
             recorder.emit(record, arrays)
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
-        """Write the inputs of an update's loss, as they were recorded."""
         arrays = {
             "lengths": np.array([len(rollout) for rollout in update.rollouts], np.int64),
             "tokens": np.concatenate([rollout.tokens for rollout in update.rollouts]),
