@@ -67,10 +67,8 @@ def make_optimizer(
 ) -> Any:
     """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
-    Args:
-        trainer: trainer built with `data_parallel`.
-        learning_rate: without a rule, of steps without their own.
-        rule: rates of each group of parameters, for a scheduler, and what clips; by default a norm of 1.
+    The rule has rates of each group of parameters, for a scheduler, and what clips, by default a norm of 1; without one
+    steps that have no rate of their own have `learning_rate`.
 
     Raises:
         ContractError: the trainer was built for forward passes only.
@@ -221,9 +219,7 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
 def owned_parts(chunk: Any, *, sharded: bool) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Views of the gradients in a model chunk's buffers that this rank's optimizer reads.
 
-    Args:
-        chunk: a model chunk, not of Megatron-FSDP.
-        sharded: the optimizer is distributed.
+    The chunk is not of Megatron-FSDP; if `sharded`, the optimizer is distributed.
 
     Yields:
         (parameter, index of the part's first element in the flattened parameter, flat view of the part).

@@ -23,8 +23,7 @@ GREATEST = ("ratio_gap", "kl_gap")
 class LossMeter:
     """Facts of the rows that one rank's losses saw in a step; `read` joins those of all ranks.
 
-    Args:
-        rows: keep the rows themselves too, of batches with a ledger.
+    With `rows` it keeps the rows themselves too, of batches with a ledger.
     """
 
     def __init__(self, *, rows: bool = False) -> None:
@@ -63,9 +62,7 @@ class LossMeter:
     def read(self, *, counts: bool, device: torch.device) -> dict[str, float]:
         """Join the ranks. A collective.
 
-        Args:
-            counts: this rank's rows count; of ranks that saw the same rows, one does.
-            device: of the process group.
+        Of ranks that saw the same rows, those of one are counted: `counts`.
         """
         sums = (self._sums if counts else torch.zeros_like(self._sums)).to(device)
         greatest = self._greatest.to(device)

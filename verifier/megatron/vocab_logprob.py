@@ -84,11 +84,7 @@ def is_greedy(
 ) -> torch.Tensor:
     """Tell which labels have the greatest logit of the vocabulary, so that greedy decoding gives them.
 
-    Args:
-        logits_TV: [T, V] float, this rank's slice of the vocabulary.
-        labels_T: [T] int64, global token ids, or `IGNORE_LABEL`.
-        vocab_start: global id of this rank's first column.
-        group: ranks that together have the vocabulary; None if this rank has all of it.
+    Arguments are those of `vocab_parallel_logprob`.
 
     Returns:
         [T] float32, 1 or 0; 0 where there is no label.

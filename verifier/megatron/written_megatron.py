@@ -64,10 +64,8 @@ class _Given:
 class Written:
     """Some tensors of a save, others in each, so that every tensor has its turn.
 
-    Args:
-        state: what megatron-core is given to write.
-        turn: name of the save.
-        stepped: what the last update left of some parameters; ranks that do not write them read them back too.
+    `state` is what megatron-core is given to write, `turn` the name of the save, and `stepped` what the last update
+    left of some parameters; ranks that do not write them read them back too.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/mapping.py, `ShardedTensor`: a rank writes its main replicas.

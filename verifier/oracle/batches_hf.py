@@ -48,11 +48,8 @@ def batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """All sequences, each in one batch, the shorter first.
 
-    Args:
-        sequences: token ids, each of at least one.
-        routes: of each sequence, what its routers choose; none where they choose by themselves.
-        margin: of these routes; see `choosing`.
-        most: tokens of a batch, unless it is one sequence.
+    `routes` are what the routers of each sequence choose, none where they choose by themselves; for their `margin` see
+    `choosing`. A batch has `most` tokens, unless it is one sequence.
     """
     chosen = [
         chosen_experts(rows, len(tokens))

@@ -37,15 +37,10 @@ def choice_gaps(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure how far chosen experts score below the best; a request of an engine server.
 
-    Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's
-    scores are those of the tokens that the trainer's router saw, and differ by rounding alone.
-
-    Args:
-        checkpoint: weights before the update.
-        sequences: token ids.
-        routes: of each sequence what the trainer's routers chose.
-        dtype: of the run, less than float32.
-        device: "cpu", or "cuda": where transformers computes.
+    Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's scores
+    are those of the tokens that the trainer's router saw, and differ by rounding alone. `checkpoint` has the weights
+    before the update. `dtype` is that of the run, less than float32; transformers computes on `device`, "cpu" or
+    "cuda".
 
     Returns:
         Per layer the fields of `RouterChoices` that are its own.

@@ -176,12 +176,8 @@ def entropies(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Entropy of the distribution that each token in the loss of a step's updates is one of; a request of a server.
 
-    Args:
-        folder: see `judge_updates`.
-        temperature: divisor of the logits.
-        numbers: of the updates, from 1.
-        dtype: second dtype of the weights, whose distance from float32 is the noise.
-        device: "cpu", or "cuda": where transformers computes.
+    Updates have their `numbers` from 1; `dtype` is the second dtype of the weights, whose distance from float32 is the
+    noise. For the rest see `judge_updates`.
 
     Returns:
         Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`, beside float64

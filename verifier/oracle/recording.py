@@ -82,15 +82,9 @@ def record_oracle(
     """Score and judge, with the weights of every version, all that a trace says was scored, sampled and trained on.
 
     The noise of an engine that quantizes is its own at version 0, where it holds, bit for bit, what a cold start gives.
-    A stored noise floor of the source goes on record too, and what float32 alone changes each place by.
-
-    Args:
-        oracle: running.
-        trace: trace directory that ranks and engine have written.
-        weights: folder of the weights that the run dumped.
-        source: checkpoint of version 0.
-        device: where log-probabilities are computed.
-        layout: where the source's tensors live in the trainer; None where nobody knows.
+    A stored noise floor of the source goes on record too, and what float32 alone changes each place by. The run has
+    dumped its weights into the folder `weights`; `source` is the checkpoint of version 0, and `layout` says where its
+    tensors live in the trainer, None where nobody knows.
     """
     seen = read(trace)
     with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
@@ -397,15 +391,8 @@ def record_activations(
 ) -> None:  # fmt: skip
     """Have transformers compute the step, and record it.
 
-    Args:
-        oracle: running.
-        trace: trace directory that the ranks have written.
-        work: folder in which the ranks left their gradients.
-        source: the weights.
-        batch: see `verifier.oracle.activations_hf.record`; `rule` likewise.
-        rule: coefficients of the loss.
-        layout: where the source's tensors live in the trainer; None where nobody knows.
-        mesh: the trainer's.
+    The ranks have left their gradients in the folder `work`. For `batch` and `rule` see
+    `verifier.oracle.activations_hf.record`, for `layout` see `record_oracle`.
     """
     found = oracle.ask("activations_hf:record", [source.path, work], batch, rule)
     lengths = found["lengths"]
@@ -441,14 +428,9 @@ def sampled_noise(
 ) -> SampledNoise:
     """Noise of a dtype on sampled tokens.
 
-    Args:
-        step: of the tokens.
-        measured: version of the weights that sampled them.
-        rounded: log-probabilities in that dtype, by token.
-        exact: those in float32.
-        places: number of the place behind its prompt of each token, which samples of one prompt share; all differ by
-            default.
-        routed: the model has routers.
+    The weights of the version `measured` sampled the tokens of a step. `rounded` are log-probabilities in that dtype,
+    by token, and `exact` those in float32. `places` has the number of the place behind its prompt of each token, which
+    samples of one prompt share; all differ by default.
     """
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
     sizes, squares = np.abs(differences), differences**2

@@ -134,9 +134,8 @@ def pinned(verified_set: str) -> dict[str, str]:
 def nearest_set(found: Mapping[str, str | None], others: Collection[str] = ()) -> tuple[str, dict[str, str]]:
     """Verified set from which the fewest versions differ, the default before others.
 
-    Args:
-        found: distribution name -> installed version; None where it is absent, which is no difference.
-        others: distributions that do not count, since only another tier has them.
+    `found` are the installed versions by distribution; None where it is absent, which is no difference. `others` do not
+    count, since only another tier has them.
 
     Returns:
         Name of the set, and distribution name -> its version, of those that are installed at another one.
