@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
@@ -45,43 +45,11 @@ its cause."""
 _MAX_STACKS = 8
 
 
-class Ranks(Protocol):
-    """Ranks of a job that live on one node: `NodeRanks`, or what stands for them where that node is another."""
-
-    node: str
-    """Name of the node; empty where there is one only."""
-    ranks: range
-
-    def tell(self, message: JSON) -> None:
-        """See `NodeRanks.tell`."""
-
-    def poll(self, within_s: float) -> tuple[list[tuple[int, JSON]], float]:
-        """See `NodeRanks.poll`."""
-
-    def slots(self) -> tuple[float, list[bytes]]:
-        """See `NodeRanks.slots`."""
-
-    def stopped(self) -> list[int]:
-        """See `NodeRanks.stopped`."""
-
-    def look(self, within_s: float) -> None:
-        """See `NodeRanks.look`."""
-
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """See `NodeRanks.stacks`."""
-
-    def tail(self, rank: int, traceback: str) -> str:
-        """See `NodeRanks.tail`."""
-
-    def end(self) -> None:
-        """See `NodeRanks.end`."""
-
-
 class ForkJob:
     """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`."""
 
     def __init__(
-        self, nodes: Sequence[Ranks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
+        self, nodes: Sequence[NodeRanks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
     ) -> None:
         self._nodes, self._spec, self._on_progress = nodes, spec, on_progress
         self._results: dict[int, JSON] = {}
@@ -252,7 +220,7 @@ class ForkJob:
     def _stopped(self) -> list[int]:
         return [rank for node in self._nodes for rank in node.stopped()]
 
-    def _node_of(self, rank: int) -> Ranks:
+    def _node_of(self, rank: int) -> NodeRanks:
         return next(node for node in self._nodes if rank in node.ranks)
 
     def _place(self, rank: int) -> str:
