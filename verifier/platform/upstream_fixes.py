@@ -314,11 +314,7 @@ FIXES: dict[str, UpstreamFix] = {
 
 
 def require_known(ids: Collection[str]) -> None:
-    """Refuse ids that no fix has, and those of fixes that do not mend the installed version.
-
-    Raises:
-        UsageError: names the id, and the nearest that there is or the version.
-    """
+    """Refuse ids that no fix has, and those of fixes that do not mend the installed version."""
     for item in ids:
         if item != ALL and item not in FIXES:
             near = difflib.get_close_matches(item, [*FIXES, ALL], n=1, cutoff=0.0)[0]
@@ -349,11 +345,7 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
 
 
 def refuse_impossible(model: Sizes, run: RunFacts) -> None:
-    """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
-
-    Raises:
-        UsageError: names the bug, and what to add or to leave out.
-    """
+    """Refuse a run that an upstream bug would end, if the run does not ask for the fix."""
     if MEGATRON_INDEX not in selected(run.fixes) and _misplaces_states(model, run):
         raise UsageError(
             f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "

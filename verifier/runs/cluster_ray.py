@@ -233,11 +233,7 @@ class Cluster(Launcher):
         return f"node {place}, {node['NodeManagerAddress']}"
 
     def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> Actor:
-        """Start an actor on a node, and give it what the driver's children would have.
-
-        Raises:
-            UsageError: the node has other files or versions.
-        """
+        """Start an actor on a node, and give it what the driver's children would have."""
         name = f"the {role}'s actor on {self._name(self._nodes.index(node))}"
         options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -79,11 +79,7 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
 
 
 def require_answer(address: str, within_s: float = SILENT_S) -> None:
-    """Refuse an address at which nobody speaks gRPC.
-
-    Raises:
-        UsageError: it is silent.
-    """
+    """Refuse an address at which nobody speaks gRPC."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), within_s) as wire:

@@ -40,11 +40,7 @@ class Deadline:
         self._timeout_s, self._at = timeout_s, time.monotonic() + timeout_s
 
     def left(self, step: str) -> float:
-        """Seconds that a step may take.
-
-        Raises:
-            InternalError: none are left; names the step.
-        """
+        """Seconds that a step may take; with none left an InternalError names the step."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise InternalError(f"--timeout is {self._timeout_s:g} s, which had passed before {step}")

@@ -46,11 +46,7 @@ _TEXT_OF_TEMPLATE = 256
 
 
 def load_algorithms(config: TrainConfig) -> None:
-    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there.
-
-    Raises:
-        UsageError: see `load_plugins`, `check_name` and `require_wandb`.
-    """
+    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there."""
     require_wandb(config)
     load_plugins(config.plugins)
     if config.algorithm == "grpo":
@@ -59,11 +55,7 @@ def load_algorithms(config: TrainConfig) -> None:
 
 
 def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
-    """Refuse knobs that the model or the tier does not have.
-
-    Raises:
-        UsageError: names the knob, its value and what it contradicts.
-    """
+    """Refuse knobs that the model or the tier does not have."""
     refuse(config, _of_host(config, tier) | _of_model(config, sizes, tier), model=architecture_of(sizes))
     engine = config.engine
     for option in engine.gpu_options()[:1]:
@@ -167,11 +159,7 @@ def near_budget(config: TrainConfig, examples: Iterable[Example]) -> list[Exampl
 
 
 def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
-    """Refuse a rollout that is longer than a micro-batch may be.
-
-    Raises:
-        UsageError: names the longest, its padded length and the knob.
-    """
+    """Refuse a rollout that is longer than a micro-batch may be."""
     most, alignment = config.batch.max_tokens, alignment_of(config)
     if most is None or not rollouts:
         return
@@ -188,9 +176,6 @@ def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
     """Refuse a micro-batch that could not hold the longest rollout that a run may sample.
 
     The longest prompt has `prompt` tokens, and an episode `rest` after it at most: answers and replies.
-
-    Raises:
-        UsageError: names the numbers and the knobs.
     """
     most, multiple = config.batch.max_tokens, alignment_of(config).total_multiple
     padded = -(-(prompt + rest) // multiple) * multiple
@@ -203,11 +188,7 @@ def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
 
 
 def require_place(run: Path) -> None:
-    """Refuse a run folder that cannot be made or written, and write nothing.
-
-    Raises:
-        UsageError: names the folder and the nearest one that exists.
-    """
+    """Refuse a run folder that cannot be made or written, and write nothing."""
     there = next(path for path in (run, *run.parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"the run folder `{run}` cannot be written: `{there}` is no folder")
@@ -220,9 +201,6 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
 
     A folder with config.json alone is planned for a machine with GPUs, whatever this one has. `owners` says who gave
     the value of each key.
-
-    Raises:
-        UsageError: what the run would be refused for.
     """
     require_place(config.run)
     load_algorithms(config)
@@ -336,11 +314,7 @@ def _batch_line(config: TrainConfig) -> str:
 
 @contextlib.contextmanager
 def refused_for_memory(config: TrainConfig, tier: Tier, rank: int, call: str) -> Iterator[None]:
-    """Turn an error for want of memory into one sentence.
-
-    Raises:
-        UsageError: memory has run out in the body.
-    """
+    """Turn an error for want of memory into a UsageError of one sentence."""
     try:
         yield
     except (MemoryError, RuntimeError) as problem:  # torch's OutOfMemoryError is a RuntimeError

@@ -349,11 +349,7 @@ class EngineRollouts:
 
 
 def start_processes(options: GrpoOptions) -> RewardPool:
-    """Start the processes that a config asks for.
-
-    Raises:
-        UsageError: see `RewardPool`.
-    """
+    """Start the processes that a config asks for."""
     return RewardPool(
         path_of_reward(options.reward), options.environment, options.reward_processes,
         options.reward_timeout_s, options.reward_errors,
@@ -361,11 +357,7 @@ def start_processes(options: GrpoOptions) -> RewardPool:
 
 
 def try_environment(options: GrpoOptions, example: Example) -> None:
-    """Refuse an environment that fails on a first turn of a row, which is its gold answer; none is not tried.
-
-    Raises:
-        UsageError: names the environment, the row and what was raised.
-    """
+    """Refuse an environment that fails on a first turn of a row, which is its gold answer; none is not tried."""
     if not options.has_turns:
         return
     row = row_of(example)

@@ -398,11 +398,7 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 def require_wandb(config: TrainConfig) -> None:
-    """Refuse a run that asks for wandb where it is not installed.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Refuse a run that asks for wandb where it is not installed."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("wandb is true and the package wandb is not installed: install it, or leave it out")
 
