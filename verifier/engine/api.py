@@ -101,7 +101,6 @@ class EngineSlice:
     """
 
     name: str
-    """Name in the checkpoint."""
     holder: str
     """Engine's name of the tensor that the part was read from."""
     dtype: str

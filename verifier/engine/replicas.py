@@ -141,7 +141,6 @@ def deal(prompts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> li
 
 
 def _in_turn(found: list[list[Sample]], total: int, count: int) -> list[list[Sample]]:
-    """Undo `deal`: answers, engine after engine, in the order of the whole batch."""
     order = [place for number in range(count) for place in range(number, total, count)]
     return [answers for _, answers in sorted(zip(order, found, strict=True), key=lambda item: item[0])]
 

@@ -57,7 +57,6 @@ def shaped(
 
 
 def _only(logprobs_V: torch.Tensor, kept_V: torch.Tensor, spared: int | None) -> torch.Tensor:
-    """Return the distribution restricted to the kept tokens, and to the one that is spared."""
     if spared is not None:
         kept_V[spared] = True
     return torch.log_softmax(logprobs_V.masked_fill(~kept_V, -torch.inf), dim=-1)

@@ -224,11 +224,9 @@ class ForkJob:
         return next(node for node in self._nodes if rank in node.ranks)
 
     def _place(self, rank: int) -> str:
-        """Coordinates of a rank and the name of its node, as far as there are any."""
         return ", ".join(filter(None, [self._spec.place(rank), self._node_of(rank).node]))
 
     def _end(self, outcome: list[JSON] | VerifierError | None) -> None:
-        """Kill every rank and whatever it started, and wait until they are gone."""
         self._outcome = outcome
         for node in self._nodes:
             node.end()

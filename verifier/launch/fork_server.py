@@ -42,9 +42,7 @@ class Lent:
 
     pid: int
     fd: int
-    """Descriptor of this end of its channel."""
     log: Path
-    """File of its output."""
 
 
 class ForkServer:
@@ -245,7 +243,6 @@ def be_server(owner: Channel, preloads: Sequence[Callable[[], object]]) -> NoRet
 
 
 def _end(children: set[int]) -> NoReturn:
-    """Kill all children with their groups, and end."""
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

@@ -46,7 +46,6 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient over all parameters, before clipping."""
     num_tokens: int
-    """Number of tokens in the loss mask."""
 
 
 def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:

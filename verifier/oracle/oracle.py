@@ -104,7 +104,6 @@ class Oracle:
         temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None,
         reported: Reported | None, sampled: Sequence[int] = (),
     ) -> Any:  # fmt: skip
-        """See `verifier.oracle.logprob_hf.sides`."""
         tokens, other = [list(sequence) for sequence in sequences], "float64" if dtype == "float32" else dtype
         rows = None if reported is None else [[np.asarray(row).tolist() for row in rows] for rows in reported]
         told = (tokens, other, device, temperature, routes, ends, rows, [*sampled])

@@ -348,14 +348,12 @@ def _loss(
 
 
 def _batches(rows: Sequence[Row], most: int = MAX_TOKENS) -> Iterator[Batch]:
-    """Sequences of one length, or each by itself."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
     margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
     return batches([row["tokens"].tolist() for row in rows], routes, margin, most)
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:
-    """Names of the columns that have a value of each token, but the tokens themselves."""
     return {name for row in rows[:1] for name in row} - {"tokens", "routes", "margin"}
 
 

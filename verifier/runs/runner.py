@@ -221,7 +221,6 @@ class Runner:
         return self.resources.engine(asked, Deadline(config.timeout_s))
 
     def _notes(self, model: ModelUnderTest, until: Deadline) -> tuple[str, ...]:
-        """Notes on a checkpoint, which is looked at once."""
         path, known = model.checkpoint.path, self.resources.notes
         if path not in known:
             known[path] = notes_of(model, self.resources.launcher(until), until)

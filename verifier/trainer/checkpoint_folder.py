@@ -43,16 +43,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     config: str
     """Digest of the knobs that a resumed run must share."""
     mesh: str
-    """Label of the mesh that saved it."""
     rollouts: list[Any] = []
     """Rollouts of the next step that were sampled ahead, by round and group; see `SampledBatch.saved`."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     files: dict[str, str]
-    """Path within the checkpoint -> digest."""
     digest: str = ""
-    """Digest of `files`."""
 
 
 class Checkpoints:

@@ -52,7 +52,6 @@ class PlayedTurns(Struct, frozen=True, kw_only=True):
     after: str
     """Text that it puts between a tool's message and the next turn."""
     end: int
-    """Token that ends a turn."""
     episodes: tuple[str, ...]
     indices: tuple[int, ...]
     """Number of the turn in its episode, from 0."""
@@ -194,7 +193,6 @@ class Episodes:
 
     @cached_property
     def _second(self) -> SecondTokenizer | None:
-        """Second reader of the tokenizer's files, if there is one."""
         return None if why_unread(self._files) else SecondTokenizer(self._files, self._chat)
 
     def _framed(self, said: Sequence[Message]) -> str:

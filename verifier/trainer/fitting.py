@@ -267,7 +267,6 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
 
 
 def _stored_bytes(model: str) -> int:
-    """Bytes of the weight files of a local directory; 0 of a generated model, which is small."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 

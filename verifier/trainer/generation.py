@@ -256,7 +256,6 @@ class EngineRollouts:
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
         turns: PlayedTurns | None, noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
-        """Round of a step's groups, which answer these prompts."""
         return Round(groups=groups, indices=indices, turns=turns, noted=noted)
 
     def evaluate(self, step: int) -> dict[str, float]:

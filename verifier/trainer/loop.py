@@ -147,7 +147,6 @@ class StepLoop:
         return report
 
     def _send_first(self, version: int, note: Note | None) -> None:
-        """Send an engine the weights that the run goes on from, once; the note is of the step that they sample."""
         if self.sends_first:
             self.sends_first = False
             self.sync(version, note, first=note is not None)

@@ -22,7 +22,6 @@ class MergeGap:
 
     dtype: str
     rank: int
-    """Rank of the adapter."""
     gap: float
     """Greatest distance, in roundings of the dtype at the magnitude of the sum's terms."""
     where: int

@@ -73,7 +73,6 @@ class RankParts:
     source: Checkpoint
     """Checkpoint that the ranks were told to load."""
     whole: LiveWeights
-    """All weights of the model."""
     live: LiveWeights
     """Weights that are trained: all, or the matrices of adapters."""
     adapters: Adapters | None
@@ -87,19 +86,14 @@ class RankParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer step on one rank."""
+    """One optimizer step on one rank; `step`, `number` and `first` as `OptimizerUpdate` has them."""
 
     step: int
-    """Step of the run, from 1."""
     number: int
-    """Number of the optimizer step in the run, from 1."""
     batch: str
-    """Name of its mini-batch."""
     rollouts: Sequence[Rollout]
     first: bool
-    """The weights are those that made the `old` log-probabilities."""
     last: bool
-    """No other update of this step follows."""
     note: Note | None
 
     @property
@@ -117,7 +111,6 @@ class Transfer:
     client: EngineClient | None
     """Connection to the engines; rank 0's alone."""
     num_ranks: int
-    """Engine ranks."""
     plan: ChunkPlan | None = None
     """Plan by which weights travel; None for an adapter, which travels as a file."""
     running: Running = "none"
@@ -264,9 +257,7 @@ class RunParts:
     data: RunData | None
     """Examples and tokenizer; None for recorded rollouts."""
     call: Call
-    """Calls a method of all ranks."""
     score: Score
-    """Log-probabilities of a batch, by the ranks."""
     progress: Callable[[str], None]
     metrics: Metrics
     ahead: AheadRollouts | None
@@ -302,16 +293,13 @@ class PolicyBatch:
     """Name of the reward; empty where it was not recorded."""
     scored: ScoredRollouts
     parts: Sequence[Sequence[int]]
-    """Places of the rollouts of each mini-batch."""
     files: Sequence[Path]
-    """File of each mini-batch."""
     penalties: Sequence[float]
     """Numbers by which the rewards were lowered."""
     advantages: Sequence[float]
     reasons: Sequence[str]
     """Reason for which a rollout has left the loss; empty where it stays."""
     columns: Mapping[str, Values]
-    """Inputs of the loss, by name."""
     kept: Sequence[Rollout]
     """The rollouts with the masks of what stays in the loss."""
     updates: Sequence[OptimizerUpdate]

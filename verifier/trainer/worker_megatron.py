@@ -153,7 +153,6 @@ class TrainerWorker:
         return [item.clone() for _, _, item in self._live.tensors()]
 
     def _state(self) -> Facts:
-        """Digests of all that this rank holds. A collective."""
         with step_megatron.params_synced(self._trainer):
             facts = state_facts(self._trainer, self._whole, self._optimizer, self._scheduler, self._context.rank)
         return [*facts, *reference_facts(self._reference, self._live)]

@@ -85,7 +85,6 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]
 
 
 def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (holder, tensor) of every copy of a linear's weight."""
     if module.weight.numel():
         yield f"{path}.weight", module.weight
     for packed in packed_linears(module):

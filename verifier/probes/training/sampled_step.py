@@ -182,7 +182,6 @@ def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRo
 
 
 def _runs(config: TrainConfig, rollout: Rollout) -> list[tuple[Rollout, int, int]]:
-    """Begin and end of each run of tokens that the same weights sampled, and no others had a part in."""
     exact = exact_tokens(config, rollout)
     keys = np.where(exact, rollout.versions, -1)
     edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(rollout)]

@@ -28,7 +28,6 @@ class Judged:
 
     exit_code: int
     text: str
-    """The report."""
     suspected: Mapping[str, str] = field(default_factory=dict)
     """Code -> sentence of each check that is suspected, where nothing else stands against the step."""
     computed: frozenset[str] = frozenset()
