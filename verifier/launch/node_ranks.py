@@ -29,14 +29,10 @@ _TAIL_BYTES = 8192
 class NodeRanks:
     """Some or all ranks of a job.
 
-    Args:
-        server: forks the ranks; all of them share the memory of what it has imported.
-        spec: the job.
-        ranks: of this node; None: all of the job.
-        address: of this node, at which its ranks listen.
-        rendezvous: host and port of the store that rank 0 serves to the ranks of several nodes; None binds it at
-            `address`. Ranks of one node need none.
-        on_host: ranks of all nodes on this node's host, which take its GPUs in turn; None: those of this node.
+    `server` forks the ranks, by default all of the job, which share the memory of what it has imported; they listen at
+    `address`. `rendezvous` is host and port of the store that rank 0 serves to the ranks of several nodes; None binds
+    it at `address`. `on_host` are the ranks of all nodes on this node's host, which take its GPUs in turn, by default
+    those of this node.
     """
 
     def __init__(

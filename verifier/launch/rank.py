@@ -122,17 +122,10 @@ def run_rank(
 
     A rank that is done stays until all are, since others may still use its connections; the owner then kills all.
 
-    Args:
-        reports: gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure".
-        memory_fd: of the flight recorder.
-        store_fd: of the file in memory by which ranks of one node find each other; of several nodes, the listening
-            socket of the store on rank 0.
-        rank: this one.
-        run_dir: of the job.
-        address: of this node.
-        here: first rank of this node, and their number.
-        rendezvous: host and port of the store of several nodes.
-        shared: further fields of the `JobSpec`.
+    `reports` gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure";
+    `memory_fd` is of the flight recorder. `store_fd` is of the file in memory by which ranks of one node find each
+    other; of several nodes, the listening socket of the store on rank 0, whose host and port are `rendezvous`. `here`
+    is the first rank of this node, and their number; `shared` has further fields of the `JobSpec`.
     """
     job = JobSpec(run_dir=Path(run_dir), **shared)
     try:

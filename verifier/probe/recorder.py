@@ -40,7 +40,6 @@ JOIN_S = 60.0
 
 
 class _Known(msgspec.Struct):
-
     mesh: MeshSizes | None = None
     world_size: int = 1
 

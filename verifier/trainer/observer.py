@@ -141,13 +141,7 @@ class UpdateObserver:
         """Gradients are reduced, and the optimizer has not stepped."""
 
     def on_optimizer_step(self, result: StepResult, meter: LossMeter, metrics: Mapping[str, float]) -> None:
-        """Take what the step made.
-
-        Args:
-            result: loss, gradient norm and number of tokens.
-            meter: with the rows of the loss, if `keeps_rows`.
-            metrics: of the loss, joined over ranks.
-        """
+        """Take what the step made: its result, rows of the loss if `keeps_rows`, and metrics of all ranks."""
 
 
 class TransferObserver:
@@ -200,9 +194,7 @@ class RankObserver:
     def on_load(self, resume: Path | None, *, same_mesh: bool) -> None:
         """The rank is ready to train: from the model's checkpoint, or from one of the run, which was loaded over it.
 
-        Args:
-            resume: checkpoint of the run; None for none.
-            same_mesh: it was saved on the mesh of this run.
+        `same_mesh` says that the mesh of this run has saved that one.
         """
 
     def on_checkpoint(self, optimizer_steps: int) -> Sequence[Stepped]:
@@ -220,14 +212,9 @@ class RankObserver:
         return UpdateObserver()
 
     def on_connect(self, client: EngineClient | None, *, sleeps: bool) -> None:
-        """Engines are there that were sent nothing yet.
+        """Engines are there that were sent nothing yet; `client`, rank 0's alone, is connected to them.
 
-        Args:
-            client: connection to them; rank 0's alone.
-            sleeps: they sleep between transfers.
-
-        Raises:
-            EngineGone: one died meanwhile.
+        They sleep between transfers if it `sleeps`. An EngineGone says that one died meanwhile.
         """
 
     def on_transfer(self, transfer: Transfer) -> TransferObserver:
@@ -320,11 +307,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def on_config(self, config: TrainConfig, model: ModelUnderTest) -> None:
-        """The run is going to start.
-
-        Raises:
-            UsageError: the observer has no means to look at what it is asked to.
-        """
+        """The run is going to start; refuse what the observer has no means to look at."""
 
     def on_finished(self, folder: RunFolder, steps: int) -> None:
         """The folder holds the whole run of so many steps already."""
@@ -341,12 +324,7 @@ class Observer:
         """The steps begin."""
 
     def on_step(self, step: int, *, sends_first: bool) -> None:
-        """A step begins.
-
-        Args:
-            step: from 1.
-            sends_first: the engines are going to get the weights that sample it.
-        """
+        """A step begins, from 1 on; `sends_first`: the engines are going to get the weights that sample it."""
 
     def note(self) -> Note | None:
         """Message that the calls of the step carry to the ranks' observers."""
