@@ -22,8 +22,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None:
     """Bytes of one token's keys and values, of the dtype of the weights, on one of `tp` engine ranks.
 
-    Returns:
-        None for a model whose layers keep states, or one that does not say its sizes.
+    None for a model whose layers keep states, or one that does not say its sizes.
     """
     layers, hidden, heads = (
         size_if_any(sizes, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")

@@ -68,10 +68,8 @@ def transfer(
     """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
 
     A stream that departs from the plan, plans that differ, and a prefix cache that stays, end the transfer. Requests
-    that run and keep their keys hold the cache, which is then to be dropped after their end.
-
-    Returns:
-        Why it was refused, with the stream as far drawn as it was; empty if it was not.
+    that run and keep their keys hold the cache, which is then to be dropped after their end. Returns why it was
+    refused, with the stream as far drawn as it was; empty if it was not.
     """
     if rounds is not None:
         rounds.begin()

@@ -350,10 +350,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def record_failure(trace: Path, problem: BaseException) -> bool:
-    """Record a failure of the stack under test in the trace of the run that it ended; any other error is no evidence.
+    """Record a failure of the stack under test in the trace of the run that it ended, and tell whether it is one.
 
-    Returns:
-        Whether it is one.
+    Any other error is no evidence.
     """
     failure = failure_of(problem) if isinstance(problem, StackFailed) else None
     if failure is None:

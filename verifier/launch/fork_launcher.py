@@ -67,10 +67,7 @@ class ForkJob:
         return self._outcome is not None
 
     def wait(self) -> list[JSON]:
-        """Wait for all ranks to return.
-
-        Returns:
-            Each rank's result, in rank order.
+        """Wait for all ranks to return; each rank's result, in rank order.
 
         Raises:
             RankFailed: a rank raised (other than below), exited or was killed; all others were killed at once.
@@ -86,10 +83,7 @@ class ForkJob:
         return self._outcome
 
     def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
-        """Call a method that every rank serves (`RankContext.serve`), and wait for all answers.
-
-        Returns:
-            Each rank's answer, in rank order.
+        """Call a method that every rank serves (`RankContext.serve`); each rank's answer, in rank order.
 
         Raises:
             JobTimeout: a rank has not answered in time; names what each of those is doing.

@@ -130,13 +130,10 @@ class ForkServer:
     def fork(
         self, function: str, arguments: Mapping[str, Any], *, log_path: Path, fds: Sequence[int] = ()
     ) -> tuple[Child, Channel]:
-        """Call a function in a forked child that leads a session; the first waits for the preloads.
+        """Call a function in a forked child that leads a session; returns the child and this end of the channel.
 
         The function is called with the child's end of a channel, its own descriptors of `fds`, and the arguments by
-        keyword. `log_path` receives stdout and stderr.
-
-        Returns:
-            The child and this end of the channel.
+        keyword. `log_path` receives stdout and stderr. The first fork waits for the preloads.
         """
         self.start()
         self.wait_ready()

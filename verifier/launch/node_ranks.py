@@ -115,10 +115,9 @@ class NodeRanks:
         return messages, max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def slots(self) -> tuple[float, list[bytes]]:
-        """This node's monotonic clock, and each rank's slot of the flight recorder, empty before its first collective.
+        """Seconds of this node's monotonic clock, and each of its ranks' slot of the flight recorder, in rank order.
 
-        Returns:
-            Seconds, and a slot per rank of this node, in rank order.
+        A slot is empty before its rank's first collective.
         """
         slots = [flight.read_slot(self._slots[rank]) for rank in self.ranks]
         return time.monotonic(), [b"" if slot is None else bytes(slot) for slot in slots]

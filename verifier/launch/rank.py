@@ -151,13 +151,10 @@ def run_rank(
 
 
 def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
-    """This rank's GPU: ranks take them in turn, and share them where there are more ranks.
+    """Number, among the GPUs that this process sees, of this rank's: ranks take them in turn, and may share them.
 
     NCCL refuses two ranks on one GPU of a host. Ranks that share are hosts of their own to it, and talk by sockets, as
     ranks of several hosts do without InfiniBand.
-
-    Returns:
-        The GPU's number among those that this process sees.
     """
     if world_size > num_gpus:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")

@@ -56,10 +56,7 @@ class HostState:
     def leave(self, tensors: Iterable[torch.Tensor]) -> int:
         """Copy the memory of tensors to the host, and free it; nothing may read them until `come_back`.
 
-        Tensors may be views that share memory; their shapes and aliases stay.
-
-        Returns:
-            Bytes that were freed.
+        Tensors may be views that share memory; their shapes and aliases stay. Returns the bytes that were freed.
 
         Raises:
             InternalError: memory that torch does not own and cannot free.

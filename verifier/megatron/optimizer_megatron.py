@@ -249,10 +249,8 @@ def in_norm(parameter: torch.Tensor) -> bool:
 def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Copy a part of Adam's state of each parameter, all data-parallel ranks' shards together. A collective.
 
-    Args:
-        trainer: built with a distributed optimizer.
-        optimizer: from `make_optimizer`.
-        part: "exp_avg" or "exp_avg_sq", zero before the first step, or "master".
+    `trainer` was built with a distributed optimizer. The part is "exp_avg" or "exp_avg_sq", zero before the first step,
+    or "master".
 
     Yields:
         (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).

@@ -40,10 +40,7 @@ def choice_gaps(
     Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's scores
     are those of the tokens that the trainer's router saw, and differ by rounding alone. `checkpoint` has the weights
     before the update. `dtype` is that of the run, less than float32; transformers computes on `device`, "cpu" or
-    "cuda".
-
-    Returns:
-        Per layer the fields of `RouterChoices` that are its own.
+    "cuda". Returns per layer the fields of `RouterChoices` that are its own.
     """
     rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype), device)
     exact = _scores(str(checkpoint), sequences, routes, torch.float32, device)

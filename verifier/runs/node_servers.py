@@ -91,11 +91,7 @@ class TrainerNode(NodeServer):
     def submit(
         self, spec: JobSpec, ranks: range, address: str, rendezvous: tuple[str, int] | None, on_host: range
     ) -> tuple[str, int] | None:
-        """Start this node's ranks of a job; see `NodeRanks`.
-
-        Returns:
-            Host and port of the store, if the job has ranks on several nodes.
-        """
+        """Start this node's ranks of a job, see `NodeRanks`; of several nodes, returns host and port of the store."""
         self._ranks = NodeRanks(self._launcher, spec, ranks, address, rendezvous, on_host)
         return self._ranks.rendezvous
 

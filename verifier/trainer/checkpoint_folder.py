@@ -192,8 +192,7 @@ class Continuation:
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
 
-        Returns:
-            The number of steps that are done, and the metrics of the last.
+        Returns the number of steps that are done, and the metrics of the last.
 
         Raises:
             UsageError: the checkpoint is of other knobs, or of a later step than is asked for; or there are some and

@@ -102,13 +102,10 @@ class Episodes:
         self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], sampling: Sampling, stride: int,
         examples: Sequence[Example],
     ) -> list[list[list[Turn]]]:  # fmt: skip
-        """Play episodes, turn by turn of all that have not ended.
+        """Play [prompts][n] episodes, each the list of its turns, turn by turn of all that have not ended.
 
         `sampling` is of the first turns, `n` for each prompt; the seeds of each later turn are `stride` prompts on, the
         most that a step has.
-
-        Returns:
-            [prompts][n] episodes, each the list of its turns.
         """
         first = self.first(prompts, sampler.generate(prompts, sampling))
         episodes = [episode for group in first for episode in group]

@@ -113,10 +113,7 @@ class TrainingRoutes:
         """Within, a pass over these rollouts chooses the experts of their routes, in a run that replays.
 
         `batch` names the mini-batch; None for some of it, of which nobody is told. `on_shards` is another viewer of the
-        pass's micro-batches.
-
-        Yields:
-            What has to be called with its micro-batches.
+        pass's micro-batches; what is yielded has to be called with them.
         """
         if self._routing is None:
             yield on_shards

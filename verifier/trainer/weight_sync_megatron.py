@@ -89,10 +89,8 @@ class WeightSync:
         """Poison all that the engine holds, and send every weight.
 
         `running` says what becomes of the keys and values of requests meanwhile, `again` that the engine died in this
-        sync before, and `first` that these weights sample the step of the note, and were not made by it.
-
-        Returns:
-            On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
+        sync before, and `first` that these weights sample the step of the note, and were not made by it. Returns on
+        rank 0 why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
         self.facts, link = {}, self._link
         transfer = Transfer(
@@ -219,10 +217,7 @@ class Adapters:
     def save(self, path: Path) -> dict[str, torch.Tensor]:
         """Export the adapter by megatron-bridge and write it, on rank 0, in the format of the peft library.
 
-        The folder is replaced if it exists.
-
-        Returns:
-            Matrices by published name, as they were exported.
+        The folder is replaced if it exists. Returns the matrices by published name, as they were exported.
         """
         adapter = self.export()
         if self._rank == 0:

@@ -106,8 +106,7 @@ class TrainerWorker:
     def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:
         """Build the model, load its weights and make a new optimizer, or take those of a run's checkpoint, if named.
 
-        Returns:
-            Rank 0's effective settings.
+        Rank 0 returns its effective settings.
         """
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
@@ -269,12 +268,9 @@ class TrainerWorker:
         self, version: int, note: Note | None = None, running: Running = "none", again: bool = False,
         first: bool = False,
     ) -> tuple[str, dict[str, float], str]:  # fmt: skip
-        """Send the weights, or the adapter, to the engine as a version.
+        """Send the weights, or the adapter, to the engine as a version; for the arguments see `WeightSync.sync`.
 
-        For the arguments see `WeightSync.sync`.
-
-        Returns:
-            On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
+        Returns on rank 0 why the engine refused them, empty if it did not; metrics; why its process is gone, or empty.
         """
         assert self._sync is not None
         refused = self._sync.sync(version, note, running, again=again, first=first)
@@ -350,12 +346,9 @@ class AdapterSync:
     def sync(
         self, version: int, note: Note | None, running: Running = "none", *, again: bool = False, first: bool = False
     ) -> str:
-        """Have the engine sample with the adapter of a version from now on. A collective.
+        """Have the engine sample with the adapter of a version from now on, see `WeightSync.sync`. A collective.
 
-        For the arguments see `WeightSync.sync`; the adapter is named by its version, and requests keep theirs.
-
-        Returns:
-            On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
+        The adapter is named by its version, and requests keep theirs.
         """
         client, path, refused = self._client, self._folder / f"version-{version:06d}", ""
         transfer = Transfer(version=version, note=note, client=client, num_ranks=1, again=again, first=first)

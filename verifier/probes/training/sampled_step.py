@@ -254,10 +254,8 @@ class SampledStep:
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
         `rates` are the learning rates of the updates, `earlier` has checkpoints of weights before the last, by which
-        tokens were sampled, and `known` is the noise of the sampled step before.
-
-        Returns:
-            Noise of the run's dtype on the tokens that the last weights sampled; None without any.
+        tokens were sampled, and `known` is the noise of the sampled step before. Returns the noise of the run's dtype
+        on the tokens that the last weights sampled; None without any.
         """
         noise = None
         config, model, scored = self._config, self._model, self.scored
@@ -374,8 +372,7 @@ class SampledStep:
     ) -> tuple[SampledNoise | None, Mapping[str, list[list[float]]]]:  # fmt: skip
         """Score what `record_scored` recorded, by the weights that it claims.
 
-        Returns:
-            See `judge`; and by rollout the entropies at its tokens by the last weights, as `Sides` has them.
+        Returns what `judge` does, and by rollout the entropies at its tokens by the last weights, as `Sides` has them.
         """
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
@@ -450,14 +447,10 @@ class SampledStep:
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
-    """Routes that the trainer's routers chose by themselves in an update.
+    """Routes that the trainer's routers chose by themselves in an update of so many rollouts.
 
-    Args:
-        folder: a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
-        num_rollouts: of the update.
-
-    Returns:
-        Of each rollout [M, 2 + K], by position and layer; nothing if no rank wrote any.
+    The folder has a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
+    Returns [M, 2 + K] of each rollout, by position and layer; nothing if no rank wrote any.
     """
     parts = [np.load(file) for file in sorted(folder.glob("*.npy"))]
     if not parts:
