@@ -67,7 +67,9 @@ def split_by_tokens(
     while (filled := _fill(order, sizes, num_bins, budget)) is None:
         num_bins += step
     filled.sort(key=lambda item: (-item[0], item[1]))
-    return _deal([sorted(members) for _, members in filled], dp)
+    bins = [sorted(members) for _, members in filled]
+    rounds = [bins[at : at + dp] for at in range(0, len(bins), dp)]  # dealt back and forth, for equal sums
+    return [[each[rank if at % 2 == 0 else dp - 1 - rank] for at, each in enumerate(rounds)] for rank in range(dp)]
 
 
 def _check_sizes(num_rollouts: int, **sizes: int) -> None:
@@ -89,9 +91,3 @@ def _fill(order: list[int], sizes: list[int], num_bins: int, budget: int) -> lis
         members[at].append(index)
         heapq.heapreplace(heap, (load + sizes[index], at))
     return [(load, members[at]) for load, at in heap]
-
-
-def _deal(bins: list[list[int]], dp: int) -> MicroBatches:
-    """Divide bins over ranks, back and forth for equal sums."""
-    rounds = [bins[at : at + dp] for at in range(0, len(bins), dp)]
-    return [[each[rank if at % 2 == 0 else dp - 1 - rank] for at, each in enumerate(rounds)] for rank in range(dp)]

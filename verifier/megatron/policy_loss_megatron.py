@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -106,11 +105,7 @@ def _sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, shard: PackedBa
     sums[0].index_add_(0, segments_T, torch.where(mask_T, values_T, 0).double())
     sums[1].index_add_(0, segments_T, mask_T.double())
     if shard.alignment.cp > 1:
-        dist.all_reduce(sums, group=_context_parallel_group())
+        from megatron.core import parallel_state
+
+        dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return (sums[0] / sums[1].clamp(min=1))[segments_T].to(values_T.dtype)
-
-
-def _context_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group()

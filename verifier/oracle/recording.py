@@ -40,7 +40,6 @@ from verifier.stages.logprob.records import (
     Activation,
     DtypeNoise,
     EngineNoise,
-    NoiseRecord,
     OracleLogprobs,
     OracleOfNext,
     OracleOfPlaces,
@@ -121,7 +120,7 @@ class _Recording:
         if flat(manifest.config)["engine.quantization"]:
             for version in self.seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in self.seen.of(SampledTokens, version=version))):
-                    self._emit_gaps(EngineNoise, name, version, self.engine_gaps)
+                    self.recorder.emit(_noise_of(EngineNoise, name, version, self.engine_gaps))
         if manifest.facts.judges_gradients:
             self._record_steps()
 
@@ -300,9 +299,6 @@ class _Recording:
         """Log-probabilities, with the length of each sequence, by default one more than it has of them."""
         whole = [len(row) + 1 for row in rows] if whole is None else whole
         self.recorder.emit(*oracle_record(kind, name, version, rows, scales, whole))
-
-    def _emit_gaps(self, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]) -> None:
-        self.recorder.emit(_noise_of(kind, name, version, gaps))
 
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
         found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]

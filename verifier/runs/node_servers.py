@@ -39,11 +39,8 @@ FORWARDED_PREFIXES = (
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of an environment that are forwarded."""
-    return {name: value for name, value in environment.items() if _is_forwarded(name)}
-
-
-def _is_forwarded(name: str) -> bool:
-    return name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    kept = (name for name in environment if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    return {name: environment[name] for name in kept}
 
 
 def identity() -> dict[str, str]:

@@ -217,9 +217,10 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
         open_chat_template(config)
         train = load_train(config, task)
         held_out = load_held_out(config, train, task)
+        epochs = config.steps * config.data.batch_size / len(train)
         lines.append(
             f"data: {len(train):,} examples to train on, {len(held_out):,} held out, none in both; "
-            f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"
+            f"{config.steps:,} steps of {config.data.batch_size:,} are {epochs:.3g} epochs\n"
         )
     if config.samples:
         lines.append(_rollout_line(config, sizes, tier, gpu_bytes() if has_gpu and alone is None else None))
@@ -228,10 +229,6 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     if alone is not None:
         lines.append(f"`{config.model}` holds no weights, which a run needs: planned by config.json, for GPUs\n")
     return "".join(lines)
-
-
-def _epochs(config: TrainConfig, num_examples: int) -> str:
-    return f"{config.steps * config.data.batch_size / num_examples:.3g}"
 
 
 def _mesh_line(config: TrainConfig) -> str:
@@ -254,7 +251,8 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
     most: float = MOST_KV_CACHE_BYTES
     if device_bytes is not None:
         share = OWN_SHARE if engine.sleep_level or config.transport == "nccl" else LENT_SHARE
-        most = most_on_gpu(share, device_bytes, _stored_bytes(config.model), engine.tp)
+        stored = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+        most = most_on_gpu(share, device_bytes, stored, engine.tp)
     length = options.max_turns * options.max_answer_tokens
     cache = cache_bytes(
         engine.kv_cache_gib, sizes, dtype=config.dtype, tp=engine.tp, length=length, count=count, most=most
@@ -264,10 +262,6 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
         f"{shown}; a cache of {cache / 2**30:.3g} GiB has room for {cache // each:,} tokens: {at_once:,} answers run "
         "at once, less what their prompts take\n"
     )
-
-
-def _stored_bytes(model: str) -> int:
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
 def _disk_line(config: TrainConfig) -> str:

@@ -129,7 +129,11 @@ class EngineRollouts:
         """Take the engine, in the place of one before it, and start the reward's processes."""
         self._client = client
         if self._reward is None:
-            self._reward = start_processes(self._config.grpo)
+            options = self._config.grpo
+            self._reward = RewardPool(
+                path_of_reward(options.reward), options.environment, options.reward_processes,
+                options.reward_timeout_s, options.reward_errors,
+            )  # fmt: skip
             self._episodes.start(self._reward)
 
     def close(self) -> None:
@@ -345,14 +349,6 @@ class EngineRollouts:
             text=self._episodes.text(tokens), truncated=not ended,
             routes=whole_routes(name, sample.routes, len(prompt) + len(tokens)) if replays else None,
         )  # fmt: skip
-
-
-def start_processes(options: GrpoOptions) -> RewardPool:
-    """Start the processes that a config asks for."""
-    return RewardPool(
-        path_of_reward(options.reward), options.environment, options.reward_processes,
-        options.reward_timeout_s, options.reward_errors,
-    )  # fmt: skip
 
 
 def try_environment(options: GrpoOptions, example: Example) -> None:
