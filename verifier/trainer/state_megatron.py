@@ -49,12 +49,8 @@ def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, schedu
 
 def reference_facts(reference: Sequence[torch.Tensor], live: LiveWeights) -> Facts:
     """Digest a frozen reference, a tensor for each of the live ones; none where the run has no reference."""
-    names = [f"reference/{name} (chunk {chunk})" for chunk, name, _ in live.tensors()] if reference else []
-    digests = digest_tensors(reference)
-    return [
-        {"name": name, "coordinate": "", **described(tensor, digest)}
-        for name, tensor, digest in zip(names, reference, digests, strict=True)
-    ]
+    digests = digests_of(reference, live)
+    return [{"name": f"reference/{name}", "coordinate": "", **facts} for name, facts in digests.items()]
 
 
 @contextlib.contextmanager
@@ -268,10 +264,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def _adapters_of(trainer: TrainerModel) -> list[Any]:
     """Rank and alpha of every adapter of a rank, and the names of the linears that have one."""
-    named = [item for chunk in trainer.chunks for item in chunk.named_modules()]
-    found = {name.split(".")[-2]: module for name, module in named if type(module).__name__ == "ParallelLinearAdapter"}
-    return [
-        SimpleNamespace(dim=module.dim, alpha=module.alpha, targets=sorted(found))
-        for name, module in named
-        if type(module).__name__ == "ParallelLinearAdapter"
-    ]
+    every = (item for chunk in trainer.chunks for item in chunk.named_modules())
+    named = {name: module for name, module in every if type(module).__name__ == "ParallelLinearAdapter"}
+    targets = sorted({name.split(".")[-2] for name in named})
+    return [SimpleNamespace(dim=module.dim, alpha=module.alpha, targets=targets) for module in named.values()]
