@@ -39,7 +39,7 @@ class StepSettings:
 
 
 class RolloutRule(Protocol):
-    """See the record `verifier.stages.train.records.OptimizerRule`, which is one."""
+    """Adam's settings and the schedule of its rates by rollouts, as the record `OptimizerRule` describes each."""
 
     first_learning_rate: float
     learning_rate: float

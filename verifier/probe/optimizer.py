@@ -240,7 +240,7 @@ class OptimizerRecorder(LossRecorder):
                     elements=part.size,
                     owned_begin=0,
                     owned=part.size,
-                    dtype=str(part.added.dtype).removeprefix("torch."),
+                    dtype=_dtype(part.added),
                     size=item.model.numel(),
                     owned_size=item.model.numel(),
                 )
@@ -422,6 +422,10 @@ class OptimizerRecorder(LossRecorder):
     def is_idle(self) -> bool:
         """Tell whether the optimizer's last step had a rate of 0."""
         return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+def _dtype(tensor: torch.Tensor) -> Any:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _said(value: Any) -> str:
