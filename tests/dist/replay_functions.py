@@ -53,9 +53,8 @@ def update(context: RankContext) -> list[int]:
     from trainer_functions import rollouts
 
     from verifier.core.store import Recorder
-    from verifier.megatron.recompute_megatron import recomputed
     from verifier.megatron.router_replay_megatron import PROVIDER_FIELDS, routers_of
-    from verifier.megatron.step_megatron import backward
+    from verifier.megatron.step_megatron import backward, recomputed
     from verifier.model.provider_megatron import DataParallel, build
     from verifier.stages.replay.probe_megatron import replaying
 

@@ -109,7 +109,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     from verifier.algorithms.registry import LossOptions
     from verifier.config.megatron import MegatronOptions
     from verifier.export.gather_megatron import export
-    from verifier.megatron import optimizer_megatron, recompute_megatron, step_megatron
+    from verifier.megatron import optimizer_megatron, step_megatron
     from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
     from verifier.model.provider_megatron import build
     from verifier.trainer.state_megatron import data_parallel_of
@@ -140,7 +140,7 @@ def steps(context: RankContext) -> dict[str, Any]:
     with _planted(args.get("bug")):
         for number, recipe in enumerate(args["recipes"]):
             meter = LossMeter()
-            with recompute_megatron.recomputed(built, on=recipe.get("recompute", False)):
+            with step_megatron.recomputed(built, on=recipe.get("recompute", False)):
                 loss, num_tokens = step_megatron.backward(built, rollouts, **given(recipe, meter))
             at = mesh.coordinate(context.rank)
             facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(built))

@@ -101,7 +101,6 @@ class EngineSlice:
     """
 
     name: str
-    """Name in the checkpoint."""
     holder: str
     """Engine's name of the tensor that the part was read from."""
     dtype: str
@@ -341,11 +340,7 @@ class Limits:
         return found
 
     def check(self, sequences: Sequence[Sequence[int]], least: int = 2, spare: int = 0) -> None:
-        """Refuse sequences of fewer tokens, or that leave too few to spare, and tokens outside of the vocabulary.
-
-        Raises:
-            UsageError: names the sequence.
-        """
+        """Refuse sequences of fewer tokens, or that leave too few to spare, and tokens outside of the vocabulary."""
         for index, tokens in enumerate(sequences):
             if not least <= len(tokens) <= self.max_len - spare:
                 most = self.max_len - spare

@@ -55,8 +55,7 @@ class EngineClient:
     ) -> Callable[[], Any]:
         """Send a request, one of the methods of `Engine`, and return at once, so that the engine can be fed meanwhile.
 
-        Returns:
-            Function that waits for the answer, of type `kind`, as `ask` does; to be called in the order of requests.
+        The function returned waits for the answer, of type `kind`, as `ask` does; call them in the order of requests.
         """
         try:
             self._connected(f"before the request `{request}`").send({"request": request, "arguments": arguments})
@@ -163,7 +162,6 @@ class EngineClient:
             self._channel = None
 
     def _answer(self, request: str, kind: Any, deadline_s: float) -> Any:
-        """Wait for the answer to the request under way."""
         try:
             reply = self._connected(f"during the request `{request}`").receive(deadline_s, self._vigil)
         except DeadlinePassed as error:

@@ -20,15 +20,9 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None:
-    """Bytes of one token's keys and values on an engine rank.
+    """Bytes of one token's keys and values, of the dtype of the weights, on one of `tp` engine ranks.
 
-    Args:
-        sizes: config.json of the model.
-        dtype: of the weights, which keys and values have too.
-        tp: engine ranks.
-
-    Returns:
-        None for a model whose layers keep states, or one that does not say its sizes.
+    None for a model whose layers keep states, or one that does not say its sizes.
     """
     layers, hidden, heads = (
         size_if_any(sizes, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -48,15 +42,8 @@ def cache_bytes(
 ) -> int:  # fmt: skip
     """Bytes of an engine rank's cache.
 
-    Args:
-        asked_gib: what the config asks for; None takes room for all sequences at once, at least 128 MiB and at most
-            `most`, or one sequence.
-        sizes: config.json of the model.
-        dtype: of the weights.
-        tp: engine ranks.
-        length: tokens of a sequence, at most.
-        count: sequences that are sampled at once, at most.
-        most: bytes, unless more are asked for.
+    Without `asked_gib` there is room for all `count` sequences of `length` tokens at once, at least 128 MiB and at most
+    `most` bytes, or for one sequence.
 
     Raises:
         UsageError: one sequence does not fit what is asked for; names the numbers.
@@ -82,7 +69,6 @@ def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, tp: int) -> 
 
 
 def _keeps_all(sizes: Mapping[str, Any]) -> bool:
-    """True if every layer keeps keys and values of all tokens."""
     return sizes.get("sliding_window") is None and not {*(sizes.get("layer_types") or ())} - {"full_attention"}
 
 

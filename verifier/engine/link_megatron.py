@@ -49,12 +49,7 @@ class EngineLink:
 
     @classmethod
     def of(cls, transport: str, sleep_level: int) -> EngineLink:
-        """A link that is not connected, of every rank.
-
-        Args:
-            transport: of weights: "gloo", "nccl" or "ipc".
-            sleep_level: level at which the engine sleeps while the trainer steps.
-        """
+        """A link by "gloo", "nccl" or "ipc" that is not connected, of every rank."""
         if transport != "ipc":
             return cls(sleep_level=sleep_level)
         from verifier.transport.cuda_ipc import TrainerRounds
@@ -67,13 +62,8 @@ class EngineLink:
     ) -> None:  # fmt: skip
         """Connect rank 0 to the engines, and have them join a transfer group; both end with the stack.
 
-        Args:
-            stack: of who has the link.
-            sockets: of the engines' processes.
-            num_ranks: ranks of all engines together.
-            transport: see `of`.
-            deadline_s: seconds that a request, or a rank of an engine, may take.
-            met: called with the client before the group is made.
+        A request, or a rank of an engine, may take `deadline_s`. `met` is called with the client before the group is
+        made.
         """
         from verifier.transport.gloo import Listener
 
@@ -85,10 +75,8 @@ class EngineLink:
     def rest(self, level: int | None = None) -> None:
         """Have the engine give up its GPU memory until the next transfer, or `wake`. A collective.
 
-        The engine counts the memory that it frees, so no rank takes any meanwhile.
-
-        Args:
-            level: by default `sleep_level`.
+        The engine counts the memory that it frees, so no rank takes any meanwhile. The level is `sleep_level` by
+        default.
         """
         if self.sleep_level:
             if self.client is not None:
@@ -109,14 +97,8 @@ class EngineLink:
     ) -> None:  # fmt: skip
         """Poison the engine, draw the stream on every rank, which is a collective, and send it from rank 0.
 
-        The engine gets memory for its weights first, and for its caches afterwards.
-
-        Args:
-            plan: by which the weights travel.
-            stream: (checkpoint name, tensor).
-            watch: told of the transfer.
-            running: requests of the engine meanwhile.
-            before_caches: called on every rank once the weights have arrived.
+        The engine gets memory for its weights first, and for its caches afterwards. `before_caches` is called on every
+        rank once the weights have arrived.
         """
         sleeper, self.asleep = self.asleep, None
         if sleeper is not None:

@@ -68,7 +68,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         self, config: EngineConfig, fork_server: ForkServer | None = None, name: str = "the engine",
         vigil: Vigil | None = None, forks: Collection[str] = ("vllm",),
     ) -> None:  # fmt: skip
-        self.config, self._name, self._fork_server, self._vigil = config, name, fork_server, vigil or Vigil()
+        self.config, self._name, self._fork_server, self.vigil = config, name, fork_server, vigil or Vigil()
         self._grace_s, self._last_log = _GRACE_S, b""
         self._folder = WorkFolder("engine")
         folder = self._folder.path
@@ -90,12 +90,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
                 self._server, channel = fork_server.fork(forked, arguments, log_path=self._log)
                 channel.close()
             undo.pop_all()
-        self._vigil.keep(self._server, self.death)
-
-    @property
-    def vigil(self) -> Vigil:
-        """Processes whose death ends the waits of its clients."""
-        return self._vigil
+        self.vigil.keep(self._server, self.death)
 
     @property
     def pid(self) -> int:
@@ -113,8 +108,8 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
         while True:
             if self.socket_path.exists():
                 with contextlib.suppress(EngineGone):  # it may not listen yet, or have died since
-                    return EngineClient(self.socket_path, deadline_s, self._name, self._vigil)
-            self._vigil.look(0.02)
+                    return EngineClient(self.socket_path, deadline_s, self._name, self.vigil)
+            self.vigil.look(0.02)
             if time.monotonic() > until:
                 raise EngineGone(f"{self._name} did not listen within {_LISTEN_S:g} s{last_lines(self._log)}")
 
@@ -137,9 +132,9 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
     def watch(self, on: bool) -> None:
         """Have its death end the waits of its vigil, as it does from the start, or not."""
         if on and not self._server.ended():
-            self._vigil.keep(self._server, self.death)
+            self.vigil.keep(self._server, self.death)
         else:
-            self._vigil.drop(self._server)
+            self.vigil.drop(self._server)
 
     def hasten(self) -> None:
         """Ask it to end now, and give it little time for that later: what it was needed for has failed."""
@@ -148,7 +143,7 @@ class EngineProcess(contextlib.AbstractContextManager["EngineProcess"]):
 
     def stop(self) -> None:
         """End the server and all its workers; nothing is left but the log, whatever state they are in."""
-        self._vigil.drop(self._server)
+        self.vigil.drop(self._server)
         self._server.stop(self._grace_s)
         self._last_log = self.log()
         self._folder.close()

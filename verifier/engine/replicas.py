@@ -26,11 +26,6 @@ class EngineReplicas(EngineClient):
     A request goes to all of them. Lists of answers, one for each engine rank, are joined in the order of the engines.
     Prompt p of a batch is answered by engine p modulo their number, with the seed of its place in the whole batch.
     The death of one ends the wait for all.
-
-    Args:
-        sockets: of the engines.
-        deadline_s: see `EngineClient`.
-        vigil: see `EngineClient`.
     """
 
     def __init__(self, sockets: Sequence[Path | str], deadline_s: float = 300, vigil: Vigil | None = None) -> None:
@@ -146,7 +141,6 @@ def deal(prompts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> li
 
 
 def _in_turn(found: list[list[Sample]], total: int, count: int) -> list[list[Sample]]:
-    """Undo `deal`: answers, engine after engine, in the order of the whole batch."""
     order = [place for number in range(count) for place in range(number, total, count)]
     return [answers for _, answers in sorted(zip(order, found, strict=True), key=lambda item: item[0])]
 

@@ -45,7 +45,6 @@ class TransferWatch(Protocol):
     """Told of a transfer under way. It only looks."""
 
     version: int
-    """Version of the weights."""
 
     def agreed(self, agreement: Agreement) -> None:
         """All members have said which plan they hold."""
@@ -69,10 +68,8 @@ def transfer(
     """Agree on the plan, send every chunk, finish the update, and drop cached prefixes.
 
     A stream that departs from the plan, plans that differ, and a prefix cache that stays, end the transfer. Requests
-    that run and keep their keys hold the cache, which is then to be dropped after their end.
-
-    Returns:
-        Why it was refused, with the stream as far drawn as it was; empty if it was not.
+    that run and keep their keys hold the cache, which is then to be dropped after their end. Returns why it was
+    refused, with the stream as far drawn as it was; empty if it was not.
     """
     if rounds is not None:
         rounds.begin()
@@ -93,7 +90,6 @@ def transfer(
 
 
 def _shown(tensors: Iterator[tuple[str, torch.Tensor]], watch: TransferWatch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Show each tensor to the watch as it is drawn."""
     for name, tensor in tensors:
         watch.drawn(name, tensor)
         yield name, tensor

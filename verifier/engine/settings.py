@@ -37,7 +37,6 @@ def settings_of(model: nn.Module) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _sorted(value: object) -> object:
-    """Sort a list of different names; return any other value as it is."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return value
     return sorted(value) if len(set(value)) == len(value) else value
@@ -55,7 +54,6 @@ def _plain(prefix: str, members: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: object) -> str | None:
-    """Return a plain value as text; None for any other value."""
     if isinstance(value, dict):
         value = [item for pair in sorted(value.items(), key=str) for item in pair]
     if isinstance(value, list | tuple):

@@ -16,13 +16,8 @@ def shaped(
 ) -> torch.Tensor:  # fmt: skip
     """Return the log-probabilities [V] of the next token under a request; temperature 0 counts as 1.
 
-    Args:
-        logits_V: [V] logits of the model.
-        prompt: tokens of the prompt.
-        answer: tokens sampled so far.
-        sampling: the request.
-        slack: bound on rounding: truncation keeps more (above 0) or fewer (below 0) tokens; in nats and fractions.
-        spared: token that no truncation takes away.
+    `answer` has the tokens sampled so far. `slack` is a bound on rounding, in nats and fractions: truncation keeps more
+    (above 0) or fewer (below 0) tokens, and never takes away the one that is `spared`.
 
     Source:
         vLLM's documentation of `SamplingParams`, and the order of its `Sampler`: allowed tokens, least length, bias,
@@ -57,7 +52,6 @@ def shaped(
 
 
 def _only(logprobs_V: torch.Tensor, kept_V: torch.Tensor, spared: int | None) -> torch.Tensor:
-    """Return the distribution restricted to the kept tokens, and to the one that is spared."""
     if spared is not None:
         kept_V[spared] = True
     return torch.log_softmax(logprobs_V.masked_fill(~kept_V, -torch.inf), dim=-1)

@@ -93,7 +93,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _held(value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """(key or index, tensor) of each tensor that a list, a tuple or a dict holds itself."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     return ((at, item) for at, item in pairs if isinstance(item, torch.Tensor))
 

@@ -22,9 +22,8 @@ _DRIVER, _FOLDER = "VERIFIER_ENGINE_DRIVER", "VERIFIER_ENGINE_FAILURES"
 class WorkerFailures(logging.Handler):
     """Keeps the exceptions that this process's workers log.
 
-    Args:
-        folder: gets a file for each worker that fails; made with the first.
-        driver: process that drives the workers, this one by default; what it logs itself is not kept.
+    The folder, made with the first that fails, gets a file for each. What `driver`, by default this process, logs
+    itself is not kept.
     """
 
     def __init__(self, folder: Path, driver: int | None = None) -> None:

@@ -50,9 +50,8 @@ class Channel:
     def receive(self, deadline_s: float | None = None, vigil: Vigil | None = None) -> JSON:
         """Receive one JSON value.
 
-        Args:
-            deadline_s: seconds until the message begins, and between any two parts of it; None: no limit.
-            vigil: processes whose death ends the wait; its error comes out.
+        `deadline_s` is until the message begins, and between any two parts of it; None: no limit. The death of a
+        process of `vigil` ends the wait with its error.
 
         Raises:
             ChannelClosed: the other side went away.

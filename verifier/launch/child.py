@@ -37,9 +37,8 @@ _GRACE_S = 3.0
 class Child:
     """A process that leads a session of its own: our child, or a fork server's.
 
-    Args:
-        pid: process id, and id of its session and process group.
-        collect: waits for its end and returns its exit status as `subprocess` gives it; None if nobody knows.
+    `pid` is the id of its session and process group too. `collect` waits for its end and returns its exit status as
+    `subprocess` gives it; None if nobody knows.
     """
 
     def __init__(self, pid: int, collect: Callable[[], int | None]) -> None:
@@ -80,8 +79,7 @@ class Child:
     def stop(self, grace_s: float = 0.0) -> None:
         """End it and all processes of its group; nothing is left, whatever state they are in.
 
-        Args:
-            grace_s: seconds that they have after SIGTERM, before SIGKILL.
+        They have `grace_s` after SIGTERM, before SIGKILL.
 
         Raises:
             InternalError: it is still there 10 s after SIGKILL: it hangs in the kernel.
@@ -149,13 +147,8 @@ def spawn(
 ) -> Child:
     """Call a function in an interpreter of its own, with the module path of this one.
 
-    Args:
-        function: "package.module:function".
-        arguments: its arguments.
-        log: receives stdout and stderr.
-        death_signal: sent to the process when the thread that calls this ends, however it ends; 0: none.
-        environment: variables over those of this process.
-        pass_fds: descriptors that the process inherits.
+    `log` receives stdout and stderr. `death_signal` is sent to the process when the thread that calls this ends,
+    however it ends; 0: none.
     """
     path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH", "")]))
     popen = subprocess.Popen(  # noqa: S603 - our own interpreter and code

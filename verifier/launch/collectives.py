@@ -112,12 +112,10 @@ def _watched_new_group(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _direction(op: str, me: int, peer: int, tag: int = 0) -> tuple[int, ...]:
-    """Source, target and tag of a `send` or `recv`, equal on both sides."""
     return (me, peer, tag) if op == "send" else (peer, me, tag)
 
 
 def _first_tensor(held: Any) -> tuple[str, torch.Size] | tuple[()]:
-    """Dtype and shape of the first of these nested tensors, if there is one."""
     while isinstance(held, (list, tuple)):
         held = held[0] if held else None
     return (_dtype_name(held.dtype), held.shape) if isinstance(held, torch.Tensor) else ()

@@ -109,7 +109,6 @@ class Stall:
     tensor: str
     """The tensor that it carried: label, shape and dtype, as far as known."""
     group: tuple[int, ...]
-    """Global ranks of its process group."""
     arrived: tuple[int, ...]
     """Ranks of the group that had entered this very collective."""
     missing: tuple[int, ...]
@@ -305,7 +304,6 @@ def _is_in(module: str, root: str) -> bool:
 
 
 def _root(module: str) -> str:
-    """Module of the stack that this one is or lies in; empty if none."""
     return next((root for root in STACK if _is_in(module, root)), "")
 
 
@@ -323,7 +321,6 @@ def distribution(root: str) -> tuple[str, str]:
 
 
 def _within(file: str, module: str) -> str:
-    """A source file from the top folder of its package on."""
     parts, depth = Path(file).parts, module.count(".") + 1
     return "/".join(parts[-depth - (parts[-1] == "__init__.py") :])
 
@@ -347,17 +344,15 @@ def _missing(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that it came of."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def record_failure(trace: Path, problem: BaseException) -> bool:
-    """Record a failure of the stack under test in the trace of the run that it ended; any other error is no evidence.
+    """Record a failure of the stack under test in the trace of the run that it ended, and tell whether it is one.
 
-    Returns:
-        Whether it is one.
+    Any other error is no evidence.
     """
     failure = failure_of(problem) if isinstance(problem, StackFailed) else None
     if failure is None:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch import flight_recorder as flight
@@ -45,43 +45,11 @@ its cause."""
 _MAX_STACKS = 8
 
 
-class Ranks(Protocol):
-    """Ranks of a job that live on one node: `NodeRanks`, or what stands for them where that node is another."""
-
-    node: str
-    """Name of the node; empty where there is one only."""
-    ranks: range
-
-    def tell(self, message: JSON) -> None:
-        """See `NodeRanks.tell`."""
-
-    def poll(self, within_s: float) -> tuple[list[tuple[int, JSON]], float]:
-        """See `NodeRanks.poll`."""
-
-    def slots(self) -> tuple[float, list[bytes]]:
-        """See `NodeRanks.slots`."""
-
-    def stopped(self) -> list[int]:
-        """See `NodeRanks.stopped`."""
-
-    def look(self, within_s: float) -> None:
-        """See `NodeRanks.look`."""
-
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """See `NodeRanks.stacks`."""
-
-    def tail(self, rank: int, traceback: str) -> str:
-        """See `NodeRanks.tail`."""
-
-    def end(self) -> None:
-        """See `NodeRanks.end`."""
-
-
 class ForkJob:
     """A function under way on its ranks. Nothing is watched, and no progress shown, but in `wait` and `done`."""
 
     def __init__(
-        self, nodes: Sequence[Ranks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
+        self, nodes: Sequence[NodeRanks], spec: JobSpec, on_progress: Callable[[int, str], None] | None = None
     ) -> None:
         self._nodes, self._spec, self._on_progress = nodes, spec, on_progress
         self._results: dict[int, JSON] = {}
@@ -99,10 +67,7 @@ class ForkJob:
         return self._outcome is not None
 
     def wait(self) -> list[JSON]:
-        """Wait for all ranks to return.
-
-        Returns:
-            Each rank's result, in rank order.
+        """Wait for all ranks to return; each rank's result, in rank order.
 
         Raises:
             RankFailed: a rank raised (other than below), exited or was killed; all others were killed at once.
@@ -118,10 +83,7 @@ class ForkJob:
         return self._outcome
 
     def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
-        """Call a method that every rank serves (`RankContext.serve`), and wait for all answers.
-
-        Returns:
-            Each rank's answer, in rank order.
+        """Call a method that every rank serves (`RankContext.serve`); each rank's answer, in rank order.
 
         Raises:
             JobTimeout: a rank has not answered in time; names what each of those is doing.
@@ -252,15 +214,13 @@ class ForkJob:
     def _stopped(self) -> list[int]:
         return [rank for node in self._nodes for rank in node.stopped()]
 
-    def _node_of(self, rank: int) -> Ranks:
+    def _node_of(self, rank: int) -> NodeRanks:
         return next(node for node in self._nodes if rank in node.ranks)
 
     def _place(self, rank: int) -> str:
-        """Coordinates of a rank and the name of its node, as far as there are any."""
         return ", ".join(filter(None, [self._spec.place(rank), self._node_of(rank).node]))
 
     def _end(self, outcome: list[JSON] | VerifierError | None) -> None:
-        """Kill every rank and whatever it started, and wait until they are gone."""
         self._outcome = outcome
         for node in self._nodes:
             node.end()
@@ -292,11 +252,8 @@ class Launcher(abc.ABC):
 class ForkLauncher(ForkServer, Launcher):
     """Starts the ranks of any number of jobs. Imports begin at `with`, while the caller goes on; the first job waits.
 
-    Args:
-        preload: "package.module:function", called without arguments before the first fork; it must start no thread.
-        load_deadline_s: seconds that imports may take.
-        vigil: other processes whose death ends a job.
-        lent: see `ForkServer`.
+    `preload` is called before the first fork; it must start no thread, and may take `load_deadline_s`. The death of a
+    process of `vigil` ends a job. For `lent` see `ForkServer`.
     """
 
     def __init__(

@@ -42,22 +42,15 @@ class Lent:
 
     pid: int
     fd: int
-    """Descriptor of this end of its channel."""
     log: Path
-    """File of its output."""
 
 
 class ForkServer:
     """The owner's end. Use it from one thread.
 
-    Args:
-        preloads: functions "package.module:function", called once, in this order, before the first fork; they must
-            start no thread.
-        name: what errors call the process.
-        environment: variables over those of this process.
-        load_deadline_s: seconds that the preloads may take.
-        vigil: other processes whose death ends the wait for the preloads; this one is watched beside them.
-        lent: a process that has been started already, with preloads of its own; None starts one.
+    `preloads` are called once, in this order, before the first fork; they must start no thread, and may take
+    `load_deadline_s`. Errors call the process `name`. It is watched beside the processes of `vigil`, whose death ends
+    the wait for the preloads. One that is `lent` has been started already, with preloads of its own; None starts one.
     """
 
     def __init__(
@@ -137,17 +130,10 @@ class ForkServer:
     def fork(
         self, function: str, arguments: Mapping[str, Any], *, log_path: Path, fds: Sequence[int] = ()
     ) -> tuple[Child, Channel]:
-        """Call a function in a forked child that leads a session; the first waits for the preloads.
+        """Call a function in a forked child that leads a session; returns the child and this end of the channel.
 
-        Args:
-            function: "package.module:function", called with the child's end of a channel, its own descriptors of `fds`,
-                and the arguments by keyword.
-            arguments: what JSON can carry.
-            log_path: receives stdout and stderr.
-            fds: descriptors of open files that the child gets.
-
-        Returns:
-            The child and this end of the channel.
+        The function is called with the child's end of a channel, its own descriptors of `fds`, and the arguments by
+        keyword. `log_path` receives stdout and stderr. The first fork waits for the preloads.
         """
         self.start()
         self.wait_ready()
@@ -187,11 +173,9 @@ class ForkServer:
         return None if record is None else self._refused(record)
 
     def _refused(self, record: Any) -> VerifierError:
-        """The error of a preload."""
         return error_from(record, f"{self._name} could not load", self._name)
 
     def _collect(self, pid: int) -> int | None:
-        """Exit status of a child that has ended."""
         with contextlib.suppress(InternalError):
             if self._process is not None:
                 return self._ask({"collect": pid})
@@ -256,7 +240,6 @@ def be_server(owner: Channel, preloads: Sequence[Callable[[], object]]) -> NoRet
 
 
 def _end(children: set[int]) -> NoReturn:
-    """Kill all children with their groups, and end."""
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)

@@ -29,14 +29,10 @@ _TAIL_BYTES = 8192
 class NodeRanks:
     """Some or all ranks of a job.
 
-    Args:
-        server: forks the ranks; all of them share the memory of what it has imported.
-        spec: the job.
-        ranks: of this node; None: all of the job.
-        address: of this node, at which its ranks listen.
-        rendezvous: host and port of the store that rank 0 serves to the ranks of several nodes; None binds it at
-            `address`. Ranks of one node need none.
-        on_host: ranks of all nodes on this node's host, which take its GPUs in turn; None: those of this node.
+    `server` forks the ranks, by default all of the job, which share the memory of what it has imported; they listen at
+    `address`. `rendezvous` is host and port of the store that rank 0 serves to the ranks of several nodes; None binds
+    it at `address`. `on_host` are the ranks of all nodes on this node's host, which take its GPUs in turn, by default
+    those of this node.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class NodeRanks:
             os.close(memory_fd)
 
     def _start(self, address: str, fds: list[int], fds_of_rank_0: list[int]) -> None:
-        """Fork the ranks with these descriptors."""
         spec = self._spec
         shared = {
             "function": spec.function, "world_size": spec.world_size, "args": dict(spec.args),
@@ -120,10 +115,9 @@ class NodeRanks:
         return messages, max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def slots(self) -> tuple[float, list[bytes]]:
-        """This node's monotonic clock, and each rank's slot of the flight recorder, empty before its first collective.
+        """Seconds of this node's monotonic clock, and each of its ranks' slot of the flight recorder, in rank order.
 
-        Returns:
-            Seconds, and a slot per rank of this node, in rank order.
+        A slot is empty before its rank's first collective.
         """
         slots = [flight.read_slot(self._slots[rank]) for rank in self.ranks]
         return time.monotonic(), [b"" if slot is None else bytes(slot) for slot in slots]

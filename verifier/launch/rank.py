@@ -122,17 +122,10 @@ def run_rank(
 
     A rank that is done stays until all are, since others may still use its connections; the owner then kills all.
 
-    Args:
-        reports: gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure".
-        memory_fd: of the flight recorder.
-        store_fd: of the file in memory by which ranks of one node find each other; of several nodes, the listening
-            socket of the store on rank 0.
-        rank: this one.
-        run_dir: of the job.
-        address: of this node.
-        here: first rank of this node, and their number.
-        rendezvous: host and port of the store of several nodes.
-        shared: further fields of the `JobSpec`.
+    `reports` gets any number of "progress" messages and an "answer" to each call, then a "result" or a "failure";
+    `memory_fd` is of the flight recorder. `store_fd` is of the file in memory by which ranks of one node find each
+    other; of several nodes, the listening socket of the store on rank 0, whose host and port are `rendezvous`. `here`
+    is the first rank of this node, and their number; `shared` has further fields of the `JobSpec`.
     """
     job = JobSpec(run_dir=Path(run_dir), **shared)
     try:
@@ -158,13 +151,10 @@ def run_rank(
 
 
 def take_gpu(rank: int, world_size: int, num_gpus: int) -> int:
-    """This rank's GPU: ranks take them in turn, and share them where there are more ranks.
+    """Number, among the GPUs that this process sees, of this rank's: ranks take them in turn, and may share them.
 
     NCCL refuses two ranks on one GPU of a host. Ranks that share are hosts of their own to it, and talk by sockets, as
     ranks of several hosts do without InfiniBand.
-
-    Returns:
-        The GPU's number among those that this process sees.
     """
     if world_size > num_gpus:
         os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")

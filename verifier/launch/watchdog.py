@@ -19,15 +19,10 @@ def find_stall(
 ) -> Stall | None:
     """The stall at the root, if any collective has waited longer than `deadline_s`.
 
-    Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue
-    collectives and those that the ranks which they miss wait in, the one that misses a rank which waits in none is the
-    root; among equals the oldest. A rank that a signal has stopped waits for nothing, even where it has arrived.
-
-    Args:
-        slots: per rank, None before its first collective.
-        now_s: the recorder's clock.
-        deadline_s: seconds that a rank may wait.
-        stopped: ranks that a signal has stopped.
+    Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue collectives
+    and those that the ranks which they miss wait in, the one that misses a rank which waits in none is the root; among
+    equals the oldest. A rank that a signal has stopped waits for nothing, even where it has arrived. Slots are per
+    rank, None before its first collective; `now_s` is by the recorder's clock.
     """
     waiting = {rank for rank, slot in enumerate(slots) if slot is not None and slot.since_s > 0}
 

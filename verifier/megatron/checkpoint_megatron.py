@@ -38,12 +38,8 @@ SHARDS = "shards"
 class Writer:
     """Saves of one rank, each written at once, or by a process of its own. Every method is a collective.
 
-    Args:
-        trainer: trainer built with `data_parallel`.
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler` or `make_scheduler`.
-        asynchronous: a process forked for each save writes it, and training goes on.
-        read_back: some of what was written is read again, for a check.
+    An asynchronous one forks a process for each save, which writes it while training goes on. If it reads back, some of
+    what was written is read again, for a check.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/serialization.py, `save`; strategies/async_utils.py.
@@ -63,9 +59,7 @@ class Writer:
     def begin(self, folder: Path, stepped: Sequence[Stepped] = ()) -> None:
         """Write the state into an empty folder, the same for all ranks, or begin to.
 
-        Args:
-            folder: of the save.
-            stepped: what the last update left of some parameters.
+        `stepped` is what the last update left of some parameters.
 
         Raises:
             UsageError: it cannot be written.
@@ -92,10 +86,6 @@ class Writer:
     def done(self, folder: Path, *, wait: bool) -> Facts | None:
         """Read back what was begun, if that is asked for, once it is written; None before. Waits if asked to.
 
-        Args:
-            folder: of the save.
-            wait: until it is written.
-
         Raises:
             UsageError: it cannot be written.
         """
@@ -111,14 +101,8 @@ def load(trainer: TrainerModel, optimizer: Any, scheduler: Any, folder: Path, *,
     """Load what `Writer` saved into a new trainer, optimizer and scheduler. A collective.
 
     Rates and decays are those of the config: of the scheduler only its count is loaded. Random states belong to ranks,
-    so another mesh keeps those of its seed.
-
-    Args:
-        trainer: trainer built with `data_parallel`.
-        optimizer: from `make_optimizer`, before its first step.
-        scheduler: from `make_step_scheduler`.
-        folder: of the save.
-        same_mesh: it was saved by the mesh that loads it.
+    so another mesh keeps those of its seed. The optimizer has taken no step yet. `same_mesh` says that the mesh that
+    loads it has saved it.
 
     Raises:
         ContractError: it holds another number of model chunks than this rank builds.

@@ -34,11 +34,9 @@ class _Shard:
 
     chunk: int
     name: str
-    """Name of the parameter, without wrappers."""
     parameter: Any
     """The optimizer's, a DTensor."""
     shape: torch.Size
-    """Shape of the tensor-parallel parameter."""
     place: slice
     """Elements of it that this rank has."""
     group: Any
@@ -210,7 +208,6 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _local(tensor: Any) -> torch.Tensor | None:
-    """This rank's part of a DTensor, or a plain tensor as it is."""
     if tensor is None:
         return None
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

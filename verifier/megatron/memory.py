@@ -71,7 +71,6 @@ def peaks(tier: Tier) -> MemoryPeaks:
 
 
 def _status(name: str) -> int:
-    """Return an amount of /proc/self/status, bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
     assert found is not None, "Linux has this line for every process"
     return int(found[1]) * 1024

@@ -22,11 +22,8 @@ MicroBatches = list[list[list[int]]]
 def split_by_count(num_rollouts: int, *, dp: int, micro_batch_size: int, multiple: int = 1) -> MicroBatches:
     """Split rollouts into micro-batches of consecutive rollouts whose sizes differ by at most one.
 
-    Args:
-        num_rollouts: number of rollouts of the whole step.
-        dp: number of data-parallel ranks.
-        micro_batch_size: greatest number of rollouts of a micro-batch.
-        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
+    `micro_batch_size` is the greatest number of rollouts of a micro-batch, and `multiple` a divisor of the number of
+    micro-batches of a rank: pp for interleaved pipeline stages.
 
     Raises:
         UsageError: nothing to split, or a size below 1.
@@ -43,15 +40,9 @@ def split_by_tokens(
 ) -> MicroBatches:
     """Split rollouts into few, evenly filled micro-batches of at most `max_tokens` padded tokens.
 
-    Rollouts are assigned from the longest to the shortest, each to the emptiest micro-batch. The fullest is at most
-    4/3 of the optimum. Micro-batches that run at the same time on different ranks have similar sizes.
-
-    Args:
-        rollouts: rollouts of the whole step.
-        dp: number of data-parallel ranks.
-        max_tokens: greatest number of rows of a pack, padding included, over all its context-parallel ranks.
-        alignment: multiples that sub-sequences and packs are padded to.
-        multiple: divisor of the number of micro-batches of a rank; pp for interleaved pipeline stages.
+    Rollouts are assigned from the longest to the shortest, each to the emptiest micro-batch. The fullest is at most 4/3
+    of the optimum. Micro-batches that run at the same time on different ranks have similar sizes. `max_tokens` counts
+    the rows of a pack, padding included, over all its context-parallel ranks; for `multiple` see `split_by_count`.
 
     Raises:
         UsageError: one rollout exceeds the budget, there is nothing to split, or a size is below 1.
@@ -76,7 +67,9 @@ def split_by_tokens(
     while (filled := _fill(order, sizes, num_bins, budget)) is None:
         num_bins += step
     filled.sort(key=lambda item: (-item[0], item[1]))
-    return _deal([sorted(members) for _, members in filled], dp)
+    bins = [sorted(members) for _, members in filled]
+    rounds = [bins[at : at + dp] for at in range(0, len(bins), dp)]  # dealt back and forth, for equal sums
+    return [[each[rank if at % 2 == 0 else dp - 1 - rank] for at, each in enumerate(rounds)] for rank in range(dp)]
 
 
 def _check_sizes(num_rollouts: int, **sizes: int) -> None:
@@ -98,9 +91,3 @@ def _fill(order: list[int], sizes: list[int], num_bins: int, budget: int) -> lis
         members[at].append(index)
         heapq.heapreplace(heap, (load + sizes[index], at))
     return [(load, members[at]) for load, at in heap]
-
-
-def _deal(bins: list[list[int]], dp: int) -> MicroBatches:
-    """Divide bins over ranks, back and forth for equal sums."""
-    rounds = [bins[at : at + dp] for at in range(0, len(bins), dp)]
-    return [[each[rank if at % 2 == 0 else dp - 1 - rank] for at, each in enumerate(rounds)] for rank in range(dp)]

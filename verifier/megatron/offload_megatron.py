@@ -45,8 +45,7 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor
 class HostState:
     """State that a rank keeps on the host while it has no use for its device. Host memory is kept for the next time.
 
-    Args:
-        device: of the tensors; those elsewhere stay as they are.
+    Tensors that are not on `device` stay as they are.
     """
 
     device: torch.device
@@ -57,11 +56,7 @@ class HostState:
     def leave(self, tensors: Iterable[torch.Tensor]) -> int:
         """Copy the memory of tensors to the host, and free it; nothing may read them until `come_back`.
 
-        Args:
-            tensors: all tensors that share any of the memory may be views; their shapes and aliases stay.
-
-        Returns:
-            Bytes that were freed.
+        Tensors may be views that share memory; their shapes and aliases stay. Returns the bytes that were freed.
 
         Raises:
             InternalError: memory that torch does not own and cannot free.

@@ -39,23 +39,17 @@ class StepSettings:
 
 
 class RolloutRule(Protocol):
-    """Adam's settings and the schedule of its rates, by the number of rollouts that earlier steps have trained on."""
+    """Adam's settings and the schedule of its rates by rollouts, as the record `OptimizerRule` describes each."""
 
     first_learning_rate: float
-    """Learning rate at none."""
     learning_rate: float
-    """Learning rate at `warm_up` rollouts: a straight line leads there."""
     least_learning_rate: float
-    """Learning rate from `num_rollouts` on: half a cosine leads there."""
     embedding_learning_rate: float
-    """The embedding's and the output's at `warm_up` rollouts; they begin as all others do."""
     least_embedding_learning_rate: float
     warm_up: int
     num_rollouts: int
     weight_decay: float
-    """Weight decay of matrices at no rollouts; vectors do not decay."""
     greatest_weight_decay: float
-    """Weight decay of matrices from `num_rollouts` on: a straight line leads there, from the first rollout."""
     clip_grad: float
     beta_1: float
     beta_2: float
@@ -67,10 +61,8 @@ def make_optimizer(
 ) -> Any:
     """Build Megatron's Adam over this rank's parameters; weight decay is 0 unless a scheduler sets it.
 
-    Args:
-        trainer: trainer built with `data_parallel`.
-        learning_rate: without a rule, of steps without their own.
-        rule: rates of each group of parameters, for a scheduler, and what clips; by default a norm of 1.
+    The rule has rates of each group of parameters, for a scheduler, and what clips, by default a norm of 1; without one
+    steps that have no rate of their own have `learning_rate`.
 
     Raises:
         ContractError: the trainer was built for forward passes only.
@@ -221,9 +213,7 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
 def owned_parts(chunk: Any, *, sharded: bool) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Views of the gradients in a model chunk's buffers that this rank's optimizer reads.
 
-    Args:
-        chunk: a model chunk, not of Megatron-FSDP.
-        sharded: the optimizer is distributed.
+    The chunk is not of Megatron-FSDP; if `sharded`, the optimizer is distributed.
 
     Yields:
         (parameter, index of the part's first element in the flattened parameter, flat view of the part).
@@ -259,10 +249,8 @@ def in_norm(parameter: torch.Tensor) -> bool:
 def named_states(trainer: TrainerModel, optimizer: Any, part: str) -> Iterator[tuple[int, str, torch.Tensor]]:
     """Copy a part of Adam's state of each parameter, all data-parallel ranks' shards together. A collective.
 
-    Args:
-        trainer: built with a distributed optimizer.
-        optimizer: from `make_optimizer`.
-        part: "exp_avg" or "exp_avg_sq", zero before the first step, or "master".
+    `trainer` was built with a distributed optimizer. The part is "exp_avg" or "exp_avg_sq", zero before the first step,
+    or "master".
 
     Yields:
         (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).

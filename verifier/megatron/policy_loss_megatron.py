@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,7 @@ GREATEST = ("ratio_gap", "kl_gap")
 class LossMeter:
     """Facts of the rows that one rank's losses saw in a step; `read` joins those of all ranks.
 
-    Args:
-        rows: keep the rows themselves too, of batches with a ledger.
+    With `rows` it keeps the rows themselves too, of batches with a ledger.
     """
 
     def __init__(self, *, rows: bool = False) -> None:
@@ -63,9 +61,7 @@ class LossMeter:
     def read(self, *, counts: bool, device: torch.device) -> dict[str, float]:
         """Join the ranks. A collective.
 
-        Args:
-            counts: this rank's rows count; of ranks that saw the same rows, one does.
-            device: of the process group.
+        Of ranks that saw the same rows, those of one are counted: `counts`.
         """
         sums = (self._sums if counts else torch.zeros_like(self._sums)).to(device)
         greatest = self._greatest.to(device)
@@ -109,11 +105,7 @@ def _sequence_mean(values_T: torch.Tensor, mask_T: torch.Tensor, shard: PackedBa
     sums[0].index_add_(0, segments_T, torch.where(mask_T, values_T, 0).double())
     sums[1].index_add_(0, segments_T, mask_T.double())
     if shard.alignment.cp > 1:
-        dist.all_reduce(sums, group=_context_parallel_group())
+        from megatron.core import parallel_state
+
+        dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return (sums[0] / sums[1].clamp(min=1))[segments_T].to(values_T.dtype)
-
-
-def _context_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_context_parallel_group()

@@ -38,8 +38,7 @@ EveryRow = Mapping[tuple[int, int], list[torch.Tensor]]
 class Routing:
     """Routers of one rank and global numbers of all layers with routers. The constructor is a collective.
 
-    Args:
-        trainer: trainer with routers, built with `PROVIDER_FIELDS` where they are to obey or to record.
+    The trainer is built with `PROVIDER_FIELDS` where its routers are to obey or to record.
     """
 
     def __init__(self, trainer: TrainerModel) -> None:
@@ -89,10 +88,6 @@ class RouterWatch:
     """One pass over rollouts in which it sees which experts each of this rank's routers uses for which token.
 
     Where activations are recomputed, a router runs twice for each micro-batch, each time in the same order of them.
-
-    Args:
-        routing: routers of this rank.
-        rollouts: of the pass.
     """
 
     def __init__(self, routing: Routing, rollouts: Sequence[Rollout]) -> None:
@@ -178,15 +173,9 @@ class RouterPass(RouterWatch):
     """A pass in which routers obey the rollouts' routes, or choose by themselves and record the order of experts.
 
     Afterwards routers choose by themselves and keep nothing. A router that runs again for its gradients obeys the same
-    routes as before.
-
-    Args:
-        routing: routers of this rank.
-        rollouts: of the pass, to be obeyed with routes.
-        replay: whether they are obeyed.
-        stand_ins: choices from `score_naturally` for the same rollouts, for rows without a route such as padding; None
-            uses the experts 0 to K - 1. Some kernels give a token the same bits only if all rows are the same, as they
-            split a matrix product by its number of rows or sum time steps over all rows of a chunk.
+    routes as before. `stand_ins` are choices from `score_naturally` for the same rollouts, for rows without a route
+    such as padding; None uses the experts 0 to K - 1. Some kernels give a token the same bits only if all rows are the
+    same, as they split a matrix product by its number of rows or sum time steps over all rows of a chunk.
 
     Attributes:
         every_row: unless replayed, choices for all rows that the routers saw, in the routers' order.

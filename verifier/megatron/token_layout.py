@@ -89,18 +89,11 @@ def lay_out(lengths_S: np.ndarray, alignment: Alignment) -> tuple[np.ndarray, np
 
 
 def cp_rows(cu_seqlens_padded: np.ndarray, cp: int, cp_rank: int) -> np.ndarray:
-    """Return the rows of the pack on one context-parallel rank, in the rank's order.
+    """Return the rows of the pack on one context-parallel rank, [T / cp] int64, in the rank's order.
 
-    Each padded sub-sequence is cut into 2 * cp equal chunks. Rank r has chunk r and then chunk 2 * cp - 1 - r, so all
-    ranks have the same work under a causal mask.
-
-    Args:
-        cu_seqlens_padded: [S + 1] first row of each sub-sequence; the last entry is T.
-        cp: number of context-parallel ranks.
-        cp_rank: context-parallel rank.
-
-    Returns:
-        [T / cp] int64.
+    `cu_seqlens_padded` [S + 1] is the first row of each sub-sequence, then T. Each padded sub-sequence is cut into 2 *
+    cp equal chunks. Rank r has chunk r and then chunk 2 * cp - 1 - r, so all ranks have the same work under a causal
+    mask.
 
     Raises:
         ContractError: a padded sub-sequence is not divisible by 2 * cp.

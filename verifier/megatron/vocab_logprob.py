@@ -84,14 +84,7 @@ def is_greedy(
 ) -> torch.Tensor:
     """Tell which labels have the greatest logit of the vocabulary, so that greedy decoding gives them.
 
-    Args:
-        logits_TV: [T, V] float, this rank's slice of the vocabulary.
-        labels_T: [T] int64, global token ids, or `IGNORE_LABEL`.
-        vocab_start: global id of this rank's first column.
-        group: ranks that together have the vocabulary; None if this rank has all of it.
-
-    Returns:
-        [T] float32, 1 or 0; 0 where there is no label.
+    Arguments are those of `vocab_parallel_logprob`. Returns [T] float32, 1 or 0; 0 where there is no label.
     """
     below_T = shortfall(logits_TV, labels_T, vocab_start, group)
     return ((below_T == 0) & (labels_T != IGNORE_LABEL)).float()
@@ -100,11 +93,7 @@ def is_greedy(
 def shortfall(
     logits_TV: torch.Tensor, labels_T: torch.Tensor, vocab_start: int = 0, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Distance of each label's logit to the greatest one of the vocabulary; see `is_greedy`.
-
-    Returns:
-        [T] float32, nats; 0 where there is no label.
-    """
+    """[T] float32, nats: each label's distance to the greatest logit, 0 where there is no label; see `is_greedy`."""
     logits_TV, column_T = logits_TV.detach().float(), labels_T - vocab_start
     top_T = logits_TV.amax(-1)
     _all_reduce(top_T, "MAX", group)
@@ -122,7 +111,6 @@ class _Options:
     vocab_start: int
     group: ProcessGroup | None
     scale: float
-    """Inverse temperature."""
     chunk_tokens: int
     entropy: bool
 

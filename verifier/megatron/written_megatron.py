@@ -35,7 +35,6 @@ class Stepped:
 
     chunk: int
     local: str
-    """Name of the parameter in its model chunk, without wrappers."""
     begin: int
     """Index of the first in the flattened parameter."""
     states: Sequence[torch.Tensor]
@@ -64,10 +63,8 @@ class _Given:
 class Written:
     """Some tensors of a save, others in each, so that every tensor has its turn.
 
-    Args:
-        state: what megatron-core is given to write.
-        turn: name of the save.
-        stepped: what the last update left of some parameters; ranks that do not write them read them back too.
+    `state` is what megatron-core is given to write, `turn` the name of the save, and `stepped` what the last update
+    left of some parameters; ranks that do not write them read them back too.
 
     Source:
         megatron-core 0.19.2, core/dist_checkpointing/mapping.py, `ShardedTensor`: a rank writes its main replicas.
@@ -148,13 +145,11 @@ def _of_update(own: Stepped, model: Mapping[str, Any]) -> Iterator[_Given]:
 
 
 def _spread(begin: int, end: int) -> torch.Tensor:
-    """Some indices, from the first to the last."""
     return torch.linspace(begin, end - 1, min(ELEMENTS, end - begin), dtype=torch.float64).long()
 
 
 @torch.no_grad()
 def _bits(tensor: torch.Tensor, places: torch.Tensor) -> list[int]:
-    """Bits of the elements at these indices of the flattened tensor."""
     values = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     found: list[int] = values.view(_BITS[values.element_size()]).tolist()
     return found

@@ -124,12 +124,9 @@ def write_scaled(
 ) -> Path:
     """Write the tiny checkpoint of an architecture under `directory` unless it is there already; return its path.
 
-    Args:
-        name: a key or value of `architectures`; with "-mtp" the checkpoint has a layer that predicts a further token.
-        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
-        dtype: "float32" or "bfloat16".
-        seed: seed of the weights.
-        others: see `architecture_of`.
+    The name is a key or value of `architectures`; with "-mtp" the checkpoint has a layer that predicts a further token.
+    In the cache `directory` it is a folder whose name ends in the key of its contents. For `others` see
+    `architecture_of`.
 
     Raises:
         UsageError: see `architecture_of`; another dtype; a folder that cannot be written.

@@ -91,15 +91,9 @@ def write_checkpoint(
 ) -> Path:  # fmt: skip
     """Write a checkpoint under `directory` unless it is there already, and return its path.
 
-    Args:
-        model: a key of `known`.
-        known: models of that kind.
-        directory: cache; the checkpoint becomes a subdirectory whose name ends in the key of its contents.
-        dtype: "float32" or "bfloat16"; what families keep in float32 stays float32.
-        seed: seed of the weights.
-        values: generator of each tensor.
-        changes: other values in config.json, for example ``{"hidden_size": 1024}``.
-        texts: name -> content of further files, such as a tokenizer's.
+    The model is a key of `known`. In the cache `directory` it is a folder whose name ends in the key of its contents.
+    What families keep in float32 stays float32. `changes` are other values in config.json, for example
+    ``{"hidden_size": 1024}``, and `texts` the contents of further files by name, such as a tokenizer's.
 
     Raises:
         UsageError: unknown model or dtype, a config that leaves the family's row, or a folder that cannot be written.

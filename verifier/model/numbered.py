@@ -89,8 +89,7 @@ class Numbering:
     def decode(self, read: Mapping[str, Values]) -> Decoded | str:
         """Return which elements of the checkpoint a local tensor holds; or, in words, why it holds none as they are.
 
-        Args:
-            read: pass -> contents of the local tensor after it.
+        `read` has the contents of the local tensor after each pass.
         """
         if unloaded := max(int(np.isnan(values).sum()) for values in read.values()):
             return f"{unloaded:,} of {read[ZEROS].size:,} elements were not loaded from the checkpoint"

@@ -275,7 +275,7 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_router_load_balancing_type": "none",
         "moe_z_loss_coeff": None,
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"), 0.0),
-        # Granularity of activation recomputation (`recompute_megatron.recomputed`): with two layers at a time the
+        # Granularity of activation recomputation (`step_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept, which MTP layers refuse. Adapters read these fields when they are attached.
         "recompute_method": "uniform",
         "recompute_num_layers": 1 if provider.mtp_num_layers else 2,

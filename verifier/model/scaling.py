@@ -47,11 +47,7 @@ _TOKENS = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_I
 
 
 def scaled(default: Mapping[str, Any]) -> dict[str, JSON]:
-    """Return the keys of a config that a tiny model has with another value than `default`, an architecture's own.
-
-    Args:
-        default: config with the values that the architecture's config class has by default.
-    """
+    """Return the keys of a config that a tiny model has with another value than `default`, an architecture's own."""
     found: dict[str, JSON] = {
         key: min(value, most) for key, most in _AT_MOST.items() if isinstance(value := default.get(key), int)
     }

@@ -51,10 +51,8 @@ _EXPERT_LEAVES = {kind: {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} 
 def load_model(path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] = tuple(_MENDED)) -> PreTrainedModel:
     """Load a checkpoint directory with eager attention and eager experts, on the CPU, for inference.
 
-    Args:
-        path: checkpoint directory.
-        dtype: dtype of the parameters, except those that the checkpoint stores in float32.
-        fixes: ids of upstream fixes to install; the oracle, which computes the model's definition, always has them.
+    Tensors that the checkpoint stores in float32 stay so. `fixes` are ids of upstream fixes to install; the oracle,
+    which computes the model's definition, always has them.
 
     Raises:
         ContractError: a tensor is missing, or the architecture has no place for one that it has to serve.
@@ -154,11 +152,6 @@ def _learn_padding(model: PreTrainedModel) -> None:
 @torch.inference_mode()
 def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: torch.dtype) -> torch.Tensor:
     """Score one sequence, alone in its batch.
-
-    Args:
-        model: from `load_model`.
-        tokens: T token ids.
-        precision: dtype of the log-softmax.
 
     Returns:
         [T - 1] float32, nats, on the host: entry t is log p(tokens[t + 1] | tokens[: t + 1]).

@@ -116,7 +116,6 @@ def _beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _watched(model: Any, watch: _Watch) -> Iterator[None]:
-    """Hooks on every point that the model has."""
     with contextlib.ExitStack() as hooks:
         base = getattr(model.base_model, "language_model", model.base_model)
         if not hasattr(base, "layers"):
@@ -170,7 +169,6 @@ def _module(roles: Mapping[str, Any], path: str) -> nn.Module | None:
 
 
 def _roles_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """Parts of a layer by what they are."""
     found: dict[str, nn.Module] = {}
     for child in layer.children():
         for role, names in _ROLES.items():

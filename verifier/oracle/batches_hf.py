@@ -33,9 +33,7 @@ class Batch:
     """B sequences of T tokens, whose routers are given experts in the same layers."""
 
     places: tuple[int, ...]
-    """Index of each sequence among all."""
     tokens: torch.Tensor
-    """[B, T] ids."""
     experts: Mapping[int, torch.Tensor]
     """[B, T, K] by layer; a layer that is left out chooses by itself."""
     margin: float = math.inf
@@ -48,11 +46,8 @@ def batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """All sequences, each in one batch, the shorter first.
 
-    Args:
-        sequences: token ids, each of at least one.
-        routes: of each sequence, what its routers choose; none where they choose by themselves.
-        margin: of these routes; see `choosing`.
-        most: tokens of a batch, unless it is one sequence.
+    `routes` are what the routers of each sequence choose, none where they choose by themselves; for their `margin` see
+    `choosing`. A batch has `most` tokens, unless it is one sequence.
     """
     chosen = [
         chosen_experts(rows, len(tokens))

@@ -37,18 +37,10 @@ def choice_gaps(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure how far chosen experts score below the best; a request of an engine server.
 
-    Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's
-    scores are those of the tokens that the trainer's router saw, and differ by rounding alone.
-
-    Args:
-        checkpoint: weights before the update.
-        sequences: token ids.
-        routes: of each sequence what the trainer's routers chose.
-        dtype: of the run, less than float32.
-        device: "cpu", or "cuda": where transformers computes.
-
-    Returns:
-        Per layer the fields of `RouterChoices` that are its own.
+    Both passes of transformers, in the run's dtype and in float32, take the chosen experts, so that each layer's scores
+    are those of the tokens that the trainer's router saw, and differ by rounding alone. `checkpoint` has the weights
+    before the update. `dtype` is that of the run, less than float32; transformers computes on `device`, "cpu" or
+    "cuda". Returns per layer the fields of `RouterChoices` that are its own.
     """
     rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype), device)
     exact = _scores(str(checkpoint), sequences, routes, torch.float32, device)
@@ -77,7 +69,6 @@ def _scores(
 
 
 def _positions(rows: Sequence[Route]) -> Mapping[int, list[int]]:
-    """Positions of a sequence that have a route, by layer."""
     found: dict[int, list[int]] = defaultdict(list)
     for position, layer, *_ in rows:
         found[layer].append(position)

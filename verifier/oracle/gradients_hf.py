@@ -138,13 +138,9 @@ def of_adapter(
 ) -> Take:
     """Take of whole matrices' gradients, which hands on those of an adapter's, float64.
 
-    With W + s B A and the gradient G of that, the one of B is s G A^T, and the one of A is s B^T G.
-
-    Args:
-        take: gets them.
-        adapter: its matrices; an A that several tensors share under its first name alone.
-        scaling: s, of the product.
-        names: of each A, that name to the names for all tensors that share it, whose gradients are summed.
+    With W + s B A and the gradient G of that, the one of B is s G A^T, and the one of A is s B^T G. An A that several
+    tensors share is in `adapter` under its first name alone; `names` has for each A that name, to the names for all
+    tensors that share it, whose gradients are summed. `scaling` is s.
     """
     places = {f"{name.removesuffix(_A)}.weight": (first, name) for first, every in names.items() for name in every}
     inward: dict[str, dict[str, list[torch.Tensor]]] = {}

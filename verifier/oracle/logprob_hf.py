@@ -142,7 +142,6 @@ def sides(
 
 
 def _rows_of(sequences: Sequence[Any]) -> list[list[Any]]:
-    """An empty row for each sequence."""
     return [[] for _ in sequences]
 
 
@@ -440,13 +439,8 @@ def shaped_logprobs(
 ) -> list[list[tuple[float, float]]]:
     """Bounds of the log-probabilities of sampled tokens by float32 weights, nats, as their requests shape them.
 
-    They lie apart only where rounding decides whether truncation keeps a token.
-
-    Args:
-        path: the checkpoint.
-        rows: [prompt, sampled tokens, the request's `Sampling`] each.
-        slack: by how much rounding may move the edge of a truncated distribution.
-        device: "cpu", or "cuda".
+    They lie apart only where rounding decides whether truncation keeps a token. Rows are [prompt, sampled tokens, the
+    request's `Sampling`]; rounding may move the edge of a truncated distribution by `slack`.
     """
     model = StreamedModel(path, torch.float32, device)
     found: list[list[tuple[float, float]]] = [[] for _ in rows]

@@ -31,7 +31,6 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     """Tokens of the longest sequence; the bucket before it ends below the shortest."""
     tokens: int
-    """Number of log-probabilities that it was measured on."""
     mean: float
     deviation: float
     median: float
@@ -57,12 +56,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Bucket:
-    """Statistics of the differences between two scorings of the same sequences.
-
-    Args:
-        longest: upper edge of the bucket, tokens.
-        rounded: log-probabilities in bf16, one list per sequence, nats.
-        exact: the same in fp32.
+    """Statistics of the differences between two scorings, nats, of the same sequences of up to `longest` tokens.
 
     Raises:
         UsageError: a difference is not finite.

@@ -46,10 +46,7 @@ class Sides(NamedTuple):
 class Oracle:
     """Computes with any checkpoint directory. The same question of the same small weights is computed once.
 
-    Args:
-        checkpoint: any directory that transformers loads; the process starts with it.
-        deadline_s: for the start and for each request.
-        start: starts the process.
+    The process starts with `checkpoint`; `deadline_s` is for the start and for each request.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class Oracle:
         temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None,
         reported: Reported | None, sampled: Sequence[int] = (),
     ) -> Any:  # fmt: skip
-        """See `verifier.oracle.logprob_hf.sides`."""
         tokens, other = [list(sequence) for sequence in sequences], "float64" if dtype == "float32" else dtype
         rows = None if reported is None else [[np.asarray(row).tolist() for row in rows] for rows in reported]
         told = (tokens, other, device, temperature, routes, ends, rows, [*sampled])
@@ -116,11 +112,8 @@ class Oracle:
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.
 
-        Args:
-            function: module of this room, colon, function.
-            paths: its first arguments, folders.
-            arguments: its others, JSON values.
-            read: folders whose content the answer depends on; `paths` by default.
+        `function` is a module of this room, a colon and a function; its first arguments are the folders `paths`, the
+        others JSON values. The answer depends on the content of the folders `read`, by default `paths`.
         """
         contents = [_content(folder) for folder in read or paths]
         known = None not in contents

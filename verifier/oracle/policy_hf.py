@@ -176,12 +176,8 @@ def entropies(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Entropy of the distribution that each token in the loss of a step's updates is one of; a request of a server.
 
-    Args:
-        folder: see `judge_updates`.
-        temperature: divisor of the logits.
-        numbers: of the updates, from 1.
-        dtype: second dtype of the weights, whose distance from float32 is the noise.
-        device: "cpu", or "cuda": where transformers computes.
+    Updates have their `numbers` from 1; `dtype` is the second dtype of the weights, whose distance from float32 is the
+    noise. For the rest see `judge_updates`.
 
     Returns:
         Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`, beside float64
@@ -217,7 +213,6 @@ def entropies(
 
 
 def _rows(file: Path) -> list[Row]:
-    """Columns of each sequence."""
     columns = load_file(file)
     lengths = columns.pop("lengths").tolist()
     counts = columns.pop("route_counts").tolist() if "routes" in columns else []
@@ -353,14 +348,12 @@ def _loss(
 
 
 def _batches(rows: Sequence[Row], most: int = MAX_TOKENS) -> Iterator[Batch]:
-    """Sequences of one length, or each by itself."""
     routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
     margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
     return batches([row["tokens"].tolist() for row in rows], routes, margin, most)
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:
-    """Names of the columns that have a value of each token, but the tokens themselves."""
     return {name for row in rows[:1] for name in row} - {"tokens", "routes", "margin"}
 
 

@@ -40,7 +40,6 @@ from verifier.stages.logprob.records import (
     Activation,
     DtypeNoise,
     EngineNoise,
-    NoiseRecord,
     OracleLogprobs,
     OracleOfNext,
     OracleOfPlaces,
@@ -82,15 +81,9 @@ def record_oracle(
     """Score and judge, with the weights of every version, all that a trace says was scored, sampled and trained on.
 
     The noise of an engine that quantizes is its own at version 0, where it holds, bit for bit, what a cold start gives.
-    A stored noise floor of the source goes on record too, and what float32 alone changes each place by.
-
-    Args:
-        oracle: running.
-        trace: trace directory that ranks and engine have written.
-        weights: folder of the weights that the run dumped.
-        source: checkpoint of version 0.
-        device: where log-probabilities are computed.
-        layout: where the source's tensors live in the trainer; None where nobody knows.
+    A stored noise floor of the source goes on record too, and what float32 alone changes each place by. The run has
+    dumped its weights into the folder `weights`; `source` is the checkpoint of version 0, and `layout` says where its
+    tensors live in the trainer, None where nobody knows.
     """
     seen = read(trace)
     with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
@@ -127,7 +120,7 @@ class _Recording:
         if flat(manifest.config)["engine.quantization"]:
             for version in self.seen.versions(EngineLogprobs):
                 for name in ("scored", *(item.name for item in self.seen.of(SampledTokens, version=version))):
-                    self._emit_gaps(EngineNoise, name, version, self.engine_gaps)
+                    self.recorder.emit(_noise_of(EngineNoise, name, version, self.engine_gaps))
         if manifest.facts.judges_gradients:
             self._record_steps()
 
@@ -176,7 +169,6 @@ class _Recording:
         return size_if_any(self.source.config, "vocab_size") or 0
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Sampled tokens, with id 0 for one that the model does not have and nothing can score."""
         return [token if token < self.vocabulary else 0 for token in tokens]
 
     def _tail(self, nats: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -185,12 +177,10 @@ class _Recording:
         return [value if token < self.vocabulary else -math.inf for value, token in both]
 
     def _continued(self, sampled: SampledTokens) -> Group:
-        """Each prompt with the tokens that the engine sampled after it, and the temperature they were sampled at."""
         rows = zip(sampled.prompts, sampled.tokens, sampled.temperatures, strict=True)
         return [([*prompt, *self._known(more)], temperature) for prompt, more, temperature in rows]
 
     def _tokens(self, name: str, version: int) -> list[list[int]]:
-        """Token ids of a pass's rollouts."""
         record = next(self.seen.of(Rollouts, name=name, version=version))
         return [part.tolist() for part in ragged.split(self.seen.arrays(record)["tokens"], record.lengths)]
 
@@ -229,7 +219,6 @@ class _Recording:
         self.recorder.emit(record, np.clip(self.seen.array(item).astype(np.float64), least, most))
 
     def _record_routed(self, item: GivenRoutes) -> None:
-        """Score by the routes that the trainer's routers were given."""
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
         routes = _by_sequence(self.seen.array(item), len(tokens))
@@ -238,7 +227,6 @@ class _Recording:
         self.recorder.emit(noise_of_logprobs(item.name, 0, sides))
 
     def _record_steps(self) -> None:
-        """Judge the gradients and the new weights of every step."""
         seen = self.seen
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
@@ -276,13 +264,11 @@ class _Recording:
                 self._record_choices(record, before, chosen)
 
     def _record_choices(self, record: Rollouts, before: Path, chosen: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Judge the experts that routers chose by themselves in a step."""
         asked = (self._tokens(record.name, record.version), chosen, self.seen.manifest.dtype)
         for row in self.oracle.ask("choices_hf:choice_gaps", [before], *asked):
             self.recorder.emit(choices_record(row, record.name, record.version))
 
     def _batch(self, record: Rollouts) -> list[list[Any]]:
-        """The rollouts of a step as `verifier.oracle.step_hf` takes them."""
         arrays = self.seen.arrays(record)
         columns = [ragged.split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
         return [
@@ -314,17 +300,12 @@ class _Recording:
         whole = [len(row) + 1 for row in rows] if whole is None else whole
         self.recorder.emit(*oracle_record(kind, name, version, rows, scales, whole))
 
-    def _emit_gaps(self, kind: type[NoiseRecord], name: str, version: int, gaps: Sequence[float]) -> None:
-        self.recorder.emit(_noise_of(kind, name, version, gaps))
-
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
-        """Distances of what the engine reported at version 0 from the oracle, nats."""
         found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
 
 
 def _by_sequence(routes: np.ndarray, num_sequences: int) -> list[list[list[int]]]:
-    """Per sequence, rows of position, layer and experts; the array is that of `GivenRoutes`."""
     found: list[list[list[int]]] = [[] for _ in range(num_sequences)]
     for sequence, *row in routes.tolist():
         found[sequence].append(row)
@@ -402,15 +383,8 @@ def record_activations(
 ) -> None:  # fmt: skip
     """Have transformers compute the step, and record it.
 
-    Args:
-        oracle: running.
-        trace: trace directory that the ranks have written.
-        work: folder in which the ranks left their gradients.
-        source: the weights.
-        batch: see `verifier.oracle.activations_hf.record`; `rule` likewise.
-        rule: coefficients of the loss.
-        layout: where the source's tensors live in the trainer; None where nobody knows.
-        mesh: the trainer's.
+    The ranks have left their gradients in the folder `work`. For `batch` and `rule` see
+    `verifier.oracle.activations_hf.record`, for `layout` see `record_oracle`.
     """
     found = oracle.ask("activations_hf:record", [source.path, work], batch, rule)
     lengths = found["lengths"]
@@ -446,14 +420,9 @@ def sampled_noise(
 ) -> SampledNoise:
     """Noise of a dtype on sampled tokens.
 
-    Args:
-        step: of the tokens.
-        measured: version of the weights that sampled them.
-        rounded: log-probabilities in that dtype, by token.
-        exact: those in float32.
-        places: number of the place behind its prompt of each token, which samples of one prompt share; all differ by
-            default.
-        routed: the model has routers.
+    The weights of the version `measured` sampled the tokens of a step. `rounded` are log-probabilities in that dtype,
+    by token, and `exact` those in float32. `places` has the number of the place behind its prompt of each token, which
+    samples of one prompt share; all differ by default.
     """
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
     sizes, squares = np.abs(differences), differences**2

@@ -53,12 +53,9 @@ def choosing(
     What else a router chooses, such as groups of experts, it chooses by itself: the choice that counts comes last.
     Layers that are not given choose by themselves. The tokens are those of all sequences of a batch.
 
-    Args:
-        model: of transformers.
-        experts: by layer.
-        margin: a token's experts are chosen only where none of them scores below the K-th best by more than this share
-            of the greatest magnitude of its scores; elsewhere the router chooses by itself.
-        seen: called with the scores by which each of these routers chooses.
+    Experts are by layer. A token's are chosen only where none of them scores below the K-th best by more than `margin`,
+    a share of the greatest magnitude of its scores; elsewhere the router chooses by itself. `seen` is called with the
+    scores by which each of these routers chooses.
 
     Raises:
         ContractError: a router does not choose by `torch.topk`, so that its choice cannot be given.

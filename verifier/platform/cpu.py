@@ -117,7 +117,6 @@ def _module_patches() -> list[Patch]:
 
 
 def _bridge_patches() -> list[Patch]:
-    """Return the patches of megatron-bridge, for use after it is imported."""
     from verifier.platform.cpu_attention import Gemma2FlexDotProductAttention
     from verifier.platform.cpu_cuda_shims import HostTorch
 

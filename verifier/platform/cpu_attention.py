@@ -88,21 +88,12 @@ class TEDotProductAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
     ) -> Tensor:
-        """Attend within each sub-sequence.
+        """Attend within each sub-sequence; [T, H * D] packed, or [rows, batch, H * D], in the query's dtype.
 
-        Args:
-            query: [T, H, D] packed, or [rows, batch, H, D]; in zigzag order under context parallelism.
-            key: [T, G, D] or [rows, batch, G, D].
-            value: as `key`, with its own width.
-            attention_mask: must be None.
-            attn_mask_type: causal, or padding with causal.
-            attention_bias: must be None.
-            packed_seq_params: cumulative lengths of the whole packed batch, over all context-parallel ranks; the same
-                for queries and keys. What repeats them, such as a greatest length, is for kernels (LGP008).
-            num_splits: must be None.
-
-        Returns:
-            [T, H * D] packed, or [rows, batch, H * D], in the query's dtype.
+        `query` is [T, H, D] packed, or [rows, batch, H, D], in zigzag order under context parallelism; `key` has G
+        heads, and so has `value`, with its own width. `packed_seq_params` has the cumulative lengths of the whole
+        packed batch, over all context-parallel ranks, the same for queries and keys; what repeats them, such as a
+        greatest length, is for kernels (LGP008).
 
         Raises:
             UsageError: a mask other than causal, an attention bias, or queries and keys of different lengths.
@@ -184,20 +175,11 @@ def _causal(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float | None, rows_before: int | None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of rows at `positions` over whole sub-sequences, computed in float32.
+    """Attention of rows at `positions` [rows] over whole sub-sequences, in float32: [S, rows, H, width of a value].
 
-    Args:
-        query: [S, rows, H, D], of sub-sequences of one length.
-        key: [S, length, G, D].
-        value: as `key`, with its own width.
-        positions: [rows] of the queries within their sub-sequences.
-        scale: factor of the scores; None is the inverse root of D.
-        rows_before: earlier rows that a row attends to; None for all.
-        softcap: bound of the scores; None for none.
-        sinks: [H], the score of a further row without a value; None for no such row.
-
-    Returns:
-        [S, rows, H, width of a value].
+    `query` is [S, rows, H, D], of sub-sequences of one length, and `key` [S, length, G, D]. `scale` is the factor of
+    the scores, None the inverse root of D; `rows_before` the number of earlier rows that a row attends to, None for
+    all; `softcap` the bound of the scores, None for none; `sinks` [H] the score of a further row without a value.
     """
     num_heads, width = query.shape[-2:]
     repeats = num_heads // key.shape[-2]

@@ -33,17 +33,9 @@ def causal_conv1d(
 ) -> tuple[Tensor, None]:
     """Convolve each sequence of [batch, rows, channels] with its past, in float64, and apply SiLU.
 
-    Args:
-        x: [batch, rows, channels]; batch is 1 if packed.
-        weight: [channels, width].
-        bias: [channels].
-        activation: "silu" or "swish".
-        initial_state: None, rows before the first are 0.
-        output_final_state: False.
-        cu_seqlens: [sequences + 1], boundaries of packed sequences; None for one sequence.
-
-    Returns:
-        [batch, rows, channels] in the input's dtype, and no state.
+    The batch is 1 if packed; `weight` is [channels, width] and `bias` [channels]. `cu_seqlens` [sequences + 1] are the
+    boundaries of packed sequences, before each of which rows are 0; None for one sequence. The result has the shape and
+    dtype of `x`, and comes with no state.
 
     Raises:
         UsageError: another activation, or a state.
@@ -80,20 +72,10 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule of packed sequences, each by itself and from an empty state, in float64.
 
-    Args:
-        q: [batch, rows, heads, key width]; batch is 1 if packed.
-        k: [batch, rows, heads, key width].
-        v: [batch, rows, heads, value width].
-        g: [batch, rows, heads], logarithm of the decay, at most 0.
-        beta: [batch, rows, heads], rate of writing, within 0 and 1.
-        scale: factor of q; None for the root of 1 / key width.
-        initial_state: None.
-        output_final_state: False.
-        use_qk_l2norm_in_kernel: False, q and k are normalized before.
-        cu_seqlens: [sequences + 1], boundaries of packed sequences; None for one sequence.
-
-    Returns:
-        [batch, rows, heads, value width] in v's dtype, and no state.
+    `q` and `k` are [batch, rows, heads, key width], the batch 1 if packed, `v` and the result, which has its dtype and
+    comes with no state, [batch, rows, heads, value width]. `g`, the logarithm of the decay, at most 0, and `beta`, the
+    rate of writing within 0 and 1, are [batch, rows, heads]. `scale` is the factor of `q`; None for the root of 1 / key
+    width. `cu_seqlens` [sequences + 1] are the boundaries of packed sequences; None for one sequence.
 
     Raises:
         UsageError: a state, or a norm.
@@ -125,7 +107,6 @@ def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, sca
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-    """Cut [batch, rows, ...] at the boundaries of packed sequences."""
     return (x,) if cu_seqlens is None else x.split(cu_seqlens.diff().tolist(), dim=1)
 
 

@@ -42,22 +42,11 @@ def split_conv1d_scan(
 ) -> Tensor:
     """Compute convolution, scan and gate of packed sequences, each by itself, in float64.
 
-    Args:
-        zxbcdt: [batch, rows, 2 * inner + 2 * groups * state + heads], projected input; batch is 1 if packed.
-        conv1d_weight: [inner + 2 * groups * state, width].
-        conv1d_bias: [inner + 2 * groups * state].
-        dt_bias: [heads].
-        A: [heads], below 0.
-        D: [heads], factor of the input that bypasses the state.
-        chunk_size: ignored; that of the fused kernel.
-        activation: "silu".
-        headdim: inner / heads.
-        ngroups: number of groups of heads that share B and C.
-        norm_before_gate: ignored; the norm is not computed here.
-        seq_idx: [1, rows], index of each row's sequence; None for one sequence.
-
-    Returns:
-        [batch, rows, inner] in the input's dtype.
+    `zxbcdt` is [batch, rows, 2 * inner + 2 * groups * state + heads], its batch 1 if packed, and the result [batch,
+    rows, inner] in its dtype. `conv1d_weight` is [inner + 2 * groups * state, width] and its bias without the width;
+    `dt_bias`, `A`, below 0, and `D`, the factor of the input that bypasses the state, are [heads]; `headdim` is inner /
+    heads. `ngroups` groups of heads share B and C. `seq_idx` [1, rows] is the index of each row's sequence; None for
+    one sequence. `chunk_size` and `norm_before_gate` are ignored: nothing is fused, and the norm is not computed here.
 
     Raises:
         UsageError: another activation.

@@ -39,12 +39,8 @@ WATCHERS: list[Callable[[Tensor, Tensor | None, Tensor, Tensor, float], None]] =
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
     """Apply RMSNorm or LayerNorm over the last dim, in float32, and cast to the input's dtype.
 
-    Args:
-        x: [..., width].
-        weight: [width], gamma, or gamma - 1 if the configuration centres it at zero.
-        bias: [width], for LayerNorm only.
-        config: configuration that selects the normalization.
-        eps: constant added to the mean square or the variance.
+    `x` is [..., width], and `weight` [width] gamma, or gamma - 1 if the configuration centres it at zero; LayerNorm has
+    a bias [width]. `eps` is added to the mean square or the variance.
 
     Raises:
         UsageError: another normalization.

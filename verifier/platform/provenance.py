@@ -132,14 +132,10 @@ def pinned(verified_set: str) -> dict[str, str]:
 
 
 def nearest_set(found: Mapping[str, str | None], others: Collection[str] = ()) -> tuple[str, dict[str, str]]:
-    """Verified set from which the fewest versions differ, the default before others.
+    """Verified set from which the fewest versions differ, the default before others, and its versions of those that do.
 
-    Args:
-        found: distribution name -> installed version; None where it is absent, which is no difference.
-        others: distributions that do not count, since only another tier has them.
-
-    Returns:
-        Name of the set, and distribution name -> its version, of those that are installed at another one.
+    `found` are the installed versions by distribution; None where it is absent, which is no difference. `others` do not
+    count, since only another tier has them.
     """
     differ = {
         name: {key: pin for key, pin in pinned(name).items() if key not in others and found.get(key) not in (None, pin)}

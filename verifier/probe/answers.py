@@ -427,5 +427,4 @@ def _ids(row: Any) -> tuple[int, ...]:
 
 
 def _said(question: Any) -> str:
-    """Text of a question; of messages their roles and contents as JSON."""
     return question if isinstance(question, str) else json.dumps([[row["role"], row["content"]] for row in question])

@@ -97,7 +97,6 @@ class Sender:
             self._leave(version)
 
     def _leave(self, version: int) -> None:
-        """The end of a transfer whose sender draws no more: it may stop at the last tensor, and nowhere else."""
         count, total = self._passed.get(version, 0), len(self._metas)
         of_all = f" of {total}" if total else ""
         self._end(version, "" if count and count == total else f"the sender stopped after {count}{of_all} tensors")

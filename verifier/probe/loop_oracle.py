@@ -278,5 +278,4 @@ def _objective(terms: LossTerms) -> Mapping[str, Any]:
 
 
 def _tails(rows: Scored, lengths: Sequence[int]) -> Scored:
-    """Last values of each row."""
     return [row[len(row) - size :] for row, size in zip(rows, lengths, strict=True)]

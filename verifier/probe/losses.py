@@ -393,5 +393,4 @@ class LossRecorder(AnswerRecorder):
 
 
 def _keep(gradients: dict[str, Any], key: str, found: Any) -> None:
-    """Add up what backward passes give."""
     gradients[key] = found.detach() if key not in gradients else gradients[key] + found.detach()

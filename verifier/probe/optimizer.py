@@ -279,7 +279,6 @@ class OptimizerRecorder(LossRecorder):
         return self._updates[step].number if step in self._updates else self._number()
 
     def _before_step(self) -> None:
-        """Keep what the optimizer step begins with."""
         import torch
 
         from verifier.stages.train.probe_adam_elements import greatest_moment
@@ -325,7 +324,6 @@ class OptimizerRecorder(LossRecorder):
         return sample
 
     def _after_step(self) -> None:
-        """Keep what it left."""
         import torch
 
         step = self.current

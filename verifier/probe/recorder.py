@@ -40,8 +40,6 @@ JOIN_S = 60.0
 
 
 class _Known(msgspec.Struct):
-    """Fields of a manifest that a recorder reads."""
-
     mesh: MeshSizes | None = None
     world_size: int = 1
 

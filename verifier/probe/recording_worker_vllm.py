@@ -29,7 +29,9 @@ class RecordingWorker:
     def verifier_receives(self, trace: str, version: int) -> None:
         """Record, from now on, every tensor that the model's loader is given, as received for a version."""
         self.verifier_received()
-        recorder = self._verifier_recorder = attach(trace, rank=self._verifier_rank())
+        parallel = self.vllm_config.parallel_config
+        rank = int(parallel.data_parallel_index * parallel.world_size + self.rank)
+        recorder = self._verifier_recorder = attach(trace, rank=rank)
         model = self.model_runner.get_model()
         load = type(model).load_weights
         if self._verifier_synced is not None:
@@ -75,11 +77,6 @@ class RecordingWorker:
             )  # fmt: skip
             recorder.emit(record)
 
-    def _verifier_rank(self) -> int:
-        parallel = self.vllm_config.parallel_config
-        return int(parallel.data_parallel_index * parallel.world_size + self.rank)
-
 
 def _held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by vLLM's names."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}

@@ -1,6 +1,6 @@
 """Ray around trainer ranks and engine: an actor per node that owns a launcher, and one that owns the engine.
 
-Weights go from rank 0 to the engine as without Ray; a step's answers come back as one object of columns; batches,
+Weights go from rank 0 to the engine as without Ray; a step's answers come back as one array of bytes; batches,
 checkpoints and traces are files of the run's folder, which all nodes share.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,7 +25,7 @@ from verifier.launch.failures import LaunchError
 from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
 from verifier.launch.watchdog import Vigil
-from verifier.runs.node_servers import EngineNode, TrainerNode, identity, samples_of
+from verifier.runs.node_servers import EngineNode, TrainerNode, identity
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
@@ -80,70 +82,45 @@ class Actor:
 
 
 class ActorRanks:
-    """Ranks of a job behind their node's actor; see `Ranks`.
+    """Ranks of a job behind their node's actor, with the methods of `NodeRanks`.
 
-    Args:
-        actor: of the node.
-        node: its name, for errors; empty where there is one only.
-        ranks: of the node.
-        look: raises the error of a process beside the ranks that has died.
+    `node` is its name, for errors; empty where there is one only. `look` raises the error of a process beside the ranks
+    that has died.
     """
 
     def __init__(self, actor: Actor, node: str, ranks: range, look: Callable[[], None]) -> None:
         self._actor, self.node, self.ranks, self._look = actor, node, ranks, look
 
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._actor.ask, "ask", method)
+
     def tell(self, message: Any) -> None:
         """See `NodeRanks.tell`."""
         with contextlib.suppress(LaunchError):  # an actor that is gone is found by `poll`
-            self._ask("tell", message)
+            self._actor.ask("ask", "tell", message)
 
     def poll(self, within_s: float) -> tuple[list[tuple[int, Any]], float]:
         """See `NodeRanks.poll`."""
-        found: tuple[list[tuple[int, Any]], float] = self._ask("poll", within_s)
+        found: tuple[list[tuple[int, Any]], float] = self._actor.ask("ask", "poll", within_s)
         if not found[0]:
             self._look()
         return found
 
-    def stopped(self) -> list[int]:
-        """See `NodeRanks.stopped`."""
-        found: list[int] = self._ask("stopped")
-        return found
-
     def look(self, within_s: float) -> None:
         """See `NodeRanks.look`."""
-        self._ask("look", within_s)
+        self._actor.ask("ask", "look", within_s)
         self._look()
-
-    def slots(self) -> tuple[float, list[bytes]]:
-        """See `NodeRanks.slots`."""
-        found: tuple[float, list[bytes]] = self._ask("slots")
-        return found
-
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """See `NodeRanks.stacks`."""
-        found: dict[int, str] = self._ask("stacks", list(ranks))
-        return found
-
-    def tail(self, rank: int, traceback: str) -> str:
-        """See `NodeRanks.tail`."""
-        return str(self._ask("tail", rank, traceback))
 
     def end(self) -> None:
         """See `NodeRanks.end`."""
         with contextlib.suppress(LaunchError):  # the kernel has ended the ranks of an actor that is gone
-            self._ask("end")
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return self._actor.ask("ask", method, *arguments)
+            self._actor.ask("ask", "end")
 
 
 class ClusterEngine:
     """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client.
 
-    Args:
-        actor: an `EngineNode`.
-        started: socket and process id of the engine, on the actor's node.
-        deadline_s: seconds that one request may take.
+    `started` has the socket and process id of the engine, on the actor's node.
     """
 
     def __init__(self, actor: Actor, started: tuple[str, int], deadline_s: float) -> None:
@@ -157,7 +134,8 @@ class ClusterEngine:
             EngineGone: the engine or its actor died.
         """
         try:
-            return samples_of(self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S))
+            found = self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S)
+            return msgspec.msgpack.decode(found, type=list[list[Sample]])
         except LaunchError as problem:  # the kernel ends the engine of an actor that is gone
             raise EngineGone(str(problem)) from problem
 
@@ -176,11 +154,7 @@ class ClusterEngine:
 class Cluster(Launcher):
     """Nodes that a run has, with the actor of each.
 
-    Args:
-        nodes: of Ray, as `ray.nodes` describes them.
-        adopted: arguments of `NodeServer.adopt`.
-        stack: ends the actors.
-        world_size: ranks of the trainer.
+    `nodes` are as `ray.nodes` describes them, and `adopted` the arguments of `NodeServer.adopt`.
 
     Attributes:
         ranks_here: ranks of the trainer on the driver's host.
@@ -215,7 +189,7 @@ class Cluster(Launcher):
         """Start a job on all nodes, one of a single rank on the first; see `Launcher.submit`."""
         require_ranks(spec.world_size, len(self._nodes))
         nodes = list(zip(self._trainers, self._addresses, strict=True))[: spec.world_size]
-        count, rendezvous, parts = spec.world_size // len(nodes), None, []
+        count, rendezvous, parts = spec.world_size // len(nodes), None, list[Any]()
         for place, (actor, address) in enumerate(nodes):
             ranks = range(place * count, (place + 1) * count)
             on_host = self._on_host(place, spec.world_size)
@@ -233,11 +207,8 @@ class Cluster(Launcher):
     ) -> ClusterEngine:
         """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model.
 
-        Args:
-            config: of the engine.
-            deadline_s: seconds for the start.
-            request_deadline_s: seconds that one request may take.
-            watched: its death ends the waits for ranks.
+        Its start may take `deadline_s`, one request `request_deadline_s`. If it is `watched`, its death ends the waits
+        for ranks.
         """
         actor = self._actor(EngineNode, "engine", self._nodes[0])
         started = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
@@ -262,11 +233,7 @@ class Cluster(Launcher):
         return f"node {place}, {node['NodeManagerAddress']}"
 
     def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> Actor:
-        """Start an actor on a node, and give it what the driver's children would have.
-
-        Raises:
-            UsageError: the node has other files or versions.
-        """
+        """Start an actor on a node, and give it what the driver's children would have."""
         name = f"the {role}'s actor on {self._name(self._nodes.index(node))}"
         options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -111,16 +111,8 @@ def with_run_layout(
 ) -> ModelUnderTest:  # fmt: skip
     """Return the model of a judged run with the layout that its folder keeps, or with one that is derived now.
 
-    A run that is not judged derives none, and one with adapters has a row. Where there is none, it is said why.
-
-    Args:
-        config: of the run.
-        model: of the run.
-        launcher: of its ranks.
-        run: its folder, which all ranks see.
-        until: deadline of the run.
-        progress: called with a line of text.
-        num_gpus: see `JobSpec.num_gpus`.
+    A run that is not judged derives none, and one with adapters has a row. Where there is none, it is said why. All
+    ranks see the folder `run`.
     """
     model = with_kept_layout(config, model, run)
     if model.layout is not None or not config.verify.steps or config.lora.rank:

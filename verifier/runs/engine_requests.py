@@ -76,7 +76,6 @@ def single_options(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str,
 
 
 def _tokens_of(prompt: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """Two tokens of a prompt, and some hundred ids of the vocabulary with the second of them."""
     last, every = next(token for token in prompt if token != prompt[0]), max(2, max(prompt) // 128)
     return prompt[0], last, tuple(range(last % every, max(prompt) + 1, every))
 
@@ -228,5 +227,4 @@ class EngineRequests:
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """[sum of lengths] float32."""
     return np.array([value for row in rows for value in row], dtype=np.float32)

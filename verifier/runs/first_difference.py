@@ -235,7 +235,6 @@ def _compared(
 
 
 def _weights(trace: Trace) -> Iterator[PointCompared]:
-    """Gradients of weights, in the order of the data flow."""
     for record in sorted(trace.of(GradientRecord), key=lambda item: _flow(item.name)):
         gap: Measurement | None = record.gradient
         scale = float(record.gradient_scale)

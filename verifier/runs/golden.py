@@ -45,11 +45,7 @@ def manifest_path(config: GoldenConfig) -> Path:
 
 
 def require_same_model(record: dict[str, Any], model: ModelUnderTest, path: Path | None) -> None:
-    """Refuse to compare with the manifest of another architecture or dtype.
-
-    Raises:
-        UsageError: names both.
-    """
+    """Refuse to compare with the manifest of another architecture or dtype."""
     ours = {"architecture": model.checkpoint.architecture, "dtype": model.dtype}
     for what, value in ours.items():
         if record.get(what) != value:

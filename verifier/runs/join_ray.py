@@ -39,10 +39,7 @@ _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]:
     """Start a local Ray, or join a cluster, and leave nothing at exit.
 
-    Args:
-        options: of the run.
-        run: its folder, which gets the token of a local Ray.
-        world_size: trainer ranks.
+    The folder of the run gets the token of a local Ray.
 
     Raises:
         UsageError: nobody answers at the address, or the cluster has too few nodes.
@@ -82,11 +79,7 @@ def joined(options: RayOptions, run: Path, world_size: int) -> Iterator[Cluster]
 
 
 def require_answer(address: str, within_s: float = SILENT_S) -> None:
-    """Refuse an address at which nobody speaks gRPC.
-
-    Raises:
-        UsageError: it is silent.
-    """
+    """Refuse an address at which nobody speaks gRPC."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), within_s) as wire:

@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 
 import verifier
-from verifier.core import ragged
-from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.api import EngineConfig, Sampling
 from verifier.engine.client import EngineClient
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
@@ -40,11 +39,8 @@ FORWARDED_PREFIXES = (
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of an environment that are forwarded."""
-    return {name: value for name, value in environment.items() if _is_forwarded(name)}
-
-
-def _is_forwarded(name: str) -> bool:
-    return name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
+    kept = (name for name in environment if name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+    return {name: environment[name] for name in kept}
 
 
 def identity() -> dict[str, str]:
@@ -56,69 +52,14 @@ def identity() -> dict[str, str]:
     return {"python": platform.python_version(), **versions, "verifier's files": digest.hexdigest()}
 
 
-def columns_of(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """Samples as one object of columns.
-
-    Returns:
-        ``counts`` int64 [prompts], of samples; ``lengths`` int64 and ``cached`` int64 [samples]; ``ended`` texts;
-        ``seeds`` and ``seals`` of any size; ``shaped`` texts; ``weights`` pairs; ``tokens`` int64 and ``logprobs``
-        float64 over all tokens, nats; ``updated`` and ``routed`` int64 [samples], numbers of tokens that have updates
-        and routes, with ``updates`` int64 and ``routes`` int32 [tokens, layers, experts per token] over these.
-    """
-    samples = [sample for item in answers for sample in item]
-    return {
-        "counts": np.array([len(item) for item in answers], np.int64),
-        "lengths": np.array([len(sample.tokens) for sample in samples], np.int64),
-        "cached": np.array([sample.cached_tokens for sample in samples], np.int64),
-        "ended": [sample.ended for sample in samples],
-        "seeds": [sample.seed for sample in samples],
-        "shaped": [sample.shaped for sample in samples],
-        "weights": [sample.weights for sample in samples],
-        "updated": np.array([len(sample.updates) for sample in samples], np.int64),
-        "updates": np.array([count for sample in samples for count in sample.updates], np.int64),
-        "routed": np.array([len(sample.routes) for sample in samples], np.int64),
-        "seals": [sample.routes_seal for sample in samples],
-        "routes": np.array([token for sample in samples for token in sample.routes], np.int32),
-        "tokens": np.array([token for sample in samples for token in sample.tokens], np.int64),
-        "logprobs": np.array([nats for sample in samples for nats in sample.logprobs], np.float64),
-    }
-
-
-def samples_of(columns: Mapping[str, Any]) -> list[list[Sample]]:
-    """Samples from their columns, see `columns_of`."""
-    over_tokens = (
-        ragged.split(columns[name], columns[lengths])
-        for name, lengths in (
-            ("tokens", "lengths"), ("logprobs", "lengths"), ("updates", "updated"), ("routes", "routed")
-        )
-    )  # fmt: skip
-    of_samples = columns["ended"], columns["cached"].tolist(), *(
-        columns[name] for name in ("seeds", "shaped", "seals", "weights")
-    )  # fmt: skip
-    samples = iter(
-        Sample(
-            tokens=tuple(ids.tolist()), logprobs=tuple(nats.tolist()), updates=tuple(updates.tolist()),
-            routes=tuple(tuple(tuple(experts) for experts in layers) for layers in routes.tolist()), ended=end,
-            cached_tokens=cached, seed=seed, shaped=shaped, routes_seal=seal, weights=weights,
-        )
-        for ids, nats, updates, routes, end, cached, seed, shaped, seal, weights in zip(
-            *over_tokens, *of_samples, strict=True
-        )
-    )  # fmt: skip
-    return [[next(samples) for _ in range(count)] for count in columns["counts"].tolist()]
-
-
 class NodeServer:
     """Environment and identity of a node."""
 
     def adopt(self, environment: Mapping[str, str], path: Sequence[str], folder: str, marked: str) -> dict[str, str]:
         """Take over what the driver's children would inherit; return the node's `identity`.
 
-        Args:
-            environment: forwarded variables; others that would be are removed.
-            path: of the driver's modules, which comes before this process's own.
-            folder: working folder of the driver.
-            marked: file that the driver has written into the run's folder.
+        Variables that are forwarded and not among these are removed. `path` comes before this process's own modules.
+        The driver has written the file `marked` into the run's folder.
 
         Raises:
             UsageError: this node does not see the driver's folders.
@@ -147,11 +88,7 @@ class TrainerNode(NodeServer):
     def submit(
         self, spec: JobSpec, ranks: range, address: str, rendezvous: tuple[str, int] | None, on_host: range
     ) -> tuple[str, int] | None:
-        """Start this node's ranks of a job; see `NodeRanks`.
-
-        Returns:
-            Host and port of the store, if the job has ranks on several nodes.
-        """
+        """Start this node's ranks of a job, see `NodeRanks`; of several nodes, returns host and port of the store."""
         self._ranks = NodeRanks(self._launcher, spec, ranks, address, rendezvous, on_host)
         return self._ranks.rendezvous
 
@@ -188,9 +125,9 @@ class EngineNode(NodeServer):
         """Raise the error of an engine that has died."""
         self._vigil.look()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
-        """Samples of each prompt; see `columns_of`."""
-        return columns_of(self._client.generate(prompts, sampling))
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> bytes:
+        """Samples of each prompt as MessagePack, whose floats keep every bit."""
+        return msgspec.msgpack.encode(self._client.generate(prompts, sampling))
 
     def close(self) -> None:
         """End the engine."""

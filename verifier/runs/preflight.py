@@ -185,7 +185,6 @@ def _row(example: Example) -> dict[str, Any]:
 def _load_again(
     config: TrainConfig, model: ModelUnderTest, launcher: Launcher, until: Deadline, progress: Callable[[str], None]
 ) -> Path:
-    """Load the step's checkpoint in new ranks; return the trace of what was saved and what was loaded."""
     folder = RunFolder(config.run)
     continuation = Continuation(config, folder, progress)
     continuation.rewind()
@@ -207,7 +206,6 @@ def _load_again(
 
 
 def _lengths(config: TrainConfig) -> Sequence[int]:
-    """Tokens of each rollout of the step."""
     from verifier.data.rollout import load_rollouts
 
     files = {item.batch for item in update_log.read(config.run, 0)}

@@ -16,7 +16,6 @@ from verifier.core.store import Recorder
 from verifier.engine.link_megatron import EngineLink
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
-from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.runs.spec import RunSpec
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from verifier.launch.rank import RankContext
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankRun:
     """One session, as one rank sees it."""
 
@@ -35,20 +34,8 @@ class RankRun:
     engines: Sequence[Recorder]
     """A recorder for each engine rank; rank 0's only."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.context.rank
-
-    @property
-    def mesh(self) -> Mesh:
-        """Parallel sizes of the trainer."""
-        return self.spec.config.mesh
-
-    @property
-    def work(self) -> Path:
-        """Folder for what processes hand to each other."""
-        return Path(self.spec.work)
+    def __post_init__(self) -> None:
+        self.rank, self.mesh, self.work = self.context.rank, self.spec.config.mesh, Path(self.spec.work)
 
     @cached_property
     def source(self) -> Checkpoint:

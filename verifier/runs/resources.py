@@ -40,11 +40,7 @@ class Deadline:
         self._timeout_s, self._at = timeout_s, time.monotonic() + timeout_s
 
     def left(self, step: str) -> float:
-        """Seconds that a step may take.
-
-        Raises:
-            InternalError: none are left; names the step.
-        """
+        """Seconds that a step may take; with none left an InternalError names the step."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise InternalError(f"--timeout is {self._timeout_s:g} s, which had passed before {step}")
@@ -73,13 +69,10 @@ class Resources:
 
     To enter sweeps what a killed run left. The death of any of them ends what the run waits for; the error names it.
 
-    Args:
-        warm: keep everything until the end.
-        launcher: one whose owner ends it, with Megatron imported; None starts one.
-        preload: function that a launcher's process calls before it forks ranks.
-        oracles: what transformers is forked from, for oracle and engine; None gives each an interpreter of its own.
-        engines: what vLLM's engines are forked from; None starts one with the first engine.
-        collective_deadline_s: seconds that a rank waits for others, and rank 0 for the engine.
+    If `warm`, everything is kept until the end. `launcher` is one whose owner ends it, with Megatron imported; None
+    starts one, whose process calls `preload` before it forks ranks. Oracle and engine by transformers are forked from
+    `oracles`, vLLM's engines from `engines`; by None the former get an interpreter of their own, and the latter one
+    with the first engine. A rank waits `collective_deadline_s` for others, and rank 0 for the engine.
     """
 
     def __init__(

@@ -96,13 +96,9 @@ class Runner:
         """Train, export, sync a live engine, score the same tokens on both sides and by the oracle.
 
         On warm resources, traces of ranks that failed get the evidence of engine and oracle all the same. Returns the
-        last session's trace.
-
-        Args:
-            config: of every session.
-            phases: sessions that the same ranks run one after another; by default one, which leaves `config.trace`.
-            workload: what is scored, sampled and trained on; made up by default.
-            tokens_only: load, score, replay and train; nothing is exported, and no engine takes part.
+        last session's trace. The same ranks run `phases` one after another, by default one, which leaves
+        `config.trace`. The workload is made up by default. With `tokens_only` nothing is exported, and no engine takes
+        part.
         """
         until = Deadline(config.timeout_s)
         phases = phases or (Phase(trace=config.trace),)
@@ -225,7 +221,6 @@ class Runner:
         return self.resources.engine(asked, Deadline(config.timeout_s))
 
     def _notes(self, model: ModelUnderTest, until: Deadline) -> tuple[str, ...]:
-        """Notes on a checkpoint, which is looked at once."""
         path, known = model.checkpoint.path, self.resources.notes
         if path not in known:
             known[path] = notes_of(model, self.resources.launcher(until), until)
@@ -255,7 +250,6 @@ class Runner:
         return recording(traces, manifest, logs, record_failure, notes)
 
     def _spec(self, *given: Any, **session: Any) -> RunSpec:
-        """See `run_spec`."""
         return run_spec(*given, deadline_s=self.resources.collective_deadline_s, **session)
 
     def _run_ranks(self, specs: Sequence[RunSpec], work: Path, until: Deadline) -> None:

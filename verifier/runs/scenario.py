@@ -140,7 +140,6 @@ def _prompts(draw: random.Random, vocabulary: int) -> list[list[int]]:
 
 
 def _sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabulary: int) -> list[list[int]]:
-    """Random token sequences of random length (inclusive bounds)."""
     return [[draw.randrange(vocabulary) for _ in range(draw.randint(*lengths))] for _ in range(count)]
 
 

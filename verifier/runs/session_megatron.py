@@ -14,7 +14,7 @@ from verifier.core.record import real
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
 from verifier.launch.child import entered, give_memory_back
-from verifier.megatron import recompute_megatron, step_megatron
+from verifier.megatron import step_megatron
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import end_tokens
 from verifier.model.families import served
@@ -151,7 +151,6 @@ class Session:
         return [sync, update, score]
 
     def _build(self, *, training: bool = True) -> None:
-        """Build the trainer and load the source."""
         run = self._run
         adapters = " with adapters" if run.spec.lora_rank else ""
         run.say(f"loading {run.mesh.world_size} trainer ranks ({run.mesh.label()}){adapters}")
@@ -178,7 +177,6 @@ class Session:
             run.probe.emit(spec.workload.objective)
 
     def _score(self, version: int) -> None:
-        """Teacher-forced log-probabilities by the trainer."""
         run, (first, *others) = self._run, self._workload.passes
         run.say(f"version {version}: trainer scores {len(first.rollouts)} sequences")
         for item in (first, *others) if version == 0 else (first,):
@@ -246,7 +244,7 @@ class Session:
         look = self._token_probe("trained", version, batch)
         routes = replaying(run.probe, self._trainer, rollouts_of(batch), version, look, on=replay)
         given = given_arguments(run.probe, self._trainer, "trained", version)
-        with recompute_megatron.recomputed(self._trainer, on=recompute), routes as (rollouts, follow), given:
+        with step_megatron.recomputed(self._trainer, on=recompute), routes as (rollouts, follow), given:
             result = steps.take(
                 rollouts, loss=policy_loss(workload.objective, version), on_shards=follow,
                 temperature=workload.objective.temperature, **options,

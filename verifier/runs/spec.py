@@ -94,7 +94,6 @@ class RankSpec:
     """Orders that the ranks of every run get; JSON there and back."""
 
     config: GoldenConfig | RoundtripConfig | TrainConfig
-    """Config of the command that the user called."""
     checkpoint: str
     """Hugging Face checkpoint of version 0."""
     tier: Tier

@@ -80,7 +80,6 @@ class TrainedWeights:
         return HandOn(self.trainer, None, self.trained, run.rank, run.work, run.source, self._adapters)
 
     def _save(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hand tensors on to other processes; who holds none hands on nothing."""
         if tensors:
             save_checkpoint(self._run.work / folder, self._run.source.config, tensors.items())
 

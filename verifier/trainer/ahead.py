@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 class AheadRollouts:
     """A `RolloutSource` that is one step ahead: what is sampled depends on (seed, step) alone, not on who is faster.
 
-    The thread that samples has the engine's client to itself from `rollouts` to `pause`.
-
-    Args:
-        config: of the run, whose mode is "async" or "inflight".
-        engine: samples.
-        until: deadline of the run, which `pause` waits for: each request to the engine and each reward has its own.
+    The thread that samples has the engine's client to itself from `rollouts` to `pause`. `pause` waits until the
+    deadline `until`; each request to the engine and each reward has its own.
     """
 
     def __init__(self, config: TrainConfig, engine: EngineRollouts, until: Deadline) -> None:
@@ -58,8 +54,7 @@ class AheadRollouts:
     def resume(self, held: int | None) -> None:
         """Sample what an update has interrupted to its end, once the step that made the new weights has held.
 
-        Args:
-            held: version that the engine holds; None if there was no update.
+        The engine holds the version `held`; None if there was no update.
         """
         if self._next is not None and self._inflight:
             self.pause()

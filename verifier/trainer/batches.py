@@ -143,16 +143,7 @@ SCORED = {"current": "old", "reference": "reference"}
 
 
 def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, JSON]) -> None:
-    """Refuse recorded rollouts whose routes the routers of a model cannot take.
-
-    Args:
-        file: of the rows.
-        rows: of the file.
-        sizes: config.json of the model.
-
-    Raises:
-        UsageError: names the rollout, and what its routes are and have to be.
-    """
+    """Refuse recorded rollouts whose routes the routers of a model cannot take."""
     shape, num_experts = [len(moe_layers_of(sizes)), sizes["num_experts_per_tok"]], num_experts_of(sizes)
     for row in rows:
         where = f"grpo.replay_routes is true, but rollout `{row.id}` of `{file}`"

@@ -43,25 +43,17 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     config: str
     """Digest of the knobs that a resumed run must share."""
     mesh: str
-    """Label of the mesh that saved it."""
     rollouts: list[Any] = []
     """Rollouts of the next step that were sampled ahead, by round and group; see `SampledBatch.saved`."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     files: dict[str, str]
-    """Path within the checkpoint -> digest."""
     digest: str = ""
-    """Digest of `files`."""
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: that they lie in; made if it is absent.
-        keep: number of the last ones that are kept.
-    """
+    """The last `keep` checkpoints of one run, in a folder that is made if it is absent."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
@@ -173,7 +165,6 @@ def _digest(file: Path, *, settle: bool = False) -> str:
 
 
 def _settle(path: Path) -> None:
-    """Write a file, or the names in a folder, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,14 +177,7 @@ Call = Callable[..., list[Any]]
 
 
 class Continuation:
-    """The checkpoints of a run, from the one that it continues to the last that it writes.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        progress: called with a line of text.
-        observer: told of checkpoints.
-    """
+    """The checkpoints of a run, from the one that it continues to the last that it writes."""
 
     def __init__(
         self, config: TrainConfig, folder: RunFolder, progress: Callable[[str], None], observer: Observer = SILENT
@@ -208,8 +192,7 @@ class Continuation:
     def rewind(self) -> tuple[int, dict[str, Any]]:
         """Find the last whole checkpoint, and remove all that came after it.
 
-        Returns:
-            The number of steps that are done, and the metrics of the last.
+        Returns the number of steps that are done, and the metrics of the last.
 
         Raises:
             UsageError: the checkpoint is of other knobs, or of a later step than is asked for; or there are some and

@@ -45,15 +45,10 @@ Progress = Callable[[str], None]
 class Trainer:
     """One run of a config, from an empty folder, or its last checkpoint, to the exported weights.
 
-    Args:
-        config: of the run.
-        progress: called with a line of text.
-        observer: told of all that the run does.
-        launcher: one whose owner ends it, with Megatron imported; None starts one.
-        resources: starts the engine, and ends it; None starts one for this run.
-        within: see `WorkerSpec.within`.
-        whole_answers: see `EngineRollouts`.
-        view: shows metrics as they come; None for none.
+    `progress` is called with a line of text, `observer` told of all that the run does, and `view`, if any, shows
+    metrics as they come. `launcher` is one whose owner ends it, with Megatron imported, and `resources` start the
+    engine and end it; None starts either for this run. See `WorkerSpec.within` and, for `whole_answers`,
+    `EngineRollouts`.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ DEATH_S = 5.0
 class Engines(abc.ABC):
     """Engines whose death ends no run: all are started again, and get the weights that they held.
 
-    Args:
-        asked: config of each engine.
-        until: deadline of the run.
-        deadline_s: seconds that one request may take.
-        progress: called with a line of text.
-        restarts: that the run may have; with none a death ends what the run waits for, at once.
+    One request may take `deadline_s`. With no `restarts` left, a death ends what the run waits for, at once.
 
     Attributes:
         restarted: restarts that the run has had.
@@ -185,10 +180,8 @@ class ClusterEngines(Engines):
 class Revival:
     """Repeats what the death of an engine has interrupted.
 
-    Args:
-        engines: of the run.
-        connect: has controller and ranks talk to the processes that run now.
-        sync: sends the weights of a version to them, without evidence.
+    `connect` has controller and ranks talk to the processes that run now; `sync` sends the weights of a version to
+    them, without evidence.
     """
 
     def __init__(self, engines: Engines, connect: Callable[[], None], sync: Callable[[int], None]) -> None:

@@ -52,7 +52,6 @@ class PlayedTurns(Struct, frozen=True, kw_only=True):
     after: str
     """Text that it puts between a tool's message and the next turn."""
     end: int
-    """Token that ends a turn."""
     episodes: tuple[str, ...]
     indices: tuple[int, ...]
     """Number of the turn in its episode, from 0."""
@@ -75,11 +74,8 @@ class PlayedTurns(Struct, frozen=True, kw_only=True):
 class Episodes:
     """Turns by an engine and an environment, up to the greatest number of turns.
 
-    Args:
-        options: of the run.
-        tokenizer: with a chat template that has messages of tools.
-        files: folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of itself.
-        chat: template that the run asks for.
+    `files` is the folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of
+    itself.
 
     Raises:
         UsageError: the template does not end an assistant's turn with the end token.
@@ -106,17 +102,10 @@ class Episodes:
         self, sampler: Sampler, prompts: Sequence[tuple[int, ...]], sampling: Sampling, stride: int,
         examples: Sequence[Example],
     ) -> list[list[list[Turn]]]:  # fmt: skip
-        """Play episodes, turn by turn of all that have not ended.
+        """Play [prompts][n] episodes, each the list of its turns, turn by turn of all that have not ended.
 
-        Args:
-            sampler: an engine.
-            prompts: of the first turns.
-            sampling: of the first turns, `n` for each prompt; the seeds of each later turn are `stride` prompts on.
-            stride: prompts of a step, at most.
-            examples: of the prompts.
-
-        Returns:
-            [prompts][n] episodes, each the list of its turns.
+        `sampling` is of the first turns, `n` for each prompt; the seeds of each later turn are `stride` prompts on, the
+        most that a step has.
         """
         first = self.first(prompts, sampler.generate(prompts, sampling))
         episodes = [episode for group in first for episode in group]
@@ -196,13 +185,11 @@ class Episodes:
 
     @cached_property
     def _around_reply(self) -> tuple[str, str]:
-        """Texts around a tool's message."""
         before, _, after = self._framed([Message(role="tool", content="0")]).rpartition("0")
         return before, after
 
     @cached_property
     def _second(self) -> SecondTokenizer | None:
-        """Second reader of the tokenizer's files, if there is one."""
         return None if why_unread(self._files) else SecondTokenizer(self._files, self._chat)
 
     def _framed(self, said: Sequence[Message]) -> str:
@@ -259,10 +246,8 @@ def rows_of(
 ) -> list[RolloutRow]:  # fmt: skip
     """Rollouts of an episode: one with the replies between its turns, or one for each turn.
 
-    Args:
-        turns: in order.
-        row: makes the rollout of a turn alone.
-        step_wise: a rollout for each turn; the text, which a reward reads, is the last turn's alone.
+    `row` makes the rollout of a turn alone. With `step_wise` there is one for each turn, and the text, which a reward
+    reads, is the last turn's alone.
     """
     rows = [row(turn) for turn in turns]
     if not step_wise:
@@ -295,10 +280,8 @@ def joined(rows: Sequence[RolloutRow]) -> RolloutRow:
 class SealedEnvironment:
     """The environment of a pool, with a seal of each reply that may be read.
 
-    Args:
-        pool: has the episodes.
-        framed: text that the template writes between the turn and the next one, for messages.
-        encoded: token ids of that text by a second reader of the tokenizer's files; None where there is none.
+    `framed` makes the text that the template writes between the turn and the next one, and `encoded` its token ids by a
+    second reader of the tokenizer's files; None where there is none.
     """
 
     def __init__(
@@ -320,11 +303,8 @@ class SealedEnvironment:
     ) -> list[Sequence[Mapping[str, str]]]:  # fmt: skip
         """Messages after the last of an episode's turns, of some episodes; none where it ends.
 
-        Args:
-            sessions: the episodes.
-            turns: texts of the turns of each.
-            names: of their rows, for errors.
-            read: which may have another turn, so that messages are read.
+        `turns` has the texts of each episode's turns, `names` those of their rows, for errors, and `read` tells which
+        may have another turn, so that messages are read.
         """
         found = []
         replies = self._pool.step(sessions, [own[-1] for own in turns], names)

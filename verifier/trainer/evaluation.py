@@ -86,11 +86,9 @@ class Note(NamedTuple):
     nats: int
     """Seal of its log-probabilities."""
     shaped: str
-    """See `Sample.shaped`."""
     routes: int = NO_SEAL
     """Seal of its routes, which the engine's process took; none where none are replayed."""
     weights: tuple[tuple[int, int], ...] = ()
-    """See `Sample.weights`."""
 
 
 Noted = tuple[Note, ...]

@@ -46,11 +46,7 @@ _TEXT_OF_TEMPLATE = 256
 
 
 def load_algorithms(config: TrainConfig) -> None:
-    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there.
-
-    Raises:
-        UsageError: see `load_plugins`, `check_name` and `require_wandb`.
-    """
+    """Import the plugins of a run, and refuse a loss, an estimator or a wandb that is not there."""
     require_wandb(config)
     load_plugins(config.plugins)
     if config.algorithm == "grpo":
@@ -59,16 +55,7 @@ def load_algorithms(config: TrainConfig) -> None:
 
 
 def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
-    """Refuse knobs that the model or the tier does not have.
-
-    Args:
-        config: of the run.
-        sizes: config.json of its model.
-        tier: of this machine.
-
-    Raises:
-        UsageError: names the knob, its value and what it contradicts.
-    """
+    """Refuse knobs that the model or the tier does not have."""
     refuse(config, _of_host(config, tier) | _of_model(config, sizes, tier), model=architecture_of(sizes))
     engine = config.engine
     for option in engine.gpu_options()[:1]:
@@ -172,11 +159,7 @@ def near_budget(config: TrainConfig, examples: Iterable[Example]) -> list[Exampl
 
 
 def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
-    """Refuse a rollout that is longer than a micro-batch may be.
-
-    Raises:
-        UsageError: names the longest, its padded length and the knob.
-    """
+    """Refuse a rollout that is longer than a micro-batch may be."""
     most, alignment = config.batch.max_tokens, alignment_of(config)
     if most is None or not rollouts:
         return
@@ -192,13 +175,7 @@ def require_budget(config: TrainConfig, rollouts: Sequence[Rollout]) -> None:
 def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
     """Refuse a micro-batch that could not hold the longest rollout that a run may sample.
 
-    Args:
-        config: of the run.
-        prompt: tokens of the longest prompt.
-        rest: tokens of an episode after its prompt, at most: answers and replies.
-
-    Raises:
-        UsageError: names the numbers and the knobs.
+    The longest prompt has `prompt` tokens, and an episode `rest` after it at most: answers and replies.
     """
     most, multiple = config.batch.max_tokens, alignment_of(config).total_multiple
     padded = -(-(prompt + rest) // multiple) * multiple
@@ -211,11 +188,7 @@ def require_room(config: TrainConfig, prompt: int, rest: int) -> None:
 
 
 def require_place(run: Path) -> None:
-    """Refuse a run folder that cannot be made or written, and write nothing.
-
-    Raises:
-        UsageError: names the folder and the nearest one that exists.
-    """
+    """Refuse a run folder that cannot be made or written, and write nothing."""
     there = next(path for path in (run, *run.parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"the run folder `{run}` cannot be written: `{there}` is no folder")
@@ -226,14 +199,8 @@ def require_place(run: Path) -> None:
 def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     """Check everything that needs no torch and no tokenizer; return the resolved config and the arithmetic of a step.
 
-    A folder with config.json alone is planned for a machine with GPUs, whatever this one has.
-
-    Args:
-        config: of the run.
-        owners: key -> who gave its value.
-
-    Raises:
-        UsageError: what the run would be refused for.
+    A folder with config.json alone is planned for a machine with GPUs, whatever this one has. `owners` says who gave
+    the value of each key.
     """
     require_place(config.run)
     load_algorithms(config)
@@ -250,9 +217,10 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
         open_chat_template(config)
         train = load_train(config, task)
         held_out = load_held_out(config, train, task)
+        epochs = config.steps * config.data.batch_size / len(train)
         lines.append(
             f"data: {len(train):,} examples to train on, {len(held_out):,} held out, none in both; "
-            f"{config.steps:,} steps of {config.data.batch_size:,} are {_epochs(config, len(train))} epochs\n"
+            f"{config.steps:,} steps of {config.data.batch_size:,} are {epochs:.3g} epochs\n"
         )
     if config.samples:
         lines.append(_rollout_line(config, sizes, tier, gpu_bytes() if has_gpu and alone is None else None))
@@ -261,10 +229,6 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
     if alone is not None:
         lines.append(f"`{config.model}` holds no weights, which a run needs: planned by config.json, for GPUs\n")
     return "".join(lines)
-
-
-def _epochs(config: TrainConfig, num_examples: int) -> str:
-    return f"{config.steps * config.data.batch_size / num_examples:.3g}"
 
 
 def _mesh_line(config: TrainConfig) -> str:
@@ -287,7 +251,8 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
     most: float = MOST_KV_CACHE_BYTES
     if device_bytes is not None:
         share = OWN_SHARE if engine.sleep_level or config.transport == "nccl" else LENT_SHARE
-        most = most_on_gpu(share, device_bytes, _stored_bytes(config.model), engine.tp)
+        stored = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+        most = most_on_gpu(share, device_bytes, stored, engine.tp)
     length = options.max_turns * options.max_answer_tokens
     cache = cache_bytes(
         engine.kv_cache_gib, sizes, dtype=config.dtype, tp=engine.tp, length=length, count=count, most=most
@@ -297,11 +262,6 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
         f"{shown}; a cache of {cache / 2**30:.3g} GiB has room for {cache // each:,} tokens: {at_once:,} answers run "
         "at once, less what their prompts take\n"
     )
-
-
-def _stored_bytes(model: str) -> int:
-    """Bytes of the weight files of a local directory; 0 of a generated model, which is small."""
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
 def _disk_line(config: TrainConfig) -> str:
@@ -347,11 +307,7 @@ def _batch_line(config: TrainConfig) -> str:
 
 @contextlib.contextmanager
 def refused_for_memory(config: TrainConfig, tier: Tier, rank: int, call: str) -> Iterator[None]:
-    """Turn an error for want of memory into one sentence.
-
-    Raises:
-        UsageError: memory has run out in the body.
-    """
+    """Turn an error for want of memory into a UsageError of one sentence."""
     try:
         yield
     except (MemoryError, RuntimeError) as problem:  # torch's OutOfMemoryError is a RuntimeError

@@ -52,11 +52,7 @@ class HoldingSampler(Sampler, Protocol):
 class EngineRollouts:
     """Rollouts of each step, sampled by an engine and scored by a reward in a process of its own.
 
-    Args:
-        config: of the run.
-        checkpoint: whose tokenizer writes the prompts.
-        whole_answers: the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
-        observer: told of what is sampled.
+    With `whole_answers` the end token ends no answer of a step, so that each has `grpo.max_answer_tokens`.
 
     Attributes:
         data: of the run.
@@ -101,12 +97,8 @@ class EngineRollouts:
     ) -> EngineConfig:
         """Config of an engine, by its number: room for all answers of a step side by side.
 
-        Args:
-            gpus: see `EngineConfig.gpus`.
-            fixes: see `EngineConfig.fixes`.
-            replica: number of the engine.
-            tier: of the machine.
-            lent: a trainer is on the engine's GPU, and the engine stays there while it trains.
+        For `gpus` and `fixes` see `EngineConfig`. If `lent`, a trainer is on the engine's GPU, and the engine stays
+        there while it trains.
         """
         config, options, engine = self._config, self._config.grpo, self._config.engine
         longest, inflight = self._longest_prompt, options.mode == "inflight"
@@ -137,7 +129,11 @@ class EngineRollouts:
         """Take the engine, in the place of one before it, and start the reward's processes."""
         self._client = client
         if self._reward is None:
-            self._reward = start_processes(self._config.grpo)
+            options = self._config.grpo
+            self._reward = RewardPool(
+                path_of_reward(options.reward), options.environment, options.reward_processes,
+                options.reward_timeout_s, options.reward_errors,
+            )  # fmt: skip
             self._episodes.start(self._reward)
 
     def close(self) -> None:
@@ -189,10 +185,7 @@ class EngineRollouts:
     def finish(self, step: int, version: int, held: int) -> SampledBatch:
         """Sample the rest of a step's answers.
 
-        Args:
-            step: number of the step, from 1.
-            version: of the weights that sampled the first tokens.
-            held: version of the weights that the engine holds.
+        The weights of `version` sampled the first tokens, and the engine holds those of `held`.
 
         Raises:
             ContractError: the engine did not drop keys and values that are of the weights before.
@@ -212,7 +205,6 @@ class EngineRollouts:
         return SampledBatch(rounds=rounds, limit=limit)
 
     def _round(self, step: int, number: int, version: int, count: int | None = None) -> Round:
-        """Sample one round, of so many prompts, or of a whole batch."""
         assert self._client is not None
         indices = self._indices(step, number)[:count]
         prompts, sampling = self._asked(step, number, indices)
@@ -226,7 +218,6 @@ class EngineRollouts:
         return cast(HoldingSampler, self._client)
 
     def _indices(self, step: int, number: int) -> tuple[int, ...]:
-        """Prompts of a round of a step."""
         seed = seed_of_round(self._config.seed, number)
         return batch_indices(len(self._examples), self._config.data.batch_size, seed, step - 1)
 
@@ -269,14 +260,12 @@ class EngineRollouts:
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],
         turns: PlayedTurns | None, noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
-        """Round of a step's groups, which answer these prompts."""
         return Round(groups=groups, indices=indices, turns=turns, noted=noted)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward of held-out problems by the weights that the engine holds: sampled, and decoded greedily.
 
-        Args:
-            step: whose weights these are; the samples of each evaluation have seeds of their own.
+        These are the weights of a step; the samples of each evaluation have seeds of their own.
 
         Returns:
             "held_out_reward" at the temperature of training and "accuracy" at 0; empty without held-out problems.
@@ -348,13 +337,8 @@ class EngineRollouts:
     ) -> RolloutRow:
         """Rollout of a sample.
 
-        Args:
-            version: of the weights that sampled its first token.
-            place: of the prompt: step and number.
-            number: of the sample in its group.
-            example: of the prompt.
-            prompt: token ids.
-            sample: of the engine.
+        The weights of `version` sampled its first token; `place` has the step and number of the prompt, and `number` is
+        the sample's in its group.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
         ended, replays = bool(tokens) and tokens[-1] == eos_id, self._config.grpo.replay_routes
@@ -367,24 +351,8 @@ class EngineRollouts:
         )  # fmt: skip
 
 
-def start_processes(options: GrpoOptions) -> RewardPool:
-    """Start the processes that a config asks for.
-
-    Raises:
-        UsageError: see `RewardPool`.
-    """
-    return RewardPool(
-        path_of_reward(options.reward), options.environment, options.reward_processes,
-        options.reward_timeout_s, options.reward_errors,
-    )  # fmt: skip
-
-
 def try_environment(options: GrpoOptions, example: Example) -> None:
-    """Refuse an environment that fails on a first turn of a row, which is its gold answer; none is not tried.
-
-    Raises:
-        UsageError: names the environment, the row and what was raised.
-    """
+    """Refuse an environment that fails on a first turn of a row, which is its gold answer; none is not tried."""
     if not options.has_turns:
         return
     row = row_of(example)

@@ -94,11 +94,7 @@ class RecordedRollouts:
 class GrpoPlan:
     """GRPO and its kin on the rollouts of a source.
 
-    Args:
-        config: of the run.
-        source: of rollouts.
-        file: file of the batch of (step, mini-batch).
-        observer: told of scores and batches.
+    `file` names the batch of (step, mini-batch).
     """
 
     def __init__(
@@ -246,7 +242,6 @@ def _facts(
 
 
 def _token_counts(given: Sequence[Rollout], with_reference: bool) -> dict[str, float]:
-    """Tokens that a step has sampled, and tokens that the trainer has scored, by each set of weights."""
     return {
         "sampled_tokens": float(sum(int(item.sampled.sum()) for item in given)),
         "scored_tokens": float(sum(map(len, given)) * (2 if with_reference else 1)),

@@ -45,20 +45,9 @@ class TrainSummary:
 class StepLoop:
     """The steps of one run, whose ranks have loaded their weights and whose engine is connected.
 
-    Args:
-        config: of the run.
-        folder: of the run.
-        plan: makes the updates of a step.
-        continuation: the run's checkpoints.
-        call: calls a method of all ranks.
-        progress: called with a line of text.
-        metrics: of the run.
-        rollouts: sampled by the run's engine; None for a run without one.
-        ahead: samples them while the step before theirs trains; None where that is not asked for.
-        held_out: problems that the ranks decode; None for none.
-        observer: told of each step.
-        revival: of the engine; None where its death ends the run.
-        sends_first: the engine gets the weights before the first step.
+    None stands for `rollouts` where no engine samples, for `ahead` where nothing is sampled while a step trains, for
+    `held_out` where ranks decode no problems, and for `revival` where the engine's death ends the run. If
+    `sends_first`, the engine gets the weights before the first step.
     """
 
     config: TrainConfig
@@ -82,9 +71,7 @@ class StepLoop:
     def run(self, done: int, metrics: dict[str, Any]) -> TrainSummary:
         """Take the steps that are left.
 
-        Args:
-            done: number of steps that are done.
-            metrics: of the last of them; empty for none.
+        So many are `done`; `metrics` are of the last of them, empty for none.
 
         Raises:
             VerifierError: a process died or hung, or the observer ended the run.
@@ -116,7 +103,6 @@ class StepLoop:
         return TrainSummary(steps=step, loss=loss, accuracy=accuracy, resumed_from=done)
 
     def _step(self, step: int) -> dict[str, Any]:
-        """Sample, train, and send the weights; return metrics."""
         started, observer = time.monotonic(), self.observer
         if self.rollouts is not None and self.ahead is None:
             self.progress(f"step {step}: sampling answers, and scoring them")
@@ -149,13 +135,11 @@ class StepLoop:
         }  # fmt: skip
 
     def _save(self, step: int) -> None:
-        """Begin a checkpoint."""
         self.observer.before_checkpoint(step)
         rollouts = [] if self.ahead is None else self.ahead.saved()
         self.continuation.begin(self.call, step, self._updates, rollouts)
 
     def _take(self, update: OptimizerUpdate, *, last: bool) -> dict[str, float]:
-        """Have the ranks take one optimizer step."""
         report: dict[str, float] = self.call(
             "train", step=update.step, number=update.number, batch=str(update.file), first=update.first, last=last,
             note=self.observer.note(),
@@ -163,7 +147,6 @@ class StepLoop:
         return report
 
     def _send_first(self, version: int, note: Note | None) -> None:
-        """Send an engine the weights that the run goes on from, once; the note is of the step that they sample."""
         if self.sends_first:
             self.sends_first = False
             self.sync(version, note, first=note is not None)
@@ -171,10 +154,7 @@ class StepLoop:
     def sync(self, version: int, note: Note | None, first: bool = False) -> None:
         """Send the weights to the engine.
 
-        Args:
-            version: of the weights.
-            note: for the observers of the ranks.
-            first: the note is of the step that these weights sample.
+        The note is for the observers of the ranks; if `first`, it is of the step that these weights sample.
 
         Raises:
             ContractError: the engine refused them, and no note went with them, so that nobody will say why.
@@ -206,7 +186,6 @@ class StepLoop:
         return ragged.split(values, lengths)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the weights of a step on the held-out problems, if there are any."""
         if self.rollouts is not None:
             return self.rollouts.evaluate(step)
         if self.held_out is None:

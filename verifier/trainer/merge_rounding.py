@@ -22,7 +22,6 @@ class MergeGap:
 
     dtype: str
     rank: int
-    """Rank of the adapter."""
     gap: float
     """Greatest distance, in roundings of the dtype at the magnitude of the sum's terms."""
     where: int
@@ -32,10 +31,7 @@ class MergeGap:
 class MergeRounding:
     """Measurement over the matrices of one export.
 
-    Args:
-        base: checkpoint that the adapters are added to.
-        adapter: live matrices by published name, on the host.
-        lora: of the adapters.
+    `adapter` has the live matrices by published name, on the host.
     """
 
     def __init__(self, base: Checkpoint, adapter: Mapping[str, torch.Tensor], lora: LoraSpec) -> None:

@@ -82,9 +82,7 @@ class Metrics:
     def add(self, values: Mapping[str, Any], lengths: Sequence[int] = ()) -> None:
         """Write the metrics of a step and what follows from them: rates, MFU, trend of the mismatch, signs.
 
-        Args:
-            values: metrics, with the key "step".
-            lengths: tokens of each sequence that was trained on, of each pass.
+        `lengths` are the tokens of each sequence that was trained on, of each pass.
         """
         if self._last is None:  # not before the folder was rewound, and the ranks have their GPUs
             self._last = deque(self._folder.last_metrics(WINDOW), WINDOW)
@@ -129,7 +127,6 @@ class Metrics:
         self._writer.add_event(Event(step=step, summary=Summary(value=found)))
 
     def _add_text(self, step: int, markdown: str) -> None:
-        """Add a text to TensorBoard, as its text plugin reads it."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -156,7 +153,6 @@ def table_of(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rates_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return tokens, or GB, a second of each stage that the step went through."""
     return {
         name: values[amount] / values[seconds]
         for name, (amount, seconds) in RATES.items()
@@ -242,11 +238,7 @@ def mismatch_trend(before: Sequence[Row], row: Row) -> dict[str, float]:
     """Floor of a run's mismatch, and how many times that it is now.
 
     The floor is the median `mismatch_p99` of the first `FEW` steps that have one. Their weights differ little from
-    those that both sides loaded.
-
-    Args:
-        before: metrics of the last steps, the newest last.
-        row: metrics of this step.
+    those that both sides loaded. `before` has the metrics of the last steps, the newest last.
 
     Returns:
         "mismatch_floor", nats, and "mismatch_trend", the median of the last `FEW` steps over the floor; empty where the
@@ -262,14 +254,7 @@ def mismatch_trend(before: Sequence[Row], row: Row) -> dict[str, float]:
 
 
 def signs_of(rows: Sequence[Row]) -> list[str]:
-    """Signs in the metrics of the last steps.
-
-    Args:
-        rows: metrics of the last `WINDOW` steps at most, the newest last.
-
-    Returns:
-        One short text for each sign: flat reward, falling entropy, groups without variance, growing mismatch.
-    """
+    """Signs in the metrics of the last steps, the newest last: of reward, entropy, equal groups and mismatch."""
     rows = rows[-WINDOW:]
     found = (_flat_reward(rows), _falling_entropy(rows), _equal_groups(rows), _growing_mismatch(rows))
     return [text for text in found if text is not None]
@@ -310,7 +295,6 @@ def _growing_mismatch(rows: Sequence[Row]) -> str | None:
 
 
 def _column(rows: Sequence[Row], name: str) -> list[float]:
-    """Finite values of a metric, of the steps that have one."""
     return [float(row[name]) for row in rows if name in row and math.isfinite(row[name])]
 
 
@@ -339,9 +323,7 @@ class TrainingFlops:
 def training_flops(sizes: Mapping[str, Any], *, frozen: bool = False) -> TrainingFlops | None:
     """Cost of training the model of a config.json; None for a family that the table does not have.
 
-    Args:
-        sizes: config.json.
-        frozen: only adapters are trained.
+    If `frozen`, only adapters are trained.
     """
     family = family_of(sizes)
     if family is None:
@@ -378,10 +360,7 @@ class Utilisation:
 def utilisation_of(config: TrainConfig, sizes: Mapping[str, Any], gpus: Sequence[str]) -> Utilisation | None:
     """Utilisation of a run; None without GPUs, with one whose peak is not known, in fp32, or for an unknown family.
 
-    Args:
-        config: of the run.
-        sizes: config.json of its model.
-        gpus: names of the GPUs, the trainer's first.
+    `gpus` are the names of the GPUs, the trainer's first.
     """
     used = gpus[: config.mesh.world_size]
     if not used or config.dtype != "bfloat16" or any(name not in PEAKS for name in used):
@@ -407,10 +386,7 @@ def mismatch_facts(differences: np.ndarray) -> dict[str, float]:
 def by_position(differences: np.ndarray, positions: np.ndarray, longest: int) -> list[float | None]:
     """Mean magnitude of differences in each eighth of the longest answer; None for an eighth without tokens.
 
-    Args:
-        differences: nats, by token.
-        positions: of each token among the sampled tokens of its rollout, from 0.
-        longest: tokens that an answer may have; later tokens count to the last eighth.
+    Positions are among the sampled tokens of a rollout, from 0; tokens behind `longest` count to the last eighth.
     """
     part = np.minimum(positions * NUM_POSITIONS // longest, NUM_POSITIONS - 1)
     sizes = np.abs(differences)
@@ -422,11 +398,7 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 
 def require_wandb(config: TrainConfig) -> None:
-    """Refuse a run that asks for wandb where it is not installed.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Refuse a run that asks for wandb where it is not installed."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("wandb is true and the package wandb is not installed: install it, or leave it out")
 

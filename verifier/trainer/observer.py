@@ -73,7 +73,6 @@ class RankParts:
     source: Checkpoint
     """Checkpoint that the ranks were told to load."""
     whole: LiveWeights
-    """All weights of the model."""
     live: LiveWeights
     """Weights that are trained: all, or the matrices of adapters."""
     adapters: Adapters | None
@@ -87,19 +86,14 @@ class RankParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer step on one rank."""
+    """One optimizer step on one rank; `step`, `number` and `first` as `OptimizerUpdate` has them."""
 
     step: int
-    """Step of the run, from 1."""
     number: int
-    """Number of the optimizer step in the run, from 1."""
     batch: str
-    """Name of its mini-batch."""
     rollouts: Sequence[Rollout]
     first: bool
-    """The weights are those that made the `old` log-probabilities."""
     last: bool
-    """No other update of this step follows."""
     note: Note | None
 
     @property
@@ -117,7 +111,6 @@ class Transfer:
     client: EngineClient | None
     """Connection to the engines; rank 0's alone."""
     num_ranks: int
-    """Engine ranks."""
     plan: ChunkPlan | None = None
     """Plan by which weights travel; None for an adapter, which travels as a file."""
     running: Running = "none"
@@ -148,13 +141,7 @@ class UpdateObserver:
         """Gradients are reduced, and the optimizer has not stepped."""
 
     def on_optimizer_step(self, result: StepResult, meter: LossMeter, metrics: Mapping[str, float]) -> None:
-        """Take what the step made.
-
-        Args:
-            result: loss, gradient norm and number of tokens.
-            meter: with the rows of the loss, if `keeps_rows`.
-            metrics: of the loss, joined over ranks.
-        """
+        """Take what the step made: its result, rows of the loss if `keeps_rows`, and metrics of all ranks."""
 
 
 class TransferObserver:
@@ -207,9 +194,7 @@ class RankObserver:
     def on_load(self, resume: Path | None, *, same_mesh: bool) -> None:
         """The rank is ready to train: from the model's checkpoint, or from one of the run, which was loaded over it.
 
-        Args:
-            resume: checkpoint of the run; None for none.
-            same_mesh: it was saved on the mesh of this run.
+        `same_mesh` says that the mesh of this run has saved that one.
         """
 
     def on_checkpoint(self, optimizer_steps: int) -> Sequence[Stepped]:
@@ -227,14 +212,9 @@ class RankObserver:
         return UpdateObserver()
 
     def on_connect(self, client: EngineClient | None, *, sleeps: bool) -> None:
-        """Engines are there that were sent nothing yet.
+        """Engines are there that were sent nothing yet; `client`, rank 0's alone, is connected to them.
 
-        Args:
-            client: connection to them; rank 0's alone.
-            sleeps: they sleep between transfers.
-
-        Raises:
-            EngineGone: one died meanwhile.
+        They sleep between transfers if it `sleeps`. An EngineGone says that one died meanwhile.
         """
 
     def on_transfer(self, transfer: Transfer) -> TransferObserver:
@@ -264,9 +244,7 @@ class RunParts:
     data: RunData | None
     """Examples and tokenizer; None for recorded rollouts."""
     call: Call
-    """Calls a method of all ranks."""
     score: Score
-    """Log-probabilities of a batch, by the ranks."""
     progress: Callable[[str], None]
     metrics: Metrics
     ahead: AheadRollouts | None
@@ -302,16 +280,13 @@ class PolicyBatch:
     """Name of the reward; empty where it was not recorded."""
     scored: ScoredRollouts
     parts: Sequence[Sequence[int]]
-    """Places of the rollouts of each mini-batch."""
     files: Sequence[Path]
-    """File of each mini-batch."""
     penalties: Sequence[float]
     """Numbers by which the rewards were lowered."""
     advantages: Sequence[float]
     reasons: Sequence[str]
     """Reason for which a rollout has left the loss; empty where it stays."""
     columns: Mapping[str, Values]
-    """Inputs of the loss, by name."""
     kept: Sequence[Rollout]
     """The rollouts with the masks of what stays in the loss."""
     updates: Sequence[OptimizerUpdate]
@@ -332,11 +307,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def on_config(self, config: TrainConfig, model: ModelUnderTest) -> None:
-        """The run is going to start.
-
-        Raises:
-            UsageError: the observer has no means to look at what it is asked to.
-        """
+        """The run is going to start; refuse what the observer has no means to look at."""
 
     def on_finished(self, folder: RunFolder, steps: int) -> None:
         """The folder holds the whole run of so many steps already."""
@@ -353,12 +324,7 @@ class Observer:
         """The steps begin."""
 
     def on_step(self, step: int, *, sends_first: bool) -> None:
-        """A step begins.
-
-        Args:
-            step: from 1.
-            sends_first: the engines are going to get the weights that sample it.
-        """
+        """A step begins, from 1 on; `sends_first`: the engines are going to get the weights that sample it."""
 
     def note(self) -> Note | None:
         """Message that the calls of the step carry to the ranks' observers."""

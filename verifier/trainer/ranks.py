@@ -34,16 +34,7 @@ def start_ranks(
 ) -> ForkJob:
     """Start ranks that serve the calls of `worker_megatron`.
 
-    Args:
-        config: of the run.
-        model: of the run.
-        launcher: with Megatron imported.
-        folder: for their logs.
-        until: deadline of the run.
-        progress: called with a line of text.
-        within: see `WorkerSpec.within`.
-        observer: see `WorkerSpec.observer`.
-        num_gpus: see `JobSpec.num_gpus`.
+    Their logs go to `folder`. For `within` and `observer` see `WorkerSpec`, for `num_gpus` see `JobSpec`.
     """
     spec = WorkerSpec(
         **told_of(model), config=config, optimizer=optimizer_settings(config), within=within, observer=observer

@@ -88,12 +88,7 @@ def replay_step(
 ) -> Replayed:
     """Train from the last checkpoint before a step up to it, on the recorded batches, and compare all gradients.
 
-    Args:
-        config: of the run.
-        run: its folder, which may be in use.
-        step: from 1.
-        progress: called with a line of text.
-        launcher: one with Megatron imported; None starts one.
+    The folder `run` may be in use. The launcher has Megatron imported; None starts one.
 
     Raises:
         UsageError: not a recorded run, or one of other knobs; the step, a batch or a rank's lines are not there.

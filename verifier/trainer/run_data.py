@@ -54,11 +54,7 @@ def open_chat_template(config: TrainConfig) -> ChatTemplate:
 def load_train(config: TrainConfig, task: Task, tokenizer: Tokenizer | None = None) -> tuple[Example, ...]:
     """Read and check the examples to train on.
 
-    Args:
-        config: of the run.
-        task: of the run.
-        tokenizer: of the run, whose template divides conversations of fine-tuning; see `split_turns`. None leaves them
-            whole.
+    The template of `tokenizer` divides conversations of fine-tuning, see `split_turns`; None leaves them whole.
 
     Raises:
         UsageError: a bad row, too few examples for a step, or plain prompts where an environment answers turns.
@@ -117,11 +113,7 @@ def load_held_out(
 ) -> tuple[Example, ...]:  # fmt: skip
     """Read and check the problems of the evaluation; none where there is no evaluation.
 
-    Args:
-        config: of the run.
-        train: examples to train on.
-        task: of the run, whose fields the problems must have.
-        tokenizer: of the run; see `load_train`.
+    They have the fields that `task` asks for, and none is of `train`; for `tokenizer` see `load_train`.
 
     Raises:
         UsageError: a bad row, too few problems, or problems that are trained on.
@@ -154,7 +146,6 @@ def _divide(task: Task, tokenizer: Tokenizer | None) -> Split | None:
 
 
 def _refuse_plain(config: TrainConfig, task: Task, examples: Sequence[Example], source: str) -> None:
-    """Refuse plain prompts where an environment answers turns."""
     plain = next((example for example in examples if not example.messages), None)
     if task == "grpo" and config.grpo.has_turns and plain is not None:
         raise UsageError(

@@ -44,11 +44,15 @@ FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpo
 FINISHED, KNOBS, CONFIG, SAMPLES = "finished.json", "knobs.json", "config.yaml", "samples.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths within the folder of a run, and what is appended to it."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held_out = path / "batches" / "held-out.safetensors"
+        """Held-out problems with their responses, as ranks read them."""
+        self.export_trace, self.failure_trace = path / "export", path / "failure"
+        self.suspicions, self.exported = path / "suspected.json", path / "hf_model"
 
     def batch(self, step: int, number: int = 0) -> Path:
         """File of the rollouts and loss inputs of one of a step's mini-batches."""
@@ -62,11 +66,6 @@ class RunFolder:
         """Trace directories of steps that are whole, in order."""
         return sorted(path.parent for path in (self.path / "steps").glob("*/evidence"))
 
-    @property
-    def held_out(self) -> Path:
-        """Held-out problems with their responses, as ranks read them."""
-        return self.path / "batches" / "held-out.safetensors"
-
     def oracle(self, step: int) -> Path:
         """Folder for the oracle in a step; what was left there by a run that was stopped is no longer needed."""
         return self.path / "oracle" / f"{step:06d}"
@@ -75,26 +74,6 @@ class RunFolder:
         """File of the profile of a step, or of one of its updates where steps have several."""
         update = "" if number is None else f"-update-{number}"
         return self.path / "profiles" / f"step-{step}{update}-rank-{rank}.json.gz"
-
-    @property
-    def export_trace(self) -> Path:
-        """Trace directory of the last export."""
-        return self.path / "export"
-
-    @property
-    def failure_trace(self) -> Path:
-        """Trace directory of the failure of the stack that ended the run, if one did."""
-        return self.path / "failure"
-
-    @property
-    def suspicions(self) -> Path:
-        """File of the run's suspicions."""
-        return self.path / "suspected.json"
-
-    @property
-    def exported(self) -> Path:
-        """Folder of the trained weights."""
-        return self.path / "hf_model"
 
     def write_config(self, config: TrainConfig) -> None:
         """Write every knob, and those that a run which continues this one must share."""
@@ -107,19 +86,11 @@ class RunFolder:
         write_whole(self.path / name, text)
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Append one line to metrics.jsonl; a UsageError says that it cannot be written."""
         self._append("metrics.jsonl", [values])
 
     def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append sampled texts to samples.jsonl, a line each.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Append sampled texts to samples.jsonl, a line each, likewise."""
         if samples:
             self._append(SAMPLES, samples)
 
@@ -194,8 +165,6 @@ class RunFolder:
 
 
 class _Finished(msgspec.Struct):
-    """End of a run, as it was written."""
-
     asked: int
     steps: int
     loss: float
@@ -203,7 +172,6 @@ class _Finished(msgspec.Struct):
 
 
 def _text(file: Path) -> str:
-    """Text of a file of the run, which the run wrote."""
     if not file.is_file():
         raise UsageError(f"`{file}` is no regular file")
     try:
@@ -213,7 +181,6 @@ def _text(file: Path) -> str:
 
 
 def _object(text: str, file: Path) -> dict[str, Any]:
-    """JSON object of a text of a file."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
             return found
@@ -301,7 +268,6 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a command spells it."""
     return "null" if value is None else value
 
 

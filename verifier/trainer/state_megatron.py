@@ -34,12 +34,7 @@ Facts = list[dict[str, Any]]
 def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, scheduler: Any, rank: int) -> Facts:
     """Digest everything that a checkpoint must bring back.
 
-    Args:
-        trainer: with every parameter gathered.
-        live: of the trainer.
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler`.
-        rank: this rank.
+    Every parameter has to be gathered.
     """
     at = str(trainer.mesh.coordinate(rank))
     named = [(f"weight/{name} (chunk {chunk})", tensor) for chunk, name, tensor in live.tensors()]
@@ -54,12 +49,8 @@ def state_facts(trainer: TrainerModel, live: LiveWeights, optimizer: Any, schedu
 
 def reference_facts(reference: Sequence[torch.Tensor], live: LiveWeights) -> Facts:
     """Digest a frozen reference, a tensor for each of the live ones; none where the run has no reference."""
-    names = [f"reference/{name} (chunk {chunk})" for chunk, name, _ in live.tensors()] if reference else []
-    digests = digest_tensors(reference)
-    return [
-        {"name": name, "coordinate": "", **described(tensor, digest)}
-        for name, tensor, digest in zip(names, reference, digests, strict=True)
-    ]
+    digests = digests_of(reference, live)
+    return [{"name": f"reference/{name}", "coordinate": "", **facts} for name, facts in digests.items()]
 
 
 @contextlib.contextmanager
@@ -132,12 +123,8 @@ def elements_of(
 ) -> Elements:  # fmt: skip
     """Elements that this rank holds of weights, reference, masters and moments, and what was counted. A collective.
 
-    Args:
-        trainer: built with `data_parallel`.
-        optimizer: from `make_optimizer`.
-        scheduler: from `make_step_scheduler`.
-        lives: of the trainer, what it trains last; what has no place in the checkpoint is left out.
-        reference: a frozen tensor for each of the last one's, if the run has a reference.
+    The last of `lives` is what it trains, with a tensor of `reference` for each, if the run has one. What has no place
+    in the checkpoint is left out.
     """
     if fsdp_megatron.is_fsdp(trainer):  # another mesh does not load its checkpoints
         return {}
@@ -267,7 +254,6 @@ def effective_settings(trainer: TrainerModel, optimizer: Any) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """Fields of a dataclass that are numbers, flags, texts or dtypes."""
     values = {item.name: getattr(part, item.name, None) for item in dataclasses.fields(part)}
     return {
         name: value if isinstance(value, int | float | str | None) else str(value)
@@ -278,10 +264,7 @@ def _plain(part: Any) -> dict[str, Any]:
 
 def _adapters_of(trainer: TrainerModel) -> list[Any]:
     """Rank and alpha of every adapter of a rank, and the names of the linears that have one."""
-    named = [item for chunk in trainer.chunks for item in chunk.named_modules()]
-    found = {name.split(".")[-2]: module for name, module in named if type(module).__name__ == "ParallelLinearAdapter"}
-    return [
-        SimpleNamespace(dim=module.dim, alpha=module.alpha, targets=sorted(found))
-        for name, module in named
-        if type(module).__name__ == "ParallelLinearAdapter"
-    ]
+    every = (item for chunk in trainer.chunks for item in chunk.named_modules())
+    named = {name: module for name, module in every if type(module).__name__ == "ParallelLinearAdapter"}
+    targets = sorted({name.split(".")[-2] for name in named})
+    return [SimpleNamespace(dim=module.dim, alpha=module.alpha, targets=targets) for module in named.values()]

@@ -48,10 +48,7 @@ def peak_memory(tier: Tier) -> int:
 def metrics_of_update(result: StepResult, facts: Mapping[str, float], *, policy: bool) -> dict[str, float]:
     """Metrics of an update: loss and gradient norm, shares of its tokens in the loss, and the greatest ratio's gap.
 
-    Args:
-        result: of the update.
-        facts: sums and greatest values that the loss counted.
-        policy: the loss is a policy's.
+    `facts` are sums and greatest values that the loss counted.
     """
     shares = {key: facts[key] / result.num_tokens for key in ("clipped", "clamped", "kl", "entropy")}
     found = {
@@ -103,10 +100,7 @@ def greedy_answers(trainer: TrainerModel, rollouts: Sequence[Rollout], **batchin
 class TrainingRoutes:
     """Routers of one rank. The constructor is a collective.
 
-    Args:
-        trainer: built for replay where the run replays.
-        replays: passes choose the experts of the rollouts' routes.
-        observer: told of what they used.
+    If it `replays`, passes choose the experts of the rollouts' routes.
     """
 
     def __init__(self, trainer: TrainerModel, observer: RankObserver, *, replays: bool) -> None:
@@ -118,14 +112,8 @@ class TrainingRoutes:
     ) -> Iterator[OnShards | None]:
         """Within, a pass over these rollouts chooses the experts of their routes, in a run that replays.
 
-        Args:
-            rollouts: with routes, in a run that replays.
-            batch: name of the mini-batch; None for some of it, of which nobody is told.
-            name: of the pass.
-            on_shards: another viewer of the pass's micro-batches.
-
-        Yields:
-            What has to be called with its micro-batches.
+        `batch` names the mini-batch; None for some of it, of which nobody is told. `on_shards` is another viewer of the
+        pass's micro-batches; what is yielded has to be called with them.
         """
         if self._routing is None:
             yield on_shards

@@ -16,18 +16,13 @@ FOLDER = "ranks"
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step on one rank."""
+    """One optimizer step on one rank; `step`, `number` and `first` as `OptimizerUpdate` has them."""
 
     step: int
-    """Step of the run, from 1."""
     number: int
-    """Number of the optimizer step, from 1."""
     batch: str
-    """Name of its file in the folder of batches."""
     first: bool
-    """The weights were still those that made the `old` log-probabilities."""
     mesh: str
-    """Label of the mesh."""
     steps: int
     """Steps that the run was asked for; schedules of rates end there."""
     loss: float

@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 class WeightSync:
     """Link of one rank to the engine, and the plan by which weights travel. Every method is a collective.
 
-    Args:
-        trainer: whose weights are sent.
-        source: checkpoint that the engine began with.
-        rank: this one; rank 0 talks to the engine.
-        adapters: of the trainer, which an export adds to the base; None for a trainer without.
-        observer: told of engines and transfers.
+    The engine began with `source`. An export adds `adapters`, if there are any, to the base.
 
     Attributes:
         facts: metrics of the last sync.
@@ -93,15 +88,9 @@ class WeightSync:
     ) -> str:  # fmt: skip
         """Poison all that the engine holds, and send every weight.
 
-        Args:
-            version: of the weights.
-            note: for the observer.
-            running: requests of the engine meanwhile, and what becomes of their keys and values.
-            again: the engine died in this sync before.
-            first: these weights sample the step of the note, and were not made by it.
-
-        Returns:
-            On rank 0, why the engine refused the transfer; empty if it did not, or died: see `lost`.
+        `running` says what becomes of the keys and values of requests meanwhile, `again` that the engine died in this
+        sync before, and `first` that these weights sample the step of the note, and were not made by it. Returns on
+        rank 0 why the engine refused the transfer; empty if it did not, or died: see `lost`.
         """
         self.facts, link = {}, self._link
         transfer = Transfer(
@@ -169,14 +158,9 @@ def joined(
 ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """On rank 0, tensors of all ranks by checkpoint name, joined by the layout without Megatron-Bridge. A collective.
 
-    Rank 0 has to draw them before any of them changes, and before its next collective.
-
-    Args:
-        live: whose layout names them.
-        tensors: (chunk, local name, contents).
-        folder: for shards, the same for all ranks; rank 0 removes it when it has read all.
-        rank: this one.
-        gradients: see `LiveWeights.join`.
+    Rank 0 has to draw them before any of them changes, and before its next collective. `tensors` are (chunk, local
+    name, contents). Shards lie in `folder`, the same for all ranks, which rank 0 removes when it has read all. For
+    `gradients` see `LiveWeights.join`.
     """
     if live.owns_all:
         if rank == 0:
@@ -201,12 +185,7 @@ def _read(live: LiveWeights, folder: Path, *, gradients: bool) -> Iterator[tuple
 class Adapters:
     """The two parts of a model with adapters. Methods are collectives.
 
-    Args:
-        trainer: built with `lora_megatron.attach`.
-        source: checkpoint of the base.
-        lora: what was attached.
-        rank: this one.
-        folder: of the run's adapters, the same for all ranks.
+    `folder` is the same for all ranks.
 
     Attributes:
         lora: what was attached.
@@ -238,11 +217,7 @@ class Adapters:
     def save(self, path: Path) -> dict[str, torch.Tensor]:
         """Export the adapter by megatron-bridge and write it, on rank 0, in the format of the peft library.
 
-        Args:
-            path: of the folder, replaced if it exists.
-
-        Returns:
-            Matrices by published name, as they were exported.
+        The folder is replaced if it exists. Returns the matrices by published name, as they were exported.
         """
         adapter = self.export()
         if self._rank == 0:

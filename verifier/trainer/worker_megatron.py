@@ -106,8 +106,7 @@ class TrainerWorker:
     def load(self, resume: str | None = None, same_mesh: bool = True) -> dict[str, Any]:
         """Build the model, load its weights and make a new optimizer, or take those of a run's checkpoint, if named.
 
-        Returns:
-            Rank 0's effective settings.
+        Rank 0 returns its effective settings.
         """
         spec, config = self._spec, self._config
         self._say(f"loading {config.mesh.world_size} trainer ranks ({config.mesh.label()})")
@@ -150,11 +149,9 @@ class TrainerWorker:
         return {"knobs": self._reached(), **effective_settings(*self._parts[:2])} if rank == 0 else {}
 
     def _new_reference(self) -> list[torch.Tensor]:
-        """Copies of the weights as they are."""
         return [item.clone() for _, _, item in self._live.tensors()]
 
     def _state(self) -> Facts:
-        """Digests of all that this rank holds. A collective."""
         with step_megatron.params_synced(self._trainer):
             facts = state_facts(self._trainer, self._whole, self._optimizer, self._scheduler, self._context.rank)
         return [*facts, *reference_facts(self._reference, self._live)]
@@ -175,10 +172,8 @@ class TrainerWorker:
     def score(self, batch: str, which: str, to: str) -> None:
         """Score a batch by the weights as they are, or by the reference; rank 0 writes the log-probabilities.
 
-        Args:
-            batch: file of `save_rollouts`.
-            which: "current" or "reference"; "greedy" and "shortfall" by the weights as they are, of undivided logits.
-            to: safetensors file with ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
+        `which` is "current" or "reference"; "greedy" and "shortfall" are of undivided logits by the weights as they
+        are. The file `to` gets ``logprobs`` float32 over all tokens, nats, NaN for the first of each rollout.
         """
         rollouts, _ = load_rollouts(Path(batch))
         temperature = 1.0 if which == "greedy" else self._temperature
@@ -198,13 +193,8 @@ class TrainerWorker:
     ) -> dict[str, float]:
         """Take one optimizer step on a batch of `save_rollouts`.
 
-        Args:
-            step: step of the run, from 1.
-            number: number of the optimizer step, from 1.
-            batch: file of rollouts and columns.
-            first: the weights are those that made the `old` log-probabilities.
-            last: no other update of this step follows.
-            note: for the observer.
+        If `first`, the weights are those that made the `old` log-probabilities; if `last`, no other update of this step
+        follows.
         """
         config, at = self._config, self._config.mesh.coordinate(self._context.rank)
         rollouts, columns = load_rollouts(Path(batch))
@@ -278,17 +268,9 @@ class TrainerWorker:
         self, version: int, note: Note | None = None, running: Running = "none", again: bool = False,
         first: bool = False,
     ) -> tuple[str, dict[str, float], str]:  # fmt: skip
-        """Send the weights, or the adapter, to the engine as a version.
+        """Send the weights, or the adapter, to the engine as a version; for the arguments see `WeightSync.sync`.
 
-        Args:
-            version: of the weights.
-            note: for the observer.
-            running: requests of the engine meanwhile, and what becomes of their keys and values; none with an adapter.
-            again: the engine died in this sync before.
-            first: the weights sample the step of the note, and were not made by it.
-
-        Returns:
-            On rank 0, why the engine refused them, empty if it did not; metrics; why its process is gone, empty if not.
+        Returns on rank 0 why the engine refused them, empty if it did not; metrics; why its process is gone, or empty.
         """
         assert self._sync is not None
         refused = self._sync.sync(version, note, running, again=again, first=first)
@@ -316,7 +298,6 @@ class TrainerWorker:
 
     @contextlib.contextmanager
     def _weights_of(self, which: str) -> Iterator[None]:
-        """Put the reference's weights in the place of the live ones, if it is asked for, and put these back."""
         if which != "reference":
             yield
             return
@@ -334,11 +315,7 @@ class TrainerWorker:
 class AdapterSync:
     """Link of one rank to an engine that keeps the base, and is given an adapter with each version.
 
-    Args:
-        adapters: of the trainer.
-        rank: this one; rank 0 talks to the engine.
-        folder: for the adapters of versions, the same for all ranks.
-        observer: told of engines and transfers.
+    `folder` has the adapters of versions, the same for all ranks.
 
     Attributes:
         lost: why the engine's process is gone; empty if it is not.
@@ -369,17 +346,9 @@ class AdapterSync:
     def sync(
         self, version: int, note: Note | None, running: Running = "none", *, again: bool = False, first: bool = False
     ) -> str:
-        """Have the engine sample with the adapter of a version from now on. A collective.
+        """Have the engine sample with the adapter of a version from now on, see `WeightSync.sync`. A collective.
 
-        Args:
-            version: of the weights; the engine's adapter is named by it.
-            note: for the observer.
-            running: requests of the engine meanwhile, which keep their adapter; none.
-            again: the engine died in this sync before.
-            first: this adapter samples the step of the note, and was not made by it.
-
-        Returns:
-            On rank 0, why the engine refused it; empty if it did not, or died: see `lost`.
+        The adapter is named by its version, and requests keep theirs.
         """
         client, path, refused = self._client, self._folder / f"version-{version:06d}", ""
         transfer = Transfer(version=version, note=note, client=client, num_ranks=1, again=again, first=first)
@@ -402,7 +371,6 @@ class AdapterSync:
 
 
 def _loaded(client: EngineClient, path: Path) -> str:
-    """Have an engine load an adapter; return why it refused it, empty if it did not."""
     try:
         client.load_adapter(path)
     except ContractError as problem:
@@ -418,12 +386,6 @@ VISITS = ("save", "export")
 
 class Turns:
     """Turns of trainer and engine on the GPUs of one rank, the engine's first. Every method is a collective.
-
-    Args:
-        sync: link to the engine.
-        device: of this rank.
-        tensors: the rank's state.
-        observer: told when the state leaves the GPU and when it is back.
 
     Attributes:
         facts: metrics of the last time on the host.

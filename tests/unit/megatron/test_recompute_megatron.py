@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verifier.megatron.lora_megatron import _on_embedding
-from verifier.megatron.recompute_megatron import recomputed
+from verifier.megatron.step_megatron import recomputed
 
 
 def trainer():

@@ -30,12 +30,8 @@ _OF_NO_SHAPE = frozenset({
 class RunningBatch:
     """Requests that are sampled together, and how far each sample had come when weights were updated.
 
-    Args:
-        engine: whose scheduler ends a step before it begins the next.
-        prompts: token ids of each.
-        asked: parameters of each prompt's request.
-        adapter: of all requests; None for none.
-        held: version of the weights; None for an engine that gets adapters.
+    The engine's scheduler ends a step before it begins the next. `held` is the version of the weights; None for an
+    engine that gets adapters.
     """
 
     def __init__(

@@ -307,7 +307,6 @@ class VllmEngine(Engine):
 
 
 def _cache_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Bytes of keys and values on each rank."""
     if not config.kv_cache_share or not torch.cuda.is_available():
         return config.kv_cache_bytes
     device_bytes = torch.cuda.get_device_properties(0).total_memory
@@ -341,7 +340,6 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
 
 
 def _params(sampling: Sampling) -> SamplingParams:
-    """Convert one request's sampling parameters to vLLM's."""
     shape = sampling.shape
     return SamplingParams(
         n=sampling.n,

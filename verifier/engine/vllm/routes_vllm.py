@@ -29,9 +29,7 @@ _EXPERTS = (
 def record_routes(runner: Any, begin: Callable[[Any], None]) -> None:
     """Have vLLM's CPU model runner report the experts of each token, as its GPU runner does.
 
-    Args:
-        runner: the model runner, with its model.
-        begin: upstream's own beginning of the record.
+    `begin` is upstream's own beginning of the record.
 
     Raises:
         UsageError: another vLLM, whose experts choose elsewhere.

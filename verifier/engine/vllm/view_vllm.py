@@ -55,7 +55,6 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[En
 
 
 def _published(model: nn.Module, name: str) -> str:
-    """Return the checkpoint's name of one of vLLM's names."""
     for ours, published in _SPELLINGS.get(type(model).__name__, ()):
         if name.startswith(ours):
             return published + name.removeprefix(ours)
@@ -86,7 +85,6 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]
 
 
 def _weights(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (holder, tensor) of every copy of a linear's weight."""
     if module.weight.numel():
         yield f"{path}.weight", module.weight
     for packed in packed_linears(module):

@@ -228,7 +228,6 @@ class RankEvidence(RankObserver):
         self.close()
 
     def _hand_on(self, folder: str) -> HandOn:
-        """Writer of this rank's part of what the oracle reads."""
         parts = self.parts
         return HandOn(
             parts.trainer, parts.optimizer, parts.live, parts.rank, Path(folder), parts.source, parts.adapters,
@@ -257,12 +256,8 @@ class RankEvidence(RankObserver):
 class UpdateEvidence(UpdateObserver):
     """Records of one update. The constructor looks at the rank before the passes.
 
-    Args:
-        rank: observer of the rank.
-        update: the step.
-        probe: this rank's recorder of the step's trace.
-        hand_on: writer for the oracle; None for a step that it skips.
-        oracle: folder in which the oracle finds gradients, weights and moments; None likewise.
+    `hand_on` writes for the oracle, which finds gradients, weights and moments in the folder `oracle`; both are None
+    for a step that it skips.
     """
 
     keeps_rows = True
@@ -354,7 +349,6 @@ class UpdateEvidence(UpdateObserver):
                 rank.close()
 
     def _record_step(self, result: StepResult) -> None:
-        """Record counters, rates and the loss."""
         told = {"loss": real(result.loss), "num_tokens": result.num_tokens, "grad_norm": real(result.grad_norm)}
         self._probe.emit(
             TrainerStep(
@@ -398,12 +392,7 @@ class UpdateEvidence(UpdateObserver):
 def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: str, version: int) -> Iterator[None]:
     """Record what an update's passes are told, what routers add to it by themselves, and how adapters are scaled.
 
-    Args:
-        probe: this rank's recorder of the step's trace.
-        trainer: the model.
-        config: of the run.
-        name: of the update, as its records have it.
-        version: of the weights.
+    `name` is that of the update in its records.
     """
     rate, lora = config.megatron.moe_bias_update_rate, config.lora
     with contextlib.ExitStack() as stack:

@@ -71,9 +71,7 @@ RANKS = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
 class RunEvidence(Observer):
     """Traces of a run's steps and of its export, each judged before more is built on it.
 
-    Args:
-        judge: judges them, one after another.
-        tell: called with a sentence on each suspicion; None for the run's progress.
+    `tell` is called with a sentence on each suspicion; None for the run's progress.
 
     Attributes:
         suspicions: open ones, which no later step has decided, and the number of dropped ones.
@@ -230,7 +228,6 @@ class RunEvidence(Observer):
         record_tokens(probe, batch.step, data.tokenizer, data.files, rollouts, example_of, whole=False, chat=data.chat)
 
     def _record_text(self, batch: TextBatch) -> None:
-        """Record the examples of a step of fine-tuning."""
         run, probe, step = self.run, self._open, batch.step
         config, data, examples, rollouts = run.config, run.data, batch.examples, batch.update.rollouts
         assert data is not None
@@ -401,12 +398,6 @@ class RunEvidence(Observer):
 
 class ExportTrace:
     """A trace for the ranks to write their evidence to; one of an earlier export is removed.
-
-    Args:
-        config: of the run.
-        model: of the run.
-        folder: of the run.
-        step: the last one.
 
     Attributes:
         path: of the trace.

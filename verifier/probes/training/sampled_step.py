@@ -139,10 +139,7 @@ def _free_bytes(folder: Path) -> int:
 def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = False) -> tuple[str, str]:
     """Reason for which the oracle cannot judge a step, and what else than judging none would help; empty if it can.
 
-    Args:
-        config: of the run.
-        model: of the run.
-        derives: it may get a derived layout yet.
+    If it `derives`, it may get a derived layout yet.
     """
     adapts = config.lora.rank and config.dtype != "float32"
     judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
@@ -185,7 +182,6 @@ def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRo
 
 
 def _runs(config: TrainConfig, rollout: Rollout) -> list[tuple[Rollout, int, int]]:
-    """Begin and end of each run of tokens that the same weights sampled, and no others had a part in."""
     exact = exact_tokens(config, rollout)
     keys = np.where(exact, rollout.versions, -1)
     edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(rollout)]
@@ -215,18 +211,10 @@ def _spread(count: int, asked: int, begin: int) -> list[int]:
 class SampledStep:
     """One step that the oracle computes too, in a folder of its own that ranks and controller fill.
 
-    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Their choice
-    depends on no reward or length: of an update, evenly spread among those with a gradient; for log-probabilities,
-    among all, as the ends of these are counted.
-
-    Args:
-        config: of the run.
-        model: of the run.
-        oracle: running.
-        folder: for the step; see `verifier.oracle.policy_hf`.
-        step: number of the step, from 1.
-        updates: of the step, in order.
-        scored: log-probabilities of the step; None in supervised fine-tuning.
+    Of a step of more than `TOKENS` it computes some rollouts, or those that the config asks for. Their choice depends
+    on no reward or length: of an update, evenly spread among those with a gradient; for log-probabilities, among all,
+    as the ends of these are counted. For what is in the folder see `verifier.oracle.policy_hf`; `scored` is None in
+    supervised fine-tuning.
 
     Attributes:
         places: number of each update of which some rollouts are computed, to their places.
@@ -265,15 +253,9 @@ class SampledStep:
     ) -> SampledNoise | None:  # fmt: skip
         """Ask the oracle about all updates of the step, record what it says, and remove the folder.
 
-        Args:
-            trace: of the step.
-            updates: in order.
-            rates: learning rate of each.
-            earlier: version -> checkpoint of weights before the last, by which tokens were sampled.
-            known: noise of the sampled step before.
-
-        Returns:
-            Noise of the run's dtype on the tokens that the last weights sampled; None without any.
+        `rates` are the learning rates of the updates, `earlier` has checkpoints of weights before the last, by which
+        tokens were sampled, and `known` is the noise of the sampled step before. Returns the noise of the run's dtype
+        on the tokens that the last weights sampled; None without any.
         """
         noise = None
         config, model, scored = self._config, self._model, self.scored
@@ -309,7 +291,6 @@ class SampledStep:
         return noise
 
     def _computed(self, update: OptimizerUpdate) -> OptimizerUpdate:
-        """An update of those rollouts alone that are computed."""
         if (places := self.places.get(str(update.number))) is None:
             return update
         columns = {name: _at(places, values) for name, values in update.columns.items()}
@@ -337,13 +318,8 @@ class SampledStep:
     ) -> None:  # fmt: skip
         """Record the entropy at each token in the loss, of each update.
 
-        Args:
-            recorder: of the oracle.
-            updates: in order.
-            temperature: divisor of the logits.
-            read: see `Oracle.ask`.
-            known: by rollout, what the weights before the first update give it, as `Sides` has it. Where that is all of
-                the first update, and its routers were given no experts of their own choice, it is not asked again.
+        `known` has by rollout what the weights before the first update give it, as `Sides` has it. Where that is all of
+        the first update, and its routers were given no experts of their own choice, it is not asked again.
         """
         dtype, first = "float64" if self._model.dtype == "float32" else self._model.dtype, updates[0]
         chose = chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts))
@@ -363,7 +339,6 @@ class SampledStep:
             recorder.emit(record, arrays)
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
-        """Write the inputs of an update's loss, as they were recorded."""
         arrays = {
             "lengths": np.array([len(rollout) for rollout in update.rollouts], np.int64),
             "tokens": np.concatenate([rollout.tokens for rollout in update.rollouts]),
@@ -397,8 +372,7 @@ class SampledStep:
     ) -> tuple[SampledNoise | None, Mapping[str, list[list[float]]]]:  # fmt: skip
         """Score what `record_scored` recorded, by the weights that it claims.
 
-        Returns:
-            See `judge`; and by rollout the entropies at its tokens by the last weights, as `Sides` has them.
+        Returns what `judge` does, and by rollout the entropies at its tokens by the last weights, as `Sides` has them.
         """
         noise = None
         source, last = self._model.checkpoint.path, self._step - 1
@@ -473,14 +447,10 @@ class SampledStep:
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
-    """Routes that the trainer's routers chose by themselves in an update.
+    """Routes that the trainer's routers chose by themselves in an update of so many rollouts.
 
-    Args:
-        folder: a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
-        num_rollouts: of the update.
-
-    Returns:
-        Of each rollout [M, 2 + K], by position and layer; nothing if no rank wrote any.
+    The folder has a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
+    Returns [M, 2 + K] of each rollout, by position and layer; nothing if no rank wrote any.
     """
     parts = [np.load(file) for file in sorted(folder.glob("*.npy"))]
     if not parts:

@@ -44,9 +44,6 @@ def compares_products(tier: str) -> bool:
     """Tell whether gradients of weights that scale the same numbers are compared (LSS007).
 
     On GPUs fine-tuning in bf16 is within 0.18 of its bound; neither GRPO nor what it costs a step there was measured.
-
-    Args:
-        tier: "cpu" or "cuda".
     """
     return tier == "cpu"
 
@@ -54,10 +51,7 @@ def compares_products(tier: str) -> bool:
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
     """Tell whether each rank compares its export with its shards at every sync: on a GPU, of small models alone.
 
-    Args:
-        config: of the run.
-        tier: "cpu" or "cuda".
-        num_bytes: of the checkpoint, which the comparison copies to the host once a sync.
+    The comparison copies the checkpoint's `num_bytes` to the host once a sync.
     """
     small = tier == "cpu" or num_bytes <= MAX_CUT_BYTES
     return small and not config.lora.rank and not config.megatron.use_fsdp
@@ -66,10 +60,7 @@ def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
 def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -> Manifest:
     """Identity of the trace of a step.
 
-    Args:
-        config: of the run.
-        model: of the run.
-        happened: what the step was; facts of the config and the model are added.
+    Facts of the config and the model are added to what `happened`.
     """
     bugs = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,

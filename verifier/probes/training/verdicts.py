@@ -28,7 +28,6 @@ class Judged:
 
     exit_code: int
     text: str
-    """The report."""
     suspected: Mapping[str, str] = field(default_factory=dict)
     """Code -> sentence of each check that is suspected, where nothing else stands against the step."""
     computed: frozenset[str] = frozenset()
@@ -83,9 +82,7 @@ class _Kept(msgspec.Struct, kw_only=True):
 class Suspicions:
     """Open and dropped suspicions of a run, in a file that a resumed run goes on from.
 
-    Args:
-        file: of the run's folder.
-        last: last step that the run has kept; suspicions of later ones are forgotten.
+    Those of steps after `last`, the last one that the run has kept, are forgotten.
     """
 
     def __init__(self, file: Path, last: int) -> None:
@@ -129,14 +126,8 @@ class Verdicts:
     """Verdicts on the steps of one run.
 
     A step that is suspected ends nothing: the next judged step in which the same check compares something decides.
-
-    Args:
-        judge: judges them, one after another.
-        metrics: of the run, which is told of each verdict.
-        tell: called with a sentence on each suspicion, when it is raised and when it is dropped.
-        suspicions: open ones and the number of dropped ones, which outlive the process.
-        keep: traces of steps that hold which stay, the last ones; None keeps all.
-        held: traces of such steps before, in order.
+    `tell` is called with a sentence on each suspicion, when it is raised and when it is dropped. Of the traces that
+    hold, `held` in order, the last `keep` stay; None keeps all.
     """
 
     judge: Judge
