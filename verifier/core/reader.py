@@ -7,12 +7,9 @@ its trace can be judged, and never holds.
 from __future__ import annotations
 
 import functools
-import lzma
 import os
 import stat
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +17,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
+from verifier.core.archive import OF_BATCHES, members
 from verifier.core.manifest import FORMAT, Manifest
 from verifier.core.record import ArrayRecord, Record, UnknownRecord, kind_of
 from verifier.core.schema import decode
@@ -35,11 +33,7 @@ FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors", "logs": ".log"}
 KEPT_BYTES = 64 * 2**20
 """Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
 ARCHIVE, BATCHES = "trace.tar.xz", "batches.tar.xz"
-"""All files of a packed trace but its manifest, with the batches of its step; batches alone, once records are removed."""
-OF_BATCHES = "batches/"
-"""What names of batches begin with in an archive."""
-MAX_UNPACKED = 2**36
-"""Most bytes of the contents of an archive."""
+"""All files of a packed trace but its manifest, with the batches of its step; these alone once records are removed."""
 _ASIDE = (f"{ARCHIVE}.partial", f"{BATCHES}.partial")
 """Archives that a process died writing."""
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -84,14 +78,17 @@ def read(path: Path) -> Trace:
     manifest = _read_manifest(path)
     kept: dict[str, bytes] = {}
     if os.path.lexists(path / ARCHIVE):
-        packed = Members(path / ARCHIVE)
+        packed = members(path / ARCHIVE)
         names, room = sorted(name for name in packed if not name.startswith(OF_BATCHES)), 0
-        contents_of: Callable[[str], bytes] = packed.__getitem__
+
+        def contents_of(name: str) -> bytes:
+            return packed[name]()
+
     else:
         names, room = _listed(path, forgiving=not manifest.complete), KEPT_BYTES
         contents_of = functools.partial(_contents, path)
     if manifest.complete:
-        if manifest.files and not has_records(path):
+        if manifest.files and not has_evidence(path):
             raise UsageError(f"the records of the trace `{path}` were removed (verify.keep), its digests are kept")
         for name in sorted(manifest.files.keys() | set(names)):
             if name not in names:
@@ -180,46 +177,9 @@ def _contents(path: Path, name: str) -> bytes:
         raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
 
 
-def has_records(path: Path) -> bool:
-    """Tell whether the records of a trace are there, and were not removed."""
+def has_evidence(path: Path) -> bool:
+    """Tell whether the records of a trace are there, packed or not, and were not removed."""
     return (path / "evidence").is_dir() or (path / ARCHIVE).is_file()
-
-
-class Members(Mapping[str, bytes]):
-    """Contents of the files of an archive, by name; in memory or, if they are many, in a temporary file.
-
-    Raises:
-        UsageError: it cannot be read, or is damaged.
-    """
-
-    def __init__(self, file: Path) -> None:
-        unpacked = tempfile.SpooledTemporaryFile(KEPT_BYTES)  # noqa: SIM115
-        try:
-            if not stat.S_ISREG(file.lstat().st_mode):
-                raise UsageError(f"`{file}` is no regular file")
-            with lzma.open(file) as stream:
-                while part := stream.read(2**20):
-                    unpacked.write(part)
-                    if unpacked.tell() > MAX_UNPACKED:
-                        raise UsageError(f"`{file}` is damaged: its contents are more than {MAX_UNPACKED:,} bytes")
-            unpacked.seek(0)
-            self._archive = tarfile.open(fileobj=unpacked, mode="r:")
-            self._found = {item.name: item for item in self._archive if item.isreg()}
-        except (EOFError, lzma.LZMAError, tarfile.TarError) as problem:
-            raise UsageError(f"`{file}` is damaged: {problem}") from problem
-        except OSError as problem:
-            raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
-
-    def __getitem__(self, name: str) -> bytes:
-        found = self._archive.extractfile(self._found[name])
-        assert found is not None
-        return found.read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
 
 def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:

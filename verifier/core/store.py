@@ -15,40 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
-import lzma
 import os
 import shutil
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from verifier.core.archive import OF_BATCHES, members, write_archive
 from verifier.core.manifest import Manifest
-from verifier.core.reader import (
-    ARCHIVE,
-    BATCHES,
-    FOLDERS,
-    MANIFEST,
-    OF_BATCHES,
-    Members,
-    digests_of,
-    has_records,
-    read,
-    sealed,
-)
+from verifier.core.reader import ARCHIVE, BATCHES, FOLDERS, MANIFEST, digests_of, has_evidence, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
 from verifier.errors import Stopped, UsageError, VerifierError
 
 __all__ = ["Recorder", "complete", "create", "discard", "fail", "pack", "read", "recording"]
-
-MAX_WINDOW = 2**27
-"""Most bytes between two repeats that an archive stores once; packing takes some 6 times as much memory."""
-_FILTER = {"id": lzma.FILTER_LZMA2, "preset": 1, "lc": 1, "lp": 2, "pb": 2}
-"""Fast, and made for numbers of 4 bytes: noise of float32 is most of what is left."""
 
 
 @contextlib.contextmanager
@@ -187,16 +169,17 @@ def pack(path: Path, batches: Sequence[Path] = (), *, records: bool = True) -> N
         records: False leaves them out; the manifest, with the digests of all files, stays.
     """
     whole, archive = path / ARCHIVE, path / (ARCHIVE if records else BATCHES)
-    if not has_records(path):
+    if not has_evidence(path):
         return
     if not archive.exists():
         try:
-            _archive(archive, _to_pack(path, batches, records=records))
+            size = sum(file.stat().st_size for file in path.rglob("*"))  # batches are about a fifth of it
+            write_archive(archive, _to_pack(path, batches, records=records), 2 * size)
         except OSError:
             return
     for file in batches:
         file.unlink(missing_ok=True)
-    for name in FOLDERS:
+    for name in reversed(FOLDERS):  # evidence last: it tells that something is left
         shutil.rmtree(path / name, ignore_errors=True)
     if not records:
         whole.unlink(missing_ok=True)
@@ -205,37 +188,12 @@ def pack(path: Path, batches: Sequence[Path] = (), *, records: bool = True) -> N
 def _to_pack(path: Path, batches: Sequence[Path], *, records: bool) -> Iterator[tuple[str, bytes]]:
     """Names and contents of what goes into an archive. Batches first: what repeats them follows."""
     if (path / ARCHIVE).exists():
-        packed = Members(path / ARCHIVE)
-        yield from ((name, packed[name]) for name in packed if name.startswith(OF_BATCHES))
+        found = members(path / ARCHIVE).items()
+        yield from ((name, contents()) for name, contents in found if name.startswith(OF_BATCHES))
         return
     yield from ((f"{OF_BATCHES}{file.name}", file.read_bytes()) for file in batches)
     for name in FOLDERS if records else ():
         yield from ((f"{name}/{file.name}", file.read_bytes()) for file in sorted((path / name).glob("*")))
-
-
-def _archive(file: Path, contents: Iterable[tuple[str, bytes]]) -> None:
-    """Write an archive, which is on the disk before it has its name."""
-    size = sum(item.stat().st_size for item in file.parent.rglob("*"))
-    filters = [{**_FILTER, "dict_size": min(max(size, 2**22), MAX_WINDOW)}]
-    aside = file.with_name(f"{file.name}.partial")
-    try:
-        with open(aside, "wb") as stream:
-            with (
-                lzma.open(stream, "wb", filters=filters) as packed,
-                tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
-            ):
-                for name, found in contents:
-                    member = tarfile.TarInfo(name)
-                    member.size = len(found)
-                    archive.addfile(member, io.BytesIO(found))
-            os.fsync(stream.fileno())
-        aside.rename(file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        os.fsync(folder)  # the name too, before what it stands for is removed
-        os.close(folder)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def discard(path: Path) -> None:

@@ -195,7 +195,7 @@ def _require_replayable(
                 "the run cannot be replayed"
             )
     for item in updates:
-        if not RunFolder(run).batch_files(item.step, item.batch):
+        if not any(RunFolder(run).batch_files(item.step, item.batch)):
             raise UsageError(
                 f"the batch `{run / 'batches' / item.batch}` of step {item.step} is gone, and a replay from step "
                 f"{begun_at} needs it"

@@ -34,8 +34,9 @@ import msgspec
 
 from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
+from verifier.core.archive import OF_BATCHES, members
 from verifier.core.outputs import locked_folder, write_whole
-from verifier.core.reader import ARCHIVE, BATCHES, OF_BATCHES, Members, has_records
+from verifier.core.reader import ARCHIVE, BATCHES, has_evidence
 from verifier.errors import UsageError
 from verifier.knob import entries, flat
 from verifier.trainer import update_log
@@ -61,12 +62,12 @@ class RunFolder:
 
     def traces(self) -> list[Path]:
         """Trace directories of steps that are whole, in order."""
-        return sorted(path for path in (self.path / "steps").glob("*") if has_records(path))
+        return sorted(path for path in (self.path / "steps").glob("*") if has_evidence(path))
 
-    def batch_files(self, step: int, name: str) -> list[Path]:
-        """The file of a batch, or the archive that it lies in: those of them that are there."""
-        files = [self.path / "batches" / name, *(self.trace(step) / archive for archive in (ARCHIVE, BATCHES))]
-        return [file for file in files if file.is_file()]
+    def batch_files(self, step: int, name: str) -> Iterator[Path]:
+        """The file of a batch, and archives that it lies in: those of them that are there."""
+        files = (self.path / "batches" / name, *(self.trace(step) / archive for archive in (ARCHIVE, BATCHES)))
+        return (file for file in files if file.is_file())
 
     def read_batch(self, step: int, name: str) -> bytes:
         """Contents of the file of a batch, packed or not.
@@ -76,7 +77,7 @@ class RunFolder:
         """
         for file in self.batch_files(step, name):
             with contextlib.suppress(FileNotFoundError, KeyError):  # packed meanwhile
-                return file.read_bytes() if file.name == name else Members(file)[f"{OF_BATCHES}{name}"]
+                return file.read_bytes() if file.name == name else members(file)[f"{OF_BATCHES}{name}"]()
         raise UsageError(f"the batch `{self.path / 'batches' / name}` of step {step} is gone")
 
     @property

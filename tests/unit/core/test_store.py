@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from verifier.core import outputs, reader, store
+from verifier.core import archive, outputs, reader, store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
 from verifier.errors import InternalError, UsageError
@@ -190,6 +190,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
+def unpacked(file: Path) -> dict[str, bytes]:
+    return {name: contents() for name, contents in archive.members(file).items()}
+
+
 @pytest.fixture
 def batch(tmp_path):
     file = tmp_path / "000001-00.safetensors"
@@ -197,23 +201,23 @@ def batch(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("in_memory", [reader.KEPT_BYTES, 1])
+@pytest.mark.parametrize("in_memory", [archive.IN_MEMORY, 1])
 def test_a_packed_trace_reads_as_before(whole, batch, monkeypatch, in_memory):
-    monkeypatch.setattr(reader, "KEPT_BYTES", in_memory)
+    monkeypatch.setattr(archive, "IN_MEMORY", in_memory)
     before, files = store.read(whole), files_of(whole)
     first = before.array(before.records[0]).tolist()
     store.pack(whole, [batch])
     assert sorted(files_of(whole)) == ["manifest.json", "trace.tar.xz"]
     assert not batch.exists()
-    packed = {**reader.Members(whole / "trace.tar.xz")}
+    packed = unpacked(whole / "trace.tar.xz")
     assert packed.pop("batches/000001-00.safetensors") == b"a batch"
     assert packed | {"manifest.json": files["manifest.json"]} == files
     found = store.read(whole)
     assert (found.manifest, found.records) == (before.manifest, before.records)
     assert found.array(found.records[0]).tolist() == first
-    archive = files_of(whole)
+    once = files_of(whole)
     store.pack(whole)  # again
-    assert files_of(whole) == archive
+    assert files_of(whole) == once
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "as it was written"])
@@ -223,7 +227,7 @@ def test_batches_stay_where_records_are_removed(whole, batch, packed):
     for _ in range(2):
         store.pack(whole, [batch], records=False)
         assert sorted(files_of(whole)) == ["batches.tar.xz", "manifest.json"]
-        assert {**reader.Members(whole / "batches.tar.xz")} == {"batches/000001-00.safetensors": b"a batch"}
+        assert unpacked(whole / "batches.tar.xz") == {"batches/000001-00.safetensors": b"a batch"}
     with pytest.raises(UsageError, match=r"were removed \(verify\.keep\), its digests are kept"):
         store.read(whole)
 
@@ -239,25 +243,26 @@ def test_a_kill_while_a_trace_is_packed_loses_nothing(whole, batch, monkeypatch,
 
     before = store.read(whole).records
     owner = {"fsync": os, "rmtree": shutil}.get(died_at, Path)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(owner, died_at, die)
+    monkeypatch.setattr(owner, died_at, die)
+    with pytest.raises(Killed):
         store.pack(whole, [batch], records=records)
+    monkeypatch.undo()
     assert store.read(whole).records == before
-    kept = [reader.Members(file)["batches/000001-00.safetensors"] for file in whole.glob("*.xz")]
+    kept = [unpacked(file)["batches/000001-00.safetensors"] for file in whole.glob("*.xz")]
     assert (batch.exists() and batch.read_bytes() == b"a batch") or kept == [b"a batch"]
     store.pack(whole, [file for file in [batch] if file.exists()], records=records)  # as a resumed run does
     assert sorted(files_of(whole)) == sorted(["manifest.json", "trace.tar.xz" if records else "batches.tar.xz"])
-    (archive,) = whole.glob("*.xz")
-    assert reader.Members(archive)["batches/000001-00.safetensors"] == b"a batch"
+    (file,) = whole.glob("*.xz")
+    assert unpacked(file)["batches/000001-00.safetensors"] == b"a batch"
 
 
 def archive_of(members: dict[str, bytes]) -> bytes:
     found = io.BytesIO()
-    with tarfile.open(fileobj=found, mode="w:xz") as archive:
+    with tarfile.open(fileobj=found, mode="w:xz") as packed:
         for name, contents in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(contents)
-            archive.addfile(member, io.BytesIO(contents))
+            packed.addfile(member, io.BytesIO(contents))
     return found.getvalue()
 
 
@@ -275,7 +280,7 @@ def archive_of(members: dict[str, bytes]) -> bytes:
     ],
 )  # fmt: skip
 def test_an_archive_that_is_damaged_is_refused_in_one_sentence(whole, monkeypatch, change, sentence):
-    monkeypatch.setattr(reader, "MAX_UNPACKED", 2**20)
+    monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
     FILES.update({name: contents for name, contents in files_of(whole).items() if name != "manifest.json"})
     store.pack(whole)
     file = whole / "trace.tar.xz"
