@@ -19,6 +19,7 @@ from verifier.core import store
 from verifier.core.finding import ExitCode
 from verifier.core.stage import Stage
 from verifier.errors import ViolationFound
+from verifier.faults.training_trial import DeferredJudge
 from verifier.platform.provenance import installed
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.verdicts import Judged
@@ -37,7 +38,7 @@ KNOBS = (
 )  # fmt: skip
 
 
-class JudgeAtOnce:
+class JudgeAtOnce(DeferredJudge):
     """Judge in this process."""
 
     def submit(self, trace: Path) -> Future[Judged]:

@@ -42,6 +42,9 @@ class HereAndNow:
         done.set_result(judge_step(str(trace)))
         return done
 
+    def pack(self, trace: Path, *, records: bool = True) -> None:
+        store.pack(trace, [*(trace.parent.parent / "batches").glob(f"{trace.name}-*")], records=records)
+
 
 def tried(launcher, run: Path, *knobs: str) -> Preflight:
     config, _ = load(TrainConfig, overrides=["model=tiny:add", *knobs, f"run={run}"])

@@ -20,11 +20,14 @@ from tests.meta.sources import ROOT
 from verifier.cli.app import run as command
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.manifest import Manifest
 from verifier.faults.training_trial import GRPO_KNOBS
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.trainer import update_log
 from verifier.trainer.controller import Trainer
 from verifier.trainer.replay import Replayed, replay_step
+from verifier.trainer.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +87,18 @@ def test_all_updates_of_a_step_of_grpo_on_tensor_parallel_ranks(trainer_launcher
     found = replayed(trainer_launcher, run, 3, GRPO)
     assert (found.begun_at, found.difference) == (2, None)
     assert found.num_tensors == 2 * sum(len(item.gradients) for item in updates)
+
+
+def test_a_step_whose_batches_were_packed_is_replayed(spoiled, trainer_launcher):
+    folder = RunFolder(spoiled)
+    for step, records in ((3, True), (4, False)):
+        trace = store.create(folder.trace(step), Manifest())
+        store.Recorder(trace, "controller", 0).close()
+        store.complete(trace, Manifest())
+        store.pack(trace, [folder.batch(step)], records=records)
+        assert not folder.batch(step).exists()
+    found = replayed(trainer_launcher, spoiled, 4)
+    assert (found.begun_at, found.difference) == (2, None)
 
 
 def test_a_flipped_bit_of_a_weight_differs_in_its_step(spoiled, trainer_launcher):

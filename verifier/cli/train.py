@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import active_children
@@ -17,7 +19,7 @@ from verifier.cli.results import complain, show
 from verifier.config.commands import next_trace
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
-from verifier.core.finding import ExitCode, Verdict
+from verifier.core.finding import ExitCode
 from verifier.core.plugins import installed_plugins
 from verifier.errors import InternalError, UsageError, VerifierError, ViolationFound
 from verifier.launch.child import described, end_with_owner
@@ -35,21 +37,31 @@ REAP_S = 5.0
 
 
 def judge_step(trace: str) -> Judged:
-    """Judge the trace of one step, in the judge's process, and pack one that holds."""
+    """Judge the trace of one step, in the judge's process."""
     import verifier.checks  # noqa: F401  (fills the registry)
     from verifier.core import store
     from verifier.probes.training.verdicts import Judged
     from verifier.report import render_text, report_of
 
     report = report_of(store.read(Path(trace)), trace)
-    if report.verdict is Verdict.HOLDS:
-        store.pack(Path(trace))
     return Judged(
         int(report.exit_code), render_text(report), report.suspected,
         computed=frozenset(item.code for item in report.outcomes if item.shares.count),
         mismatched=frozenset(item.code for item in report.outcomes if item.finding is not None),
         not_judged=report.not_judged,
     )  # fmt: skip
+
+
+_packer = functools.cache(functools.partial(ThreadPoolExecutor, 1, initializer=os.nice, initargs=(19,)))
+"""Thread of the judge's process that packs traces, of least priority: Linux counts niceness by thread."""
+
+
+def pack_step(trace: Path, records: bool) -> None:
+    """Have the trace of one step packed, in the judge's process, which goes on meanwhile."""
+    from verifier.core import store
+
+    batches = sorted((trace.parent.parent / "batches").glob(f"{trace.name}-*.safetensors"))
+    _packer().submit(store.pack, trace, batches, records=records)
 
 
 class ProcessJudge:
@@ -76,6 +88,11 @@ class ProcessJudge:
         verdict.add_done_callback(lambda done: self._hand_on(done, found))
         return found
 
+    def pack(self, trace: Path, *, records: bool = True) -> None:
+        """Begin to pack the trace of a step; the next verdict says so where the process has ended."""
+        with contextlib.suppress(BrokenProcessPool):
+            self._pool.submit(pack_step, trace, records)
+
     def _hand_on(self, done: Future[Judged], found: Future[Judged]) -> None:
         if done.cancelled():
             found.cancel()
@@ -94,7 +111,7 @@ class ProcessJudge:
 
 @contextlib.contextmanager
 def started_judge() -> Iterator[ProcessJudge]:
-    """Start the judge's process; at the end it finishes the trace that it is judging, and begins no other.
+    """Start the judge's process; at the end it finishes what it judges and what it packs, and begins no other.
 
     Raises:
         UsageError: a plugin cannot be loaded, which that process would find after the first step.

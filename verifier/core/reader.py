@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
+from verifier.core.archive import OF_BATCHES, members
 from verifier.core.manifest import FORMAT, Manifest
 from verifier.core.record import ArrayRecord, Record, UnknownRecord, kind_of
 from verifier.core.schema import decode
@@ -32,10 +32,10 @@ FOLDERS = {"evidence": ".jsonl", "arrays": ".safetensors", "logs": ".log"}
 """Folders of a trace, and the suffix of the files in each."""
 KEPT_BYTES = 64 * 2**20
 """Contents of files that are kept in memory from the look at their digests to the checks, of one trace."""
-PACKED = ".z"
-"""Further suffix of a file of arrays that is compressed by zlib; its digest in the manifest is that of its contents."""
-MAX_UNPACKED = 2**32
-"""Most bytes of the contents of a compressed file."""
+ARCHIVE, BATCHES = "trace.tar.xz", "batches.tar.xz"
+"""All files of a packed trace but its manifest, with the batches of its step; these alone once records are removed."""
+_ASIDE = (f"{ARCHIVE}.partial", f"{BATCHES}.partial")
+"""Archives that a process died writing."""
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no JSON of the type."""
 
@@ -76,18 +76,26 @@ def read(path: Path) -> Trace:
             of these: its fields are left out, and records of its kinds are `Trace.unknown`.
     """
     manifest = _read_manifest(path)
-    names = _listed(path, forgiving=not manifest.complete)
     kept: dict[str, bytes] = {}
-    room = KEPT_BYTES
+    if os.path.lexists(path / ARCHIVE):
+        packed = members(path / ARCHIVE)
+        names, room = sorted(name for name in packed if not name.startswith(OF_BATCHES)), 0
+
+        def contents_of(name: str) -> bytes:
+            return packed[name]()
+
+    else:
+        names, room = _listed(path, forgiving=not manifest.complete), KEPT_BYTES
+        contents_of = functools.partial(_contents, path)
     if manifest.complete:
-        if manifest.files and not names:
+        if manifest.files and not has_evidence(path):
             raise UsageError(f"the records of the trace `{path}` were removed (verify.keep), its digests are kept")
         for name in sorted(manifest.files.keys() | set(names)):
             if name not in names:
                 raise UsageError(f"the trace `{path}` is not whole: `{name}` is missing")
             if name not in manifest.files:
                 raise UsageError(f"the trace `{path}` is not whole: `{name}` is no file of it")
-            contents = _contents(path, name)
+            contents = contents_of(name)
             if digest_of(contents) != manifest.files[name]:
                 raise UsageError(f"the trace `{path}` is damaged: `{name}` is not what the run wrote")
             room -= len(contents)
@@ -96,7 +104,7 @@ def read(path: Path) -> Trace:
     found: list[Record | UnknownRecord] = []
     for name in names:
         if name.startswith("evidence/"):
-            contents = kept.pop(name, b"") or _contents(path, name)
+            contents = kept.pop(name, b"") or contents_of(name)
             found += _read_records(path, name, contents, forgiving=not manifest.complete)
     records = [item for item in found if isinstance(item, Record)]
     keys = {Path(name).stem for name in names if name.startswith("arrays/")}
@@ -104,7 +112,7 @@ def read(path: Path) -> Trace:
         if isinstance(record, ArrayRecord) and record.array not in keys:
             raise UsageError(f"the trace `{path}` is not whole: {kind_of(type(record))} `{record.name}` has no array")
     unknown = [item for item in found if isinstance(item, UnknownRecord)]
-    return Trace(manifest, records, functools.partial(_arrays, path, kept), unknown, str(path))
+    return Trace(manifest, records, functools.partial(_arrays, contents_of, kept), unknown, str(path))
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -141,50 +149,37 @@ def _listed(path: Path, *, forgiving: bool) -> list[str]:
     found: list[str] = []
     try:
         for item in sorted(path.iterdir()):
-            if item.name in (MANIFEST, "manifest.partial") and (forgiving or item.name == MANIFEST):
+            if item.name in (MANIFEST, BATCHES, *_ASIDE) or (forgiving and item.name == "manifest.partial"):
                 continue
             if item.name not in FOLDERS or not stat.S_ISDIR(item.lstat().st_mode):
                 raise UsageError(f"the trace `{path}` is not whole: `{item.name}` is no file of it")
             for file in sorted(item.iterdir()):
                 if forgiving and file.suffix == ".partial":
                     continue
-                name = file.name.removesuffix(PACKED) if item.name == "arrays" else file.name
-                if not stat.S_ISREG(file.lstat().st_mode) or Path(name).suffix != FOLDERS[item.name]:
+                if not stat.S_ISREG(file.lstat().st_mode) or file.suffix != FOLDERS[item.name]:
                     raise UsageError(f"the trace `{path}` is not whole: `{item.name}/{file.name}` is no file of it")
-                found.append(f"{item.name}/{name}")
+                found.append(f"{item.name}/{file.name}")
     except OSError as problem:
         raise UsageError(f"the trace `{path}` cannot be read: {problem.strerror}") from problem
-    return [*dict.fromkeys(found)]
+    return found
 
 
 def _contents(path: Path, name: str) -> bytes:
-    """Contents of a file of a trace; a UsageError if it is a link, a pipe or a device, or cannot be read.
-
-    Those of a compressed file where there is no other of the name: one that was being packed is whole as it was.
-    """
+    """Contents of a file of a trace; a UsageError if it is a link, a pipe or a device, or cannot be read."""
     file = path / name
     try:
-        if packed := not os.path.lexists(file) and name.startswith("arrays/"):
-            file = path / f"{name}{PACKED}"
         if not stat.S_ISREG(file.lstat().st_mode):
             raise UsageError(f"`{file}` is no regular file")
-        found = file.read_bytes()
+        return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as problem:
-        raise FileNotFoundError(str(path / name)) from problem
+        raise FileNotFoundError(str(file)) from problem
     except OSError as problem:
         raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
-    return _unpacked(file, found) if packed else found
 
 
-def _unpacked(file: Path, found: bytes) -> bytes:
-    stream = zlib.decompressobj()
-    try:
-        contents = stream.decompress(found, MAX_UNPACKED)
-    except zlib.error as problem:
-        raise UsageError(f"`{file}` is damaged: {problem}") from problem
-    if not stream.eof:
-        raise UsageError(f"`{file}` is damaged: its contents are cut, or more than {MAX_UNPACKED:,} bytes")
-    return contents
+def has_evidence(path: Path) -> bool:
+    """Tell whether the records of a trace are there, packed or not, and were not removed."""
+    return (path / "evidence").is_dir() or (path / ARCHIVE).is_file()
 
 
 def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:
@@ -203,13 +198,13 @@ def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) ->
     return records
 
 
-def _arrays(path: Path, kept: Mapping[str, bytes], key: str) -> Mapping[str, np.ndarray]:
+def _arrays(contents_of: Callable[[str], bytes], kept: Mapping[str, bytes], key: str) -> Mapping[str, np.ndarray]:
     """Arrays of a record, by name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     try:
-        return load(kept.get(name := f"arrays/{key}.safetensors") or _contents(path, name))
+        return load(kept.get(name := f"arrays/{key}.safetensors") or contents_of(name))
     except FileNotFoundError as problem:
         raise KeyError(f"array `{key}` is not in the trace") from problem
     except (SafetensorError, ValueError, KeyError) as problem:

@@ -4,8 +4,9 @@ Layout of a trace directory::
 
     manifest.json                  identity of the run; digests of all other files once the run has finished writing
     evidence/<role>-<rank>.jsonl   one record a line, appended and flushed as it is seen
-    arrays/<key>.safetensors       the arrays of one record, written aside and renamed; ".z" after it once packed
+    arrays/<key>.safetensors       the arrays of one record, written aside and renamed
     logs/<process>.log             of a run that broke: the ends of its processes' logs
+    trace.tar.xz                   once packed: the three folders, and the batches of a step
 
 A run that dies leaves every line but possibly the last readable, and "complete": false.
 """
@@ -16,20 +17,20 @@ import contextlib
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from verifier.core.archive import OF_BATCHES, members, write_archive
 from verifier.core.manifest import Manifest
-from verifier.core.reader import MANIFEST, PACKED, digests_of, read, sealed
+from verifier.core.reader import ARCHIVE, BATCHES, FOLDERS, MANIFEST, digests_of, has_evidence, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
 from verifier.errors import Stopped, UsageError, VerifierError
 
-__all__ = ["Recorder", "complete", "create", "discard", "fail", "prune", "read", "recording"]
+__all__ = ["Recorder", "complete", "create", "discard", "fail", "pack", "read", "recording"]
 
 
 @contextlib.contextmanager
@@ -157,27 +158,42 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
         aside.rename(path / MANIFEST)
 
 
-def pack(path: Path) -> None:
-    """Compress the arrays of a whole trace, which reads as before; what there is no room to compress stays."""
-    for file in sorted((path / "arrays").glob("*.safetensors")):
-        packed = Path(f"{file}{PACKED}")
+def pack(path: Path, batches: Sequence[Path] = (), *, records: bool = True) -> None:
+    """Move the files of a whole trace, and the batches of its step, into an archive; the trace reads as before.
+
+    A kill leaves the files, the archive or both. What there is no room for stays as it is.
+
+    Args:
+        path: of the trace.
+        batches: files of its step.
+        records: False leaves them out; the manifest, with the digests of all files, stays.
+    """
+    whole, archive = path / ARCHIVE, path / (ARCHIVE if records else BATCHES)
+    if not has_evidence(path):
+        return
+    if not archive.exists():
         try:
-            with open(packed, "wb") as stream:
-                stream.write(zlib.compress(file.read_bytes(), 1))
-                stream.flush()
-                os.fsync(stream.fileno())
+            size = sum(file.stat().st_size for file in path.rglob("*"))  # batches are about a fifth of it
+            write_archive(archive, _to_pack(path, batches, records=records), 2 * size)
         except OSError:
-            packed.unlink(missing_ok=True)
             return
-        file.unlink()
+    for file in batches:
+        file.unlink(missing_ok=True)
+    for name in reversed(FOLDERS):  # evidence last: it tells that something is left
+        shutil.rmtree(path / name, ignore_errors=True)
+    if not records:
+        whole.unlink(missing_ok=True)
 
 
-def prune(path: Path) -> None:
-    """Remove the records of a whole trace; the manifest, with the digests of all its files, stays."""
-    with _writing(path):
-        for name in ("logs", "arrays", "evidence"):  # the last one tells that the records are there
-            if (path / name).is_dir():
-                shutil.rmtree(path / name)
+def _to_pack(path: Path, batches: Sequence[Path], *, records: bool) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of what goes into an archive. Batches first: what repeats them follows."""
+    if (path / ARCHIVE).exists():
+        found = members(path / ARCHIVE).items()
+        yield from ((name, contents()) for name, contents in found if name.startswith(OF_BATCHES))
+        return
+    yield from ((f"{OF_BATCHES}{file.name}", file.read_bytes()) for file in batches)
+    for name in FOLDERS if records else ():
+        yield from ((f"{name}/{file.name}", file.read_bytes()) for file in sorted((path / name).glob("*")))
 
 
 def discard(path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from verifier.core import ragged
+from verifier.core.record import as_numpy
 from verifier.errors import UsageError
 
 MISSING_ROUTE = -1
@@ -202,6 +203,7 @@ def save_rollouts(
     from safetensors.numpy import save
 
     arrays = {name: np.concatenate([getattr(item, name) for item in rollouts]) for name in _FIELDS}
+    arrays["tokens"] = as_numpy(arrays["tokens"])
     arrays |= {_COLUMN + name: np.concatenate([*values]) for name, values in (columns or {}).items()}
     if routes := [item.routes for item in rollouts if item.routes is not None]:
         arrays[_ROUTES] = np.concatenate(routes)
@@ -220,13 +222,15 @@ def save_rollouts(
         raise UsageError(f"the batch `{path}` cannot be written: {problem.strerror}") from problem
 
 
-def load_rollouts(path: Path) -> tuple[list[Rollout], dict[str, list[np.ndarray]]]:
-    """Read what `save_rollouts` wrote: the rollouts and the further values."""
-    from safetensors import safe_open
+def load_rollouts(batch: Path | bytes) -> tuple[list[Rollout], dict[str, list[np.ndarray]]]:
+    """Read what `save_rollouts` wrote, a file or its contents: the rollouts and the further values."""
+    from safetensors.numpy import load
 
-    with safe_open(path, "numpy") as file:
-        about = json.loads(file.metadata()["rollouts"])
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    contents = batch.read_bytes() if isinstance(batch, Path) else batch
+    arrays = load(contents)
+    header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
+    about = json.loads(header["__metadata__"]["rollouts"])
+    arrays["tokens"] = arrays["tokens"].astype(np.int64)
     parts = {name: ragged.split(array, about["lengths"]) for name, array in arrays.items()}
     rollouts = [
         Rollout(

@@ -119,3 +119,6 @@ class DeferredJudge:
         done: Future[Judged] = Future()
         done.set_result(Judged(0, ""))
         return done
+
+    def pack(self, trace: Path, *, records: bool = True) -> None:
+        """Leave a trace as it is."""

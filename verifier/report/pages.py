@@ -13,6 +13,7 @@ import msgspec
 
 from verifier.core import store
 from verifier.core.finding import Outcome, Verdict
+from verifier.core.reader import has_evidence
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.report.charts import Chart, Series, charts_of
@@ -236,7 +237,7 @@ def page_of_run(run: Path) -> Page:
     """Page of a run's folder; its recorded steps are judged again. Without any the decision is inconclusive."""
     rows = metrics_of(run)
     every = sorted(path for path in (run / "steps").glob("*") if (path / "manifest.json").is_file())
-    folders = [path for path in every if (path / "evidence").is_dir()]
+    folders = [path for path in every if has_evidence(path)]
     verdict = Verdict.HOLDS if folders else Verdict.INCONCLUSIVE
     cards: list[Card] = []
     roots: list[Block] = []

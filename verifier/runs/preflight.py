@@ -208,5 +208,5 @@ def _load_again(
 def _lengths(config: TrainConfig) -> Sequence[int]:
     from verifier.data.rollout import load_rollouts
 
-    files = {item.batch for item in update_log.read(config.run, 0)}
-    return [len(rollout) for name in sorted(files) for rollout in load_rollouts(config.run / "batches" / name)[0]]
+    folder, files = RunFolder(config.run), {(item.step, item.batch) for item in update_log.read(config.run, 0)}
+    return [len(rollout) for at in sorted(files) for rollout in load_rollouts(folder.read_batch(*at))[0]]

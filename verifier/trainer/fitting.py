@@ -39,8 +39,8 @@ from verifier.trainer.run_data import load_held_out, load_train, open_chat_templ
 
 _WITHOUT_OUTPUT = ("layernorm", "mla_up_proj", "moe_act")
 """Modules that megatron-core 0.19.2 recomputes by `CheckpointWithoutOutput`, which calls Transformer Engine."""
-BATCH_BYTES, JUDGED_BYTES = 41, 52
-"""Bytes a token on disk of a batch, and of the trace of a judged step that holds: 10,000 tokens of `tiny:add`."""
+BATCH_BYTES, PACKED_BYTES, PACKED_BATCH_BYTES = 37, 20, 9
+"""Bytes a token on disk of a batch, of a judged step that holds with its batch, and of the batch when it is packed."""
 _TEXT_OF_TEMPLATE = 256
 """Bytes that a chat template may put around an example, generously."""
 
@@ -267,14 +267,15 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
 def _disk_line(config: TrainConfig) -> str:
     """Most that answers leave on disk, in batches and in traces of judged steps."""
     options = config.grpo
-    each = options.max_turns * (options.max_answer_tokens + options.max_reply_tokens) - options.max_reply_tokens
-    tokens = config.data.batch_size * options.group_size * each
-    judged = JUDGED_BYTES if config.verify.steps else 0
-    kept = config.steps if config.verify.keep is None else min(config.verify.keep, config.steps)
+    length = options.max_turns * (options.max_answer_tokens + options.max_reply_tokens) - options.max_reply_tokens
+    tokens = config.data.batch_size * options.group_size * length
+    each = PACKED_BYTES if config.verify.steps else BATCH_BYTES
+    bare = 0 if config.verify.keep is None or not config.verify.steps else max(0, config.steps - config.verify.keep)
+    whole = each * (config.steps - bare) + PACKED_BATCH_BYTES * bare
     return (
-        f"disk: {tokens * (BATCH_BYTES + judged) / 1e6:,.3g} MB a step whose answers all have full length, "
-        f"{tokens * (BATCH_BYTES * config.steps + judged * kept) / 1e9:,.3g} GB in {config.steps:,} steps; prompts as "
-        "much a token, and checkpoints beside them\n"
+        f"disk: {tokens * each / 1e6:,.3g} MB a step whose answers all have full length, "
+        f"{tokens * whole / 1e9:,.3g} GB in {config.steps:,} steps; prompts as much a token, and checkpoints beside "
+        "them\n"
     )
 
 

@@ -30,7 +30,7 @@ from verifier.trainer import update_log
 from verifier.trainer.checkpoint_folder import Checkpoints
 from verifier.trainer.fitting import require_fit
 from verifier.trainer.ranks import PRELOAD, start_ranks
-from verifier.trainer.run_folder import KNOBS, other_knobs
+from verifier.trainer.run_folder import KNOBS, RunFolder, other_knobs
 from verifier.trainer.update_log import RankUpdate
 
 EXPORTED_BEFORE = Path("first") / "hf_model"
@@ -131,10 +131,11 @@ def replay_step(
         call("load", **resume)
         for update in recorded[0]:
             progress(f"replaying step {update.step}, update {update.number}")
+            (batch := folder / update.batch).write_bytes(RunFolder(run).read_batch(update.step, update.batch))
             call(
-                "train", step=update.step, number=update.number, batch=str(run / "batches" / update.batch),
-                first=update.first, last=False,
+                "train", step=update.step, number=update.number, batch=str(batch), first=update.first, last=False
             )  # fmt: skip
+            batch.unlink()
         job.finish()
         replayed = [update_log.read(folder, rank) for rank in ranks]
     return Replayed(
@@ -189,7 +190,7 @@ def _require_replayable(
                 "the run cannot be replayed"
             )
     for item in updates:
-        if not (run / "batches" / item.batch).is_file():
+        if not any(RunFolder(run).batch_files(item.step, item.batch)):
             raise UsageError(
                 f"the batch `{run / 'batches' / item.batch}` of step {item.step} is gone, and a replay from step "
                 f"{begun_at} needs it"

@@ -4,7 +4,7 @@ config.yaml            every knob, as `--config` takes it again
 effective.json         settings that Megatron ran with
 layouts/0f3a.json      layout that was derived of a model without a row, see `with_run_layout`
 batches/000001-00.safetensors   rollouts and loss inputs of a step's mini-batch
-steps/000001/          trace of a step, with --verify; only digests of what `verify.keep` removed
+steps/000001/          trace of a step, with --verify; once it holds packed with its batches, see `store.pack`
 export/                trace of the last export, with --verify
 failure/               trace of the failure of the stack that ended the run
 ranks/0000.jsonl       updates as a rank reports them, see `update_log`
@@ -34,7 +34,9 @@ import msgspec
 
 from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
+from verifier.core.archive import OF_BATCHES, members
 from verifier.core.outputs import locked_folder, write_whole
+from verifier.core.reader import ARCHIVE, BATCHES, has_evidence
 from verifier.errors import UsageError
 from verifier.knob import entries, flat
 from verifier.trainer import update_log
@@ -64,7 +66,23 @@ class RunFolder:
 
     def traces(self) -> list[Path]:
         """Trace directories of steps that are whole, in order."""
-        return sorted(path.parent for path in (self.path / "steps").glob("*/evidence"))
+        return sorted(path for path in (self.path / "steps").glob("*") if has_evidence(path))
+
+    def batch_files(self, step: int, name: str) -> Iterator[Path]:
+        """The file of a batch, and archives that it lies in: those of them that are there."""
+        files = (self.path / "batches" / name, *(self.trace(step) / archive for archive in (ARCHIVE, BATCHES)))
+        return (file for file in files if file.is_file())
+
+    def read_batch(self, step: int, name: str) -> bytes:
+        """Contents of the file of a batch, packed or not.
+
+        Raises:
+            UsageError: it is gone, or its archive is damaged.
+        """
+        for file in self.batch_files(step, name):
+            with contextlib.suppress(FileNotFoundError, KeyError):  # packed meanwhile
+                return file.read_bytes() if file.name == name else members(file)[f"{OF_BATCHES}{name}"]()
+        raise UsageError(f"the batch `{self.path / 'batches' / name}` of step {step} is gone")
 
     def oracle(self, step: int) -> Path:
         """Folder for the oracle in a step; what was left there by a run that was stopped is no longer needed."""

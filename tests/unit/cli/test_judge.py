@@ -16,6 +16,8 @@ import pytest
 
 from tests.meta.sources import ROOT
 from verifier.cli.train import started_judge
+from verifier.core import store
+from verifier.core.manifest import Manifest
 from verifier.errors import InternalError, UsageError
 
 RUN = """
@@ -41,6 +43,19 @@ def test_nothing_holds_the_output_of_a_run_that_was_killed(tmp_path: Path) -> No
         assert run.stdout.readline() == b"UsageError\n"
         run.kill()
         run.communicate(timeout=LEFT_S)  # ends when the last process has closed it
+
+
+def test_a_step_is_packed_with_its_batches_before_the_process_ends(tmp_path: Path) -> None:
+    trace, batch = store.create(tmp_path / "steps" / "000001", Manifest()), tmp_path / "batches/000001-00.safetensors"
+    store.Recorder(trace, "controller", 0).close()
+    store.complete(trace, Manifest())
+    batch.parent.mkdir()
+    batch.touch()
+    with started_judge() as judge:
+        judge.pack(trace)
+        judge.submit(trace).result(60)
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == ["manifest.json", "trace.tar.xz"]
+    assert store.read(trace).manifest.complete
 
 
 def test_the_signal_that_killed_the_judge_is_named() -> None:

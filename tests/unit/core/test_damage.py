@@ -107,12 +107,17 @@ def test_damage_never_ends_in_holds(tmp_path, records, complete, code):
     assert judged(path) == right
 
 
-def test_damage_of_a_trace_of_a_real_run(tmp_path):
-    """`verifier golden --model tiny:qwen3 --tp 2` left it."""
+@pytest.mark.parametrize("packed", [False, True], ids=["as it was written", "packed"])
+def test_damage_of_a_trace_of_a_real_run(tmp_path, packed):
+    """`verifier golden --model tiny:qwen3 --tp 2` left it. Packed it is judged the same."""
     path = Path(shutil.copytree(Path(__file__).with_name("golden-trace"), tmp_path / "trace"))
     code, right = judged(path)
     assert code == 0
+    if packed:
+        store.pack(path)
+        assert judged(path) == (code, right)
     files = sorted(file for file in path.rglob("*") if file.is_file())
+    assert len(files) == 2 or not packed
     draw = random.Random("golden")
     for _ in range(200):
         file = draw.choice(files)

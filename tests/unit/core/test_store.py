@@ -1,9 +1,12 @@
 """A trace on disk: what was written comes back, and what is not whole is refused in one sentence."""
 
 import errno
+import io
+import lzma
 import os
+import shutil
+import tarfile
 import threading
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from verifier.core import outputs, reader, store
+from verifier.core import archive, outputs, reader, store
 from verifier.core.manifest import Manifest
 from verifier.core.reader import sealed
 from verifier.errors import InternalError, UsageError
@@ -22,7 +25,9 @@ MANIFEST = Manifest(command="golden", config={"seed": 1, "scale": 1.0})
 TENSOR = SourceTensor(name="a", version=2, digest="vd1:" + "0" * 32, dtype="bfloat16", shape=(2, 3))
 LOGPROBS = TrainerLogprobs(name="scored", lengths=(2,))
 VALUES = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
-EVIDENCE = "evidence/trainer-0003.jsonl"
+EVIDENCE, LOGPROBS_FILE = "evidence/trainer-0003.jsonl", "trainer-0003-000000.safetensors"
+FILES: dict[str, bytes] = {}
+"""Files of a trace, by their paths within."""
 
 
 @pytest.fixture
@@ -181,52 +186,119 @@ def test_an_array_that_changes_after_it_was_looked_at_is_judged_as_it_was(whole)
     assert found.array(found.records[0]).tolist() == before.tolist()
 
 
-def test_a_packed_trace_reads_as_before(whole):
-    before = store.read(whole)
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def unpacked(file: Path) -> dict[str, bytes]:
+    return {name: contents() for name, contents in archive.members(file).items()}
+
+
+@pytest.fixture
+def batch(tmp_path):
+    file = tmp_path / "000001-00.safetensors"
+    file.write_bytes(b"a batch")
+    return file
+
+
+@pytest.mark.parametrize("in_memory", [archive.IN_MEMORY, 1])
+def test_a_packed_trace_reads_as_before(whole, batch, monkeypatch, in_memory):
+    monkeypatch.setattr(archive, "IN_MEMORY", in_memory)
+    before, files = store.read(whole), files_of(whole)
     first = before.array(before.records[0]).tolist()
-    plain = {file.name: file.read_bytes() for file in (whole / "arrays").iterdir()}
-    store.pack(whole)
-    assert {file.name for file in (whole / "arrays").iterdir()} == {f"{name}.z" for name in plain}
-    for kept in (reader.KEPT_BYTES, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "KEPT_BYTES", kept)
-            found = store.read(whole)
-            assert (found.manifest, found.records) == (before.manifest, before.records)
-            assert found.array(found.records[0]).tolist() == first
+    store.pack(whole, [batch])
+    assert sorted(files_of(whole)) == ["manifest.json", "trace.tar.xz"]
+    assert not batch.exists()
+    packed = unpacked(whole / "trace.tar.xz")
+    assert packed.pop("batches/000001-00.safetensors") == b"a batch"
+    assert packed | {"manifest.json": files["manifest.json"]} == files
+    found = store.read(whole)
+    assert (found.manifest, found.records) == (before.manifest, before.records)
+    assert found.array(found.records[0]).tolist() == first
+    once = files_of(whole)
     store.pack(whole)  # again
-    name, contents = next(iter(plain.items()))
-    (whole / "arrays" / name).write_bytes(contents)  # as one whose packing was killed leaves it
-    (whole / "arrays" / f"{name}.z").write_bytes(b"x")
-    assert store.read(whole).array(found.records[0]).tolist() == first
+    assert files_of(whole) == once
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "as it was written"])
+def test_batches_stay_where_records_are_removed(whole, batch, packed):
+    if packed:
+        store.pack(whole, [batch])
+    for _ in range(2):
+        store.pack(whole, [batch], records=False)
+        assert sorted(files_of(whole)) == ["batches.tar.xz", "manifest.json"]
+        assert unpacked(whole / "batches.tar.xz") == {"batches/000001-00.safetensors": b"a batch"}
+    with pytest.raises(UsageError, match=r"were removed \(verify\.keep\), its digests are kept"):
+        store.read(whole)
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["packed", "records removed"])
+@pytest.mark.parametrize("died_at", ["fsync", "rename", "unlink", "rmtree"])
+def test_a_kill_while_a_trace_is_packed_loses_nothing(whole, batch, monkeypatch, died_at, records):
+    class Killed(BaseException):
+        pass
+
+    def die(*_args, **_options):
+        raise Killed
+
+    before = store.read(whole).records
+    owner = {"fsync": os, "rmtree": shutil}.get(died_at, Path)
+    monkeypatch.setattr(owner, died_at, die)
+    with pytest.raises(Killed):
+        store.pack(whole, [batch], records=records)
+    monkeypatch.undo()
+    assert store.read(whole).records == before
+    kept = [unpacked(file)["batches/000001-00.safetensors"] for file in whole.glob("*.xz")]
+    assert (batch.exists() and batch.read_bytes() == b"a batch") or kept == [b"a batch"]
+    store.pack(whole, [file for file in [batch] if file.exists()], records=records)  # as a resumed run does
+    assert sorted(files_of(whole)) == sorted(["manifest.json", "trace.tar.xz" if records else "batches.tar.xz"])
+    (file,) = whole.glob("*.xz")
+    assert unpacked(file)["batches/000001-00.safetensors"] == b"a batch"
+
+
+def archive_of(members: dict[str, bytes]) -> bytes:
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:xz") as packed:
+        for name, contents in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(contents)
+            packed.addfile(member, io.BytesIO(contents))
+    return found.getvalue()
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda packed: packed[:-5], "contents are cut"),
-        (lambda packed: b"x" + packed, "is damaged"),
-        (lambda packed: zlib.compress(zlib.decompress(packed) + b"x"), "is not what the run wrote"),
-        (lambda packed: zlib.compress(bytes(2**21)), "more than 1,048,576 bytes"),
+        (lambda packed: packed[:-5], "trace.tar.xz` is damaged: Compressed file ended"),
+        (lambda packed: b"x" + packed, "trace.tar.xz` is damaged: Input format not supported"),
+        (lambda packed: packed[:200] + b"x" + packed[201:], "trace.tar.xz` is damaged: Corrupt input data"),
+        (lambda packed: lzma.compress(lzma.decompress(packed)[:700]), "trace.tar.xz` is damaged: unexpected end"),
+        (lambda packed: lzma.compress(bytes(2**21)), "contents are more than 1,048,576 bytes"),
+        (lambda packed: archive_of({EVIDENCE: FILES[EVIDENCE]}), f"is not whole: `arrays/{LOGPROBS_FILE}` is missing"),
+        (lambda packed: archive_of({EVIDENCE: b"", f"arrays/{LOGPROBS_FILE}": b"x"}), "is not what the run wrote"),
+        (lambda packed: archive_of({**FILES, "more": b""}), "is not whole: `more` is no file of it"),
     ],
-)
-def test_a_packed_file_that_is_damaged_is_refused(whole, monkeypatch, change, sentence):
-    monkeypatch.setattr(reader, "MAX_UNPACKED", 2**20)
+)  # fmt: skip
+def test_an_archive_that_is_damaged_is_refused_in_one_sentence(whole, monkeypatch, change, sentence):
+    monkeypatch.setattr(archive, "MAX_BYTES", 2**20)
+    FILES.update({name: contents for name, contents in files_of(whole).items() if name != "manifest.json"})
     store.pack(whole)
-    file = next((whole / "arrays").iterdir())
+    file = whole / "trace.tar.xz"
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(UsageError, match=sentence) as raised:
         store.read(whole)
+    assert "\n" not in str(raised.value)
 
 
-def test_a_full_disk_leaves_arrays_as_they_were(whole, monkeypatch):
+def test_a_full_disk_leaves_a_trace_as_it_was(whole, batch, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    names = sorted(file.name for file in (whole / "arrays").iterdir())
+    before = files_of(whole)
     monkeypatch.setattr(os, "fsync", full)
-    store.pack(whole)
-    assert names == sorted(file.name for file in (whole / "arrays").iterdir())
-    assert store.read(whole).manifest.complete
+    store.pack(whole, [batch])
+    assert files_of(whole) == before
+    assert batch.exists()
 
 
 def test_a_large_array_that_changes_after_it_was_looked_at_is_named(whole, monkeypatch):

@@ -164,9 +164,9 @@ def test_a_dry_run_tells_what_answers_leave_on_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("algorithm=grpo", "steps=1000", "data.batch_size=64", "grpo.group_size=8", "grpo.max_answer_tokens=1024")
     for more, of_a_step, of_all in (
-        ((), "21.5 MB", "21.5 GB"),
-        (("verify.steps=true",), "48.8 MB", "48.8 GB"),
-        (("verify.steps=true", "verify.keep=10"), "48.8 MB", "21.8 GB"),
+        ((), "19.4 MB", "19.4 GB"),
+        (("verify.steps=true",), "10.5 MB", "10.5 GB"),
+        (("verify.steps=true", "verify.keep=10"), "10.5 MB", "4.78 GB"),
     ):
         asked = config(*words, *more)
         line = next(line for line in dry_run(asked, {}).splitlines() if line.startswith("disk: "))

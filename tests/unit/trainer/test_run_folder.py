@@ -11,6 +11,8 @@ import pytest
 
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
+from verifier.core import store
+from verifier.core.manifest import Manifest
 from verifier.errors import UsageError
 from verifier.trainer import run_folder
 from verifier.trainer.run_folder import CONFIG, KNOBS, RunFolder, opened
@@ -110,6 +112,25 @@ def test_a_last_line_that_was_cut_is_left_out(tmp_path):
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert RunFolder(tmp_path / "run").rewind(2) == {"step": 1, "loss": 2.0}
     assert file.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_a_batch_is_read_wherever_it_lies(tmp_path):
+    """As it was written, packed with its trace, and once the records are removed; a step beyond the checkpoint goes."""
+    folder = RunFolder(tmp_path / "run")
+    begin(folder.path)
+    name = folder.batch(1).name
+    folder.batch(1).write_bytes(b"a batch")
+    trace = store.create(folder.trace(1), Manifest())
+    store.Recorder(trace, "controller", 0).close()
+    store.complete(trace, Manifest())
+    assert (folder.read_batch(1, name), folder.traces()) == (b"a batch", [trace])
+    store.pack(trace, [folder.batch(1)])
+    assert (folder.read_batch(1, name), folder.traces()) == (b"a batch", [trace])
+    store.pack(trace, records=False)
+    assert (folder.read_batch(1, name), folder.traces()) == (b"a batch", [])
+    folder.rewind(0)
+    with pytest.raises(UsageError, match=r"000001-00.safetensors` of step 1 is gone"):
+        folder.read_batch(1, name)
 
 
 @pytest.mark.timeout(20)

@@ -150,10 +150,13 @@ class RunEvidence(Observer):
         self.run, data = run, run.data
         self.suspicions = Suspicions(run.folder.suspicions, run.done)
         suspected = self.suspicions.steps
+        held = deque(trace for trace in run.folder.traces() if int(trace.name) not in suspected)
+        for trace in held:
+            if (trace / "evidence").is_dir():  # a stop came before it was packed
+                self._judge.pack(trace)
         self._verdicts = Verdicts(
             judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions,
-            keep=run.config.verify.keep,
-            held=deque(trace for trace in run.folder.traces() if int(trace.name) not in suspected),
+            keep=run.config.verify.keep, held=held,
         )  # fmt: skip
         self._data = None
         if data is not None:

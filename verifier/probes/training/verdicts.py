@@ -14,7 +14,6 @@ import msgspec
 
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
-from verifier.core.store import prune
 from verifier.errors import InternalError, VerifierError, ViolationFound
 from verifier.trainer.metrics import Metrics
 
@@ -43,6 +42,9 @@ class Judge(Protocol):
 
     def submit(self, trace: Path) -> Future[Judged]:
         """Begin to judge a trace."""
+
+    def pack(self, trace: Path, *, records: bool = True) -> None:
+        """Begin to pack the trace of a step that held, with its batches and with its records or without."""
 
 
 def awaited(verdict: Future[Judged], what: str) -> Judged:
@@ -175,8 +177,9 @@ class Verdicts:
                 self.suspicions.add(code, Suspicion(step=step, sentence=sentence, trace=str(trace)))
             if not judged.suspected:
                 self.held.append(trace)
+                self.judge.pack(trace)
             while self.keep is not None and len(self.held) > self.keep:
-                prune(self.held.popleft())
+                self.judge.pack(self.held.popleft(), records=False)
 
     @contextlib.contextmanager
     def first(self, until: int) -> Iterator[None]:
