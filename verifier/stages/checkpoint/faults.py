@@ -19,15 +19,6 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-@fault("NVIDIA-NeMo/RL#3171", RESTORE_OPTIMIZER, **ROW)
-def moments_not_loaded(call: Call) -> None:
-    """A run resumes with its weights and masters, and Adam's moments begin again at zero."""
-    call.faulty()
-    for state in _states(call.optimizer):
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].zero_()
-
-
 @fault("areal-project/AReaL#1468", RESTORE_OPTIMIZER, **{**ROW, "mesh": Mesh(tp=2), "saved_on": Mesh(dp=2)})
 def moments_not_loaded_on_another_mesh(call: Call) -> None:
     """A run goes on with another mesh, whose load has no place for the moments yet, and they begin again at zero."""

@@ -135,8 +135,6 @@ def filter_applied_to_another_rollout(call: Call) -> Any:
 
 
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
-WITH_SYSTEM = FOLDER / "prompts" / "with_system.jsonl"
-"""Conversations that begin with a system's message."""
 READ = (*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.entropy_weight=0.05")
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
 
@@ -153,14 +151,7 @@ def _overlap_of_answers_not_refused(call: Call) -> None:
 
 
 TOKENIZER = "verifier.data.tokenizer:Tokenizer"
-TEMPLATE = f"{TOKENIZER}.chat_text(self, messages, to_answer)"
 TOKENS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",)}
-
-
-@fault("huggingface/trl#4147", TEMPLATE, training=(*READ, f"data.source={WITH_SYSTEM}"), **TOKENS)
-def template_without_the_answers_turn(call: Call) -> Any:
-    """The chat template is called without the turn that the answer begins, and the policy goes on with the user's."""
-    return call.faulty(to_answer=False) if call.to_answer else call.original()
 
 
 @fault("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=READ, **TOKENS)
@@ -247,18 +238,6 @@ def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
     said = [{**item, "role": "user"} for item in call.said]
     return call.faulty(said=said) if said != [*call.said] else call.original()
-
-
-@on_turns(
-    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", REPLIED, training=OWN
-)
-def reply_to_another_episode(call: Call) -> Any:
-    """Episodes share a list of messages, and a turn is followed by what the tool said to another episode."""
-    turn = call.original()
-    others, call.state["reply"] = call.state.get("reply", ()), turn.reply
-    if not turn.reply or others in ((), turn.reply):
-        return turn
-    return call.wrong(dataclasses.replace(turn, reply=others))
 
 
 @on_turns(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, held, kind
+from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, kind
 from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
@@ -73,17 +73,6 @@ def same_shape_repack_missed(call: Call) -> None:
     call.original()
 
 
-@in_vllm(
-    "PrimeIntellect-ai/prime-rl#3583",
-    f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)", caught_by=("ENG001", "ENG002"),
-)  # fmt: skip
-def expert_in_initial_slot(call: Call) -> int:
-    """A reload puts experts where they were before a load balancer moved them; two experts of one layer."""
-    if call.self.layer_name != "model.layers.1.mlp.experts" or call.expert_id not in (4, 11):
-        return int(call.original())
-    return int(call.faulty(expert_id=15 - call.expert_id))
-
-
 @on_names("vllm-project/vllm#42803")
 def fused_shards_exchanged(name: str) -> str:
     """Rows of one projection take another's place in the fused qkv weight; keys for values in one layer."""
@@ -129,19 +118,6 @@ def weight_cached_by_its_place(call: Call) -> Any:
     if place != layer.weight.data_ptr() or torch.equal(copy, layer.weight):
         return call.original()
     return call.wrong(torch.nn.functional.embedding(call.input, copy))
-
-
-@in_vllm(
-    "vllm-project/vllm-gguf-plugin#103",
-    "vllm.model_executor.parameter:_ColumnvLLMParameter.load_qkv_weight(self, loaded_weight, kwargs)",
-    caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2,
-)  # fmt: skip
-def first_shard_on_every_rank(call: Call) -> None:
-    """A loader without its rank takes the first shard of fused query, key and value on every rank."""
-    if call.self.tp_rank:
-        call.fire()
-    with held(call.self, tp_rank=0):
-        call.original()
 
 
 @in_adapter("vllm-project/vllm#55545", f"{LORA}.lora_weights:LoRALayerWeights.optimize(self)")
@@ -285,15 +261,6 @@ def epsilon_default_after_reload(call: Call) -> None:
     norm.variance_epsilon = 1e-5
 
 
-@in_constants("vllm-project/vllm#45037", caught_by=("ENG007", "LGP002"), model="tiny:glm4_moe")
-def routed_scale_in_both_places(call: Call) -> None:
-    """The factor of routed experts is in the weight of each one, and their sum is multiplied by it once more."""
-    call.faulty()
-    experts = call.self.model_runner.get_model().get_submodule("model.layers.1.mlp.experts")
-    call.undo(setattr, experts, "routed_scaling_factor", experts.routed_scaling_factor)
-    experts.routed_scaling_factor = experts.runner.routed_scaling_factor
-
-
 @in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
 def window_on_a_layer_without(call: Call) -> None:
     """A layer that sees all gets the window of the others; no sample is as long as it."""
@@ -301,15 +268,6 @@ def window_on_a_layer_without(call: Call) -> None:
     attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
     call.undo(setattr, attention, "sliding_window", attention.sliding_window)
     attention.sliding_window = (1022, 0)
-
-
-@in_windowed("vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"))
-def logits_of_an_engine_without_bound(call: Call) -> None:
-    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
-    call.faulty()
-    processor = call.self.model_runner.get_model().logits_processor
-    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
-    processor.soft_cap = None
 
 
 @in_constants("vllm-project/vllm#48621", caught_by=("ENG007", "ENG002", "LGP002"), model="tiny:qwen3-yarn")

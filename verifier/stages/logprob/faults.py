@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 STEP = "verifier.megatron.step_megatron"
 LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
@@ -87,17 +87,6 @@ def yarn_scale_of_attention_missing() -> dict[str, Any]:
     """Latent attention takes YaRN's scaled rope, but not the scale of its softmax, mscale_all_dim."""
     numbers = {"original_max_position_embeddings": 64, "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 1.0}
     return {"_mla_rope_params": {"rotary_scaling_factor": 16.0, **numbers}}
-
-
-@in_logprobs(
-    "NVIDIA/Megatron-LM#6305",
-    "megatron.bridge.models.llama.llama_bridge:LlamaBridge.provider_bridge(self, hf_pretrained)", model="tiny:llama",
-)  # fmt: skip
-def rope_scaling_factor_default(call: Call) -> Any:
-    """The factor of a rope scaling is not passed on, so Llama 3.1's 8 stands for Llama 3.2's 32."""
-    provider = call.faulty()
-    provider.rope_scaling_factor = 8.0
-    return provider
 
 
 @in_logprobs("OpenRLHF/OpenRLHF#634", LOGPROB, mesh=Mesh(tp=2), dtype="bfloat16")
@@ -282,15 +271,6 @@ def reference_is_the_policy(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#316", LOGPROB, **ROW, caught_by=("LGP001",),
-    training=("algorithm=grpo", "verify.every=1", "grpo.temperature=0.7"),
-)  # fmt: skip
-def temperature_left_out_of_training(call: Call) -> Any:
-    """The trainer divides no logits by the temperature, when it scores and when it trains: its ratios are 1."""
-    return call.faulty(temperature=1.0)
-
-
-@fault(
     "megatron-bridge 0.6.2, OLMoESelfAttention, whose norm of queries has the width of all heads on every rank",
     "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors("
     "self, hidden_states, key_value_states, output_gate, split_qkv)",
@@ -331,18 +311,6 @@ in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",)
 
 
 @in_trainer(
-    "NVIDIA-NeMo/Megatron-Bridge#4610",
-    "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
-    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
-)  # fmt: skip
-def bound_of_logits_not_passed_on(call: Call) -> Any:
-    """The bound of the last logits in config.json is not passed on: every token is as likely among its neighbours."""
-    provider = call.faulty()
-    provider.final_logit_softcapping = None
-    return provider
-
-
-@in_trainer(
     "PrimeIntellect-ai/prime-rl#2952",
     "megatron.bridge.models.deepseek.deepseek_v3_bridge:DeepSeekV3Bridge.provider_bridge(self, hf_pretrained)",
     model="tiny:deepseek-v3", dtype="bfloat16",
@@ -352,18 +320,6 @@ def routers_in_the_models_dtype(call: Call) -> Any:
     provider = call.faulty()
     provider.moe_router_dtype = None
     return provider
-
-
-@in_trainer(
-    "NVIDIA-NeMo/Megatron-Bridge#5712 (kin: there norms behind attention and MLP)",
-    "megatron.core.transformer.attention:SelfAttention.__init__(self, config, submodules, layer_number, "
-    "attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name)",
-    model="tiny:qwen3", dtype="bfloat16",
-)  # fmt: skip
-def norms_of_heads_with_the_default_epsilon(call: Call) -> None:
-    """A module makes norms without the epsilon of its config: 1e-5 for 1e-6, below the noise of bf16."""
-    call.faulty()
-    call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
 
 
 @fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
@@ -382,26 +338,6 @@ def attention_over_the_whole_pack(call: Call) -> Any:
     if len(call.padded) == 1:
         return call.original()
     return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
-
-
-def _of_another(values: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Values of each rollout of a mini-batch after the first in the place of the one before it."""
-    import numpy as np
-
-    found = list(values)
-    for part in parts[1:]:
-        for index, other in zip(part, (*part[1:], part[0]), strict=True):
-            moved = np.resize(values[other], len(values[index])).astype(np.float32)
-            found[index] = np.nan_to_num(moved, nan=-1.0)
-            found[index][0] = np.nan
-    return found
-
-
-@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), training=UNSAMPLED, **ROW)
-def old_of_another_sample(call: Call) -> Any:
-    """Log-probabilities of a mini-batch after the first come back in the order in which they were packed."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, old=_of_another(found.old, call.parts)))
 
 
 def _step_and_part(file: str | Path) -> tuple[int, int]:
@@ -471,14 +407,6 @@ def policy_at_another_temperature(call: Call) -> Any:
     """Ratios divide log-probabilities at temperature 1 by the engine's, which are of the run's temperature."""
     with held(call.self, _temperature=1.0):
         return call.faulty()
-
-
-@fault("huggingface/transformers#46634", ATTEND, caught_by=("LGP013",), **TUNED)
-def boundaries_lost_in_tuning(call: Call) -> Any:
-    """A mask that is given beside the boundaries of a pack switches them off, and samples attend to those before."""
-    if len(call.padded) == 1:
-        return call.original()
-    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
 
 
 @fault(

@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind
 from verifier.mesh import Mesh
@@ -65,16 +63,6 @@ def groups_of_one(packed: PackedBatch) -> Fields:
     return {"groups": packed.ids}
 
 
-@fault(
-    "NovaSky-AI/SkyRL#508", "verifier.runs.session_megatron:with_answers(batch, answers, version)",
-    stage=Stage.PACK, caught_by=("PCK001",), model="tiny:qwen3-tied", engine="hf",
-)  # fmt: skip
-def end_token_appended(call: Call) -> Any:
-    """An end token that nobody sampled is appended to answers that have none, with a log-probability of 0."""
-    answers = [replace(each, tokens=(*each.tokens, 0), logprobs=(*each.logprobs, 0.0)) for each in call.answers]
-    return call.faulty(answers=answers) if answers else call.original()
-
-
 @on_packs("verl-project/verl#3287", caught_by=("PCK001", "LSS001"), **CP2)
 def mask_of_input_not_label(packed: PackedBatch) -> Fields:
     """The loss mask is that of each row's input, not of the token that the row predicts."""
@@ -120,18 +108,6 @@ def chunks_contiguous(call: Call) -> Any:
 def last_sample_dropped(call: Call) -> Any:
     """A finished sample is cut off when the batch is split, and nothing reports it."""
     return call.faulty(num_rollouts=call.num_rollouts - 1)
-
-
-@on_rollouts("NovaSky-AI/SkyRL#1908", caught_by=("PCK001",), **CP2)
-def fields_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout]:
-    """A sample is replaced, but for one field: the engine's log-probabilities are the other sample's."""
-    import numpy as np
-
-    others = rollouts[1:] + rollouts[:1]
-    return [
-        dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
-        for one, other in zip(rollouts, others, strict=True)
-    ]
 
 
 COLUMNS: dict[str, Any] = {"stage": Stage.PACK, "caught_by": ("PCK004",), "engine": TRAINING, "model": "tiny:add"}

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import FOLDER, NO_ENGINE, TRAINING, Body, Call, fault, kind
 from verifier.mesh import Mesh
-from verifier.stages.pack.faults import Fields, on_rollouts, on_shards
+from verifier.stages.pack.faults import Fields, on_shards
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from verifier.data.rollout import Rollout
     from verifier.megatron.pack import PackedBatch
 
 REPLAY = "verifier.megatron.router_replay_megatron"
@@ -34,18 +30,6 @@ def _filled(routes: Any) -> Any:
     return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
 
 
-@kind(
-    f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
-    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
-)
-def on_layers(columns_off: Callable[[Call], int], call: Call) -> Any:
-    """Number the layers of routes wrongly: the function returns by how many columns they are off."""
-    packed, columns = call.packed, columns_off(call)
-    if not columns or packed.routes_TMK is None:
-        return call.original()
-    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1)))
-
-
 @kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
 def on_replay(choose: Body, call: Call) -> Any:
     """Choose wrongly in a router that replays a forward pass; the original has the right choice."""
@@ -60,10 +44,16 @@ def _own_choice(call: Call) -> Any:
     return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
 
 
-@on_layers("verl-project/verl#5037")
-def routes_count_dense_layers(call: Call) -> int:
+@fault(
+    "verl-project/verl#5037", f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
+    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+)  # fmt: skip
+def routes_count_dense_layers(call: Call) -> Any:
     """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
-    return -int(call.moe_layers[0])
+    packed, dense = call.packed, int(call.moe_layers[0])
+    if not dense or packed.routes_TMK is None:
+        return call.original()
+    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(-dense, dims=1)))
 
 
 @on_shards("THUDM/slime#2175", **BOTH)
@@ -139,29 +129,6 @@ ROW: dict[str, Any] = {
     "caught_by": ("RPL001",),
     "training": ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.replay_routes=true", "grpo.mini_batches=2"),
 }  # fmt: skip
-
-
-def _with_routes(rollouts: list[Rollout], routes: list[np.ndarray]) -> list[Rollout]:
-    """The rollouts with other routes for all tokens but the last, which has none."""
-    found = []
-    for rollout, other in zip(rollouts, routes, strict=True):
-        assert rollout.routes is not None
-        whole = rollout.routes.copy()
-        whole[:-1] = other
-        found.append(dataclasses.replace(rollout, routes=whole))
-    return found
-
-
-def _routes(rollouts: list[Rollout]) -> list[np.ndarray]:
-    return [item.routes[:-1] for item in rollouts if item.routes is not None]
-
-
-@on_rollouts("inclusionAI/AReno#524", **ROW)
-def routes_of_the_next_token(rollouts: list[Rollout]) -> list[Rollout]:
-    """Routes begin a token late, so each token is replayed with those of its successor."""
-    import numpy as np
-
-    return _with_routes(rollouts, [np.roll(each, -1, axis=0) for each in _routes(rollouts)])
 
 
 @fault(

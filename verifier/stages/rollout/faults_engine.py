@@ -72,17 +72,6 @@ def logprobs_before_temperature(call: Call) -> Any:
         return call.faulty()
 
 
-@in_worker("NVIDIA-NeMo/RL#3297", FORWARD)
-def most_likely_token_reported(call: Call) -> Any:
-    """The log-probability of the most likely token stands where the sampled token's belongs."""
-    greatest = call.self.compute_logprobs(call.logits).max(dim=-1).values
-    output = call.original()
-    if output.logprobs_tensors is not None:
-        output.logprobs_tensors.logprobs[:, 0] = greatest
-        call.fire()
-    return output
-
-
 @in_worker(
     "HabanaAI/vllm-fork#73",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts("
@@ -93,40 +82,6 @@ def most_likely_token_reported(call: Call) -> Any:
 def router_weights_not_normalised(call: Call) -> Any:
     """The engine's kernel does not bring the chosen experts' weights to a sum of one."""
     return call.faulty(renormalize=False)
-
-
-@in_worker("jundot/omlx#1845", "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)")
-def temperature_left_in_the_row(call: Call) -> None:
-    """A request moves into the row of one that has ended, and is sampled at the other's temperature."""
-    temperatures, builder = call.self.temperature_cpu, call.self.batch_update_builder
-    before, seen = temperatures.copy(), len(builder.moved)
-    call.original()
-    for _, place, _ in builder.moved[seen:]:
-        if temperatures[place] != before[place]:
-            call.fire()
-        temperatures[place] = before[place]
-
-
-@in_driver("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)")
-def answers_as_they_end(call: Call) -> Any:
-    """Answers come back in the order in which they end, not in that of their prompts."""
-    engine = call.self.llm_engine
-    step = engine.step
-    ended: list[str] = []
-
-    def watched() -> Any:
-        outputs = step()
-        ended.extend(item.request_id for item in outputs if item.finished)
-        return outputs
-
-    engine.step = watched
-    try:
-        found = call.original()
-    finally:
-        del engine.step
-    if ended != [item.request_id for item in found]:
-        call.fire()
-    return sorted(found, key=lambda item: ended.index(item.request_id))
 
 
 @in_driver(
@@ -177,12 +132,6 @@ def top_k_of_a_neighbour(call: Call) -> Any:
     if call.k is None or (call.k == call.k.min()).all():
         return call.original()
     return call.faulty(k=call.k.min().expand_as(call.k).clone())
-
-
-@in_worker("xLLM-AI/xllm#343", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")
-def top_p_beside_a_top_k_alone(call: Call) -> Any:
-    """Top-p is applied to batches in which some request asks for top-k too, and to no other."""
-    return call.wrong(call.logits) if call.k is None and call.p is not None else call.original()
 
 
 @in_worker(

@@ -65,16 +65,6 @@ def moments_zeroed(call: Call) -> Any:
     return call.original()
 
 
-@in_update("databricks/flashoptim#2", STEP, mesh=Mesh(dp=2), training=("verify.every=1", "dtype=bf16"))
-def moments_stored_through_bf16(call: Call) -> Any:
-    """The step writes its moments through bf16, the weights' type, into the float32 memory that holds them."""
-    done = call.faulty()
-    for state in call.self.optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].copy_(state[name].bfloat16())
-    return done
-
-
 @in_update("tenstorrent/tt-blacksmith#711", ZERO)
 def gradients_never_zeroed(call: Call) -> Any:
     """Gradients are not zeroed after the first step, and every step has those of all before it."""
@@ -127,10 +117,6 @@ GATHER = (
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
     "self, skip_next_bucket_dispatch)"
 )
-TIED = (
-    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads("
-    "model, config, embd_group, pp_group)"
-)
 COUNTED = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)"
 in_sums = functools.partial(
     fault, stage=Stage.TRAIN, engine=TRAINING, model="tiny:add", caught_by=("TRN006",), training=("verify.every=0",)
@@ -179,22 +165,6 @@ def norm_counts_copies_on_every_rank(call: Call) -> Any:
     return call.wrong(True)
 
 
-@in_sums("NVIDIA/Megatron-LM#844", TIED, mesh=Mesh(pp=2, dp=2))
-def tied_gradients_of_unequal_shards(call: Call) -> Any:
-    """A tied embedding is sharded otherwise on either stage, and a summed part meets one of a single rank."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    if parallel_state.is_pipeline_last_stage():
-        call.fire()
-        gradient = call.model[-1].module.shared_embedding_or_output_weight().main_grad
-        parts = [torch.empty_like(gradient) for _ in range(2)]
-        dist.all_gather(parts, gradient, group=parallel_state.get_data_parallel_group())
-        gradient.copy_(parts[1 - parallel_state.get_data_parallel_rank()])
-    return call.original()
-
-
 @in_sums("NVIDIA/Megatron-LM#7160", SYNC, mesh=Mesh(ep=2, dp=2), model="tiny:add-moe")
 def expert_gradients_scaled_once_more(call: Call) -> Any:
     """Gradients of experts carry a factor by which only those of the other weights are divided again."""
@@ -212,28 +182,6 @@ def passes_before_the_gather(call: Call) -> Any:
         call.fire()
         call.self.param_gather_dispatched = True
     return call.original()
-
-
-@in_sums("NVIDIA/Megatron-LM#6470", COUNTED, model="tiny:add-moe", mesh=Mesh(tp=2, ep=2, etp=1))
-def norm_counts_experts_of_one_rank(call: Call) -> Any:
-    """Experts are taken for copies over tensor-parallel ranks, and those of the first rank alone are in the norm."""
-    if getattr(call.param, "allreduce", True):
-        return call.original()
-    return call.wrong(call.tp_group.rank() == 0)
-
-
-GROUPED = "group_params_for_buffers(params, grad_reduce_in_fp32)"
-
-
-@in_sums(
-    "ISEEKYAN/Megatron-LM#146",
-    f"megatron.core.distributed.distributed_data_parallel:{GROUPED}",
-    f"megatron.core.optimizer.distrib_optimizer:{GROUPED}",
-    training=("verify.every=0", "dtype=bf16"),
-)
-def gradients_added_in_the_weights_type(call: Call) -> Any:
-    """Gradient buffers are made in the weights' bf16, in which micro-batches are added, and the knob says float32."""
-    return call.faulty(grad_reduce_in_fp32=False)
 
 
 @in_sums("NVIDIA/Megatron-LM#6624", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
@@ -281,22 +229,6 @@ def score_bias_balanced(call: Call) -> None:
     """Every step moves the routers' score bias towards balanced experts, with a policy loss too."""
     call.faulty()
     call.provider.moe_router_bias_update_rate = BIAS_UPDATE_RATE
-
-
-@on_frozen("NovaSky-AI/SkyRL#2149", MAKE_OPTIMIZER, dtype="bfloat16")
-def masters_stale_after_load(call: Call) -> Any:
-    """Weights are loaded after the optimizer took its fp32 masters, which are not refreshed."""
-    import torch
-
-    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
-    loaded = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(0.875)
-        optimizer = call.faulty()
-        for parameter, weight in zip(parameters, loaded, strict=True):
-            parameter.copy_(weight)
-    return optimizer
 
 
 @in_train("NVIDIA-NeMo/RL#1012", SCORE, caught_by=("WGT010",))
@@ -360,14 +292,6 @@ def groups_of_parameters_collide(call: Call) -> None:
         call.faulty()
     finally:
         distrib_optimizer.param_group_identifier_keys = known
-
-
-@on_rates("areal-project/AReaL#1289", "verifier.megatron.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
-def warm_up_subtracted_twice(call: Call) -> Any:
-    """The end of the decay is given without the warm-up, which the scheduler subtracts too: rates fall too fast."""
-    scheduler = call.faulty()
-    scheduler.lr_decay_steps -= scheduler.lr_warmup_steps
-    return scheduler
 
 
 @on_rates("vllm-project/speculators#765", f"{SCHEDULER}.get_lr(self, param_group)", dtype="bfloat16", cycles=3)
@@ -446,20 +370,6 @@ def counts_of_one_rank(call: Call) -> Any:
     from megatron.core import parallel_state
 
     return call.faulty(tp_dp_cp_group=parallel_state.get_tensor_model_parallel_group())
-
-
-@on_balance("pytorch/torchtitan#3686", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
-def later_biases_left(call: Call) -> Any:
-    """The update of the score biases ends early, and no layer behind the first mixture has its bias moved."""
-    moved = call.faulty()
-    moved[1:] = call.expert_bias[1:]
-    return moved
-
-
-@on_balance("NVIDIA/Megatron-LM#1482", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
-def score_bias_in_bf16(call: Call) -> Any:
-    """The score bias is bf16 where it is updated, so that a small rate rounds to none or to another."""
-    return call.faulty().bfloat16()
 
 
 @on_balance(

@@ -38,7 +38,6 @@ def sync_reaches_one_of_two_engines(call: Call) -> Any:
 
 
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
-BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
 in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
 
 
@@ -67,15 +66,6 @@ def bytes_under_wrong_names(call: Call) -> Any:
     """Two experts' up projections, which have one shape, change places between metadata and bytes."""
     names = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
     return call.original(tensors=_swapped(call, call.tensors, *names))
-
-
-@in_transport("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, caught_by=("TPT001",))
-def buffer_of_last_version_sent(call: Call) -> Any:
-    """One buffer still holds the version before, and is sent as the new one."""
-    if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
-        return call.original()
-    before, call.state[call.what] = call.state.get(call.what), call.buffer
-    return call.original() if before is None else call.faulty(buffer=before)
 
 
 @in_transport(
