@@ -308,7 +308,6 @@ def windows_equal_torchs_own() -> None:
 
 
 def _attention_config(**different: object) -> SimpleNamespace:
-    """Fields of a TransformerConfig that the reference attention reads."""
     plain = {
         "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla",
         "num_attention_heads": 4,

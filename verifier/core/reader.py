@@ -188,7 +188,6 @@ def _unpacked(file: Path, found: bytes) -> bytes:
 
 
 def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:
-    """Records of one file; the last line of a run that died may be cut."""
     lines = contents.split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -204,7 +203,6 @@ def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) ->
 
 
 def _arrays(path: Path, kept: Mapping[str, bytes], key: str) -> Mapping[str, np.ndarray]:
-    """Arrays of a record, by name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -199,7 +199,6 @@ ORACLE = "the fp32 oracle"
 
 
 def _temperatures(item: LogprobRecord) -> Sequence[float]:
-    """Temperature of each sequence; nothing where it is not said."""
     if isinstance(item, TrainerLogprobs):
         return [item.temperature] * len(item.lengths)
     return item.temperatures if isinstance(item, SampleRecord) else ()

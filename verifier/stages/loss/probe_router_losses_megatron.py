@@ -79,7 +79,6 @@ def router_losses(probe: Probe, trainer: TrainerModel, name: str, version: int) 
 
 
 def _watch(layer: int, router: Any, passes: list[_Pass], stack: contextlib.ExitStack) -> None:
-    """Look at the logits and the output of a router in each pass with gradients, until the stack is closed."""
     gating, count = router.gating, 0
 
     def seen(states: torch.Tensor) -> torch.Tensor:

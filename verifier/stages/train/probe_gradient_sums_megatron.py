@@ -95,7 +95,6 @@ class Sums:
         return copies * math.prod(sizes[axis] for axis in self.places[parameter].replicated_over)
 
     def _gathers_late(self) -> bool:
-        """Tell whether passes gather weights that other ranks have stepped."""
         options = self.trainer.data_parallel
         overlapped = options is not None and options.fsdp is None and options.overlap_param_gather
         return overlapped and self.trainer.mesh.has_copies
@@ -193,7 +192,6 @@ class UpdateSums:
 
     @torch.no_grad()
     def _given(self, part: _Part, gradient: torch.Tensor) -> None:
-        """Add what a backward pass gives, as megatron-core adds it to its buffer."""
         if getattr(part.parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
             self._parts.pop(part.parameter, None)
         else:

@@ -241,5 +241,4 @@ def _biases(routers: dict[int, Any]) -> torch.Tensor:
 
 
 def _biased(chunk: torch.nn.Module) -> dict[int, Any]:
-    """Routers of a chunk that have a score bias, by global layer from 0."""
     return {layer: router for layer, router in routers_of(chunk).items() if router.expert_bias is not None}
