@@ -121,7 +121,6 @@ def _remembered(call: Call) -> None:
 
 
 def _moments(state: Any) -> Iterator[Any]:
-    """Moments among the sharded tensors of a state."""
     if isinstance(state, dict | list):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _moments(value)

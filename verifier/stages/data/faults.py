@@ -39,7 +39,7 @@ def stale_beginning_trained_on(call: Call) -> Any:
     return [None if reason == "stale" else reason for reason in reasons]
 
 
-@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT003",), **ROW)
+@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT013",), **ROW)
 def prompt_trained_on(call: Call) -> Any:
     """The mask covers the whole text of an example, and the model learns to write its prompts."""
     rollout = call.faulty()
@@ -48,7 +48,7 @@ def prompt_trained_on(call: Call) -> Any:
     return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
 
 
-TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT003",), "training": ("data.source=calculator",)}
+TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",), "training": ("data.source=calculator",)}
 """Conversations: a question, a call of a tool, its reply, an answer."""
 
 

@@ -171,7 +171,6 @@ def reload_finished_per_chunk(call: Call) -> None:
 
 
 def _processed(call: Call, path: str) -> bool:
-    """Tell if this call processes the module at a path of the model that is reloaded."""
     return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
 
 

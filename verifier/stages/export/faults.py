@@ -311,15 +311,6 @@ def adapter_of_fewer_targets(call: Call) -> None:
 
 
 @in_final(
-    "redai-studio/Relax#262", "verifier.megatron.lora_megatron:write_shard(path, tensors)", training=("lora.rank=8",)
-)
-def adapter_under_the_names_of_its_base(call: Call) -> None:
-    """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
-    prefix = "base_model.model."
-    call.faulty(tensors={name.removeprefix(prefix): tensor for name, tensor in call.tensors.items()})
-
-
-@in_final(
     "NVIDIA-NeMo/Automodel#3890", "verifier.trainer.model_files:copy_files(source, folder)",
     side=Side.CONTROLLER, caught_by=("WGT021",),
 )  # fmt: skip

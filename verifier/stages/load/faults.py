@@ -23,7 +23,6 @@ in_adapter = functools.partial(in_dense_export, engine="vllm", lora_rank=8, caug
 
 
 def _initial(like: Any) -> Any:
-    """A tensor as a new model has it."""
     import torch
 
     return torch.empty_like(like).normal_(std=0.02, generator=torch.Generator().manual_seed(1))

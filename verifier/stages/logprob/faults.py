@@ -76,12 +76,6 @@ def window_without_its_switch() -> dict[str, Any]:
     return {"window_size": (1022, 0)}
 
 
-@on_provider("NVIDIA-NeMo/Megatron-Bridge#2791", model="tiny:deepseek-v3")
-def mla_rope_factor_default() -> dict[str, Any]:
-    """A model without rope scaling keeps the factor 40 that Megatron's latent attention defaults to."""
-    return {"_mla_rope_params": {"rotary_scaling_factor": 40.0, "mscale_all_dim": 0.0}}
-
-
 @on_provider("onnxruntime/mobius#548", model="tiny:deepseek-v3-yarn", engine=NO_ENGINE)
 def yarn_scale_of_attention_missing() -> dict[str, Any]:
     """Latent attention takes YaRN's scaled rope, but not the scale of its softmax, mscale_all_dim."""
@@ -106,18 +100,6 @@ def frequencies_rounded_with_the_model(call: Call) -> Any:
     exact = call.self.inv_freq
     with held(call.self, inv_freq=exact.bfloat16().to(exact.dtype)):
         return call.faulty()
-
-
-@in_logprobs(
-    "vllm-project/vllm-ascend#1266",
-    f"{EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_freqs_non_repeated(self, max_seq_len, offset)",
-    model="tiny:qwen3-moe",
-)
-def table_of_angles_too_short(call: Call) -> Any:
-    """The table of angles ends at position 255, and later positions get its last."""
-    angles = call.faulty()
-    angles[256:] = angles[255:256]
-    return angles
 
 
 @on_cp2("huggingface/trl#3029", LOGPROB)

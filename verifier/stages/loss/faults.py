@@ -23,19 +23,6 @@ SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
 
 
-@in_loss(
-    "deepspeedai/DeepSpeed#5259", REDUCE_REPLICATED, model="tiny:qwen3-moe", mesh=Mesh(ep=2, dp=2), dtype="bfloat16"
-)
-def expert_gradients_times_expert_parallel(call: Call) -> None:
-    """Experts' gradients are too long by the number of expert-parallel ranks; in bf16, in which the router flips."""
-    for chunk in call.model:
-        for parameter in chunk.parameters():
-            if not getattr(parameter, "allreduce", True):
-                call.fire()
-                parameter.main_grad.mul_(call.config.expert_model_parallel_size)
-    call.original()
-
-
 @in_loss("NovaSky-AI/SkyRL#2146", CONNECT, mesh=Mesh(dp=2))
 def reduced_before_the_last_micro_batch(call: Call) -> None:
     """Ranks do not know that micro-batches follow: they count as many as the first step had, and then reduce."""
@@ -130,17 +117,6 @@ def report_summed_over_context_parallel(call: Call) -> Any:
     """The values that a step reports are summed over context-parallel ranks twice; its gradients are right."""
     total, num_tokens, report = call.faulty()
     return total, num_tokens, report * call.shard.alignment.cp
-
-
-@in_loss(
-    "deepspeedai/DeepSpeed#1800", "verifier.model.provider_megatron:_ddp_config(data_parallel, tier)",
-    mesh=Mesh(cp=2), dtype="bfloat16",
-)  # fmt: skip
-def gradients_summed_in_bf16(call: Call) -> Any:
-    """Gradients of micro-batches and ranks are summed in the model's bf16."""
-    found = call.faulty()
-    found.grad_reduce_in_fp32 = False
-    return found
 
 
 @in_loss("NovaSky-AI/SkyRL#1296", SUM_LOSS, mesh=Mesh(cp=2))

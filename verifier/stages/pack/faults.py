@@ -12,7 +12,6 @@ from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind
 from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
-    from verifier.data.rollout import Rollout
     from verifier.megatron.pack import PackedBatch
 
 STEP = "verifier.megatron.step_megatron"
@@ -29,21 +28,6 @@ def on_packs(change: Callable[[PackedBatch], Fields], call: Call) -> Any:
     packed = call.original()
     wrong = change(packed) if packed.ids else None
     return packed if wrong is None else call.wrong(dataclasses.replace(packed, **wrong))
-
-
-@kind(PACK)
-def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None], call: Call) -> Any:
-    """Pack wrong rollouts: the function returns them, or None to keep the right ones."""
-    wrong = change(list(call.rollouts)) if call.rollouts else None
-    return call.original() if wrong is None else call.faulty(rollouts=wrong)
-
-
-@kind(f"{STEP}:shard_cp(packed, cp_rank)")
-def on_shards(change: Callable[[PackedBatch, PackedBatch, int], Fields], call: Call) -> Any:
-    """Shard wrongly: the function of whole pack, right shard and its rank returns wrong fields of it, or None."""
-    shard = call.original()
-    wrong = change(call.packed, shard, call.cp_rank) if call.packed.ids else None
-    return shard if wrong is None else call.wrong(dataclasses.replace(shard, **wrong))
 
 
 def _same_sample(packed: PackedBatch, rows: int) -> Any:
@@ -81,11 +65,16 @@ def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
     return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
 
 
-@on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
-def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
+@fault(
+    "verl-project/verl#4250", f"{STEP}:shard_cp(packed, cp_rank)", caught_by=("PCK001", "LGP001"), **CP2,
+)  # fmt: skip
+def labels_rolled_in_the_shard(call: Call) -> Any:
     """Labels are shifted after sharding, so a chunk's last token predicts the next local chunk's first."""
+    shard = call.original()
+    if not call.packed.ids:
+        return shard
     within_T = _same_sample(shard, -1) & (shard.labels_T >= 0)
-    return {"labels_T": shard.tokens_T.roll(-1).where(within_T, shard.labels_T)}
+    return call.wrong(dataclasses.replace(shard, labels_T=shard.tokens_T.roll(-1).where(within_T, shard.labels_T)))
 
 
 @fault(

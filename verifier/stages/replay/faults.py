@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from verifier.core.stage import Stage
 from verifier.faults.fault import FOLDER, NO_ENGINE, TRAINING, Body, Call, fault, kind
 from verifier.mesh import Mesh
-from verifier.stages.pack.faults import Fields, on_shards
 
 if TYPE_CHECKING:
-    from verifier.megatron.pack import PackedBatch
+    pass
 
 REPLAY = "verifier.megatron.router_replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
@@ -20,14 +19,6 @@ UNCHOSEN = -1e4
 """Logit whose share in a softmax is nothing."""
 REPLAYED: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
 BOTH: dict[str, Any] = {**REPLAYED, "caught_by": ("RPL001", "RPL002")}
-
-
-def _filled(routes: Any) -> Any:
-    """Routes with experts 0 to K - 1 wherever one is missing, as trainers without a mark for it have them."""
-    import torch
-
-    missing = (routes < 0).any(-1, keepdim=True)
-    return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
 
 
 @kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
@@ -40,7 +31,6 @@ def on_replay(choose: Body, call: Call) -> Any:
 
 
 def _own_choice(call: Call) -> Any:
-    """Values and experts that the router chooses by itself."""
     return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
 
 
@@ -54,13 +44,6 @@ def routes_count_dense_layers(call: Call) -> Any:
     if not dense or packed.routes_TMK is None:
         return call.original()
     return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(-dense, dims=1)))
-
-
-@on_shards("THUDM/slime#2175", **BOTH)
-def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
-    """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
-    routes_TMK = whole.routes_TMK
-    return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
 
 
 @fault("verl-project/verl#7106", "verifier.megatron.router_replay:packed_rows_of(packed, tp)", **BOTH)

@@ -32,16 +32,6 @@ def truncation_not_handed_on(call: Call) -> Any:
     return call.wrong(dataclasses.replace(found, ended="stop")) if found.ended == "length" else found
 
 
-@in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
-def block_of_the_row_before(call: Call) -> None:
-    """A request moves into the row of one that has ended, where the last block is still the other's."""
-    table = call.self
-    last = table.num_blocks_per_row[call.src] - 1
-    block = table.block_table.np[call.tgt, last]
-    call.faulty()
-    table.block_table.np[call.tgt, last] = block
-
-
 @in_worker(
     "NVIDIA-NeMo/RL#3497", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
     caught_by=("LGP004",),

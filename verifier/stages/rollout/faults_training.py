@@ -101,17 +101,6 @@ def requests_without_the_adapter(call: Call) -> Any:
         return call.faulty()
 
 
-@fault("vllm-project/vllm#48352", f"{VLLM_ENGINE}.load_adapter(self, path)", **ADAPTER)
-def adapters_under_one_name(call: Call) -> Any:
-    """Every version's adapter has one name, by which the prefix cache knows keys: those of older versions are read."""
-    from vllm.lora.request import LoRARequest
-
-    found, own = call.original(), call.self._adapter
-    call.self._adapter = LoRARequest("policy", own.lora_int_id, own.lora_path)
-    call.fire()
-    return found
-
-
 @fault(
     "NovaSky-AI/SkyRL#1319", f"{GENERATION}._asked(self, step, number, indices)",
     **ANSWERED | {"stage": Stage.ROLLOUT},

@@ -42,7 +42,6 @@ in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT00
 
 
 def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
-    """Named tensors, of which two have changed places if both are there."""
     found = dict(tensors)
     if first in found and second in found:
         call.fire()
