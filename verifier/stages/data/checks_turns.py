@@ -290,13 +290,7 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
 
 
 def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[Comparison]:
-    """Tokens in the loss of each rollout of an update, against its own where it stays and none where it is dropped.
-
-    Args:
-        trace: of a step.
-        version: that the step made.
-        reasons: why each rollout is dropped, empty for one that stays; of those whose reason is right.
-    """
+    """Tokens in the loss of each rollout of an update, against its own where it stays and none where it is dropped."""
     own = dict[str, np.ndarray]()
     for policy in trace.of(PolicyColumns, version=version):
         arrays = trace.arrays(policy)

@@ -185,14 +185,7 @@ def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -
 
 
 def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: Sequence[int]) -> None:
-    """Record the routes of each mini-batch, as the engine reported them, and the passes over it.
-
-    Args:
-        probe: of the step's trace.
-        config: of the run.
-        batch: of the step.
-        layers: global indices of the layers with routers.
-    """
+    """Record the routes of each mini-batch, as the engine reported them, by global layers."""
     scored = [SCORED["current"], *([SCORED["reference"]] if config.grpo.has_reference else [])]
     for file, part in zip(batch.files, batch.parts, strict=True):
         rollouts = [batch.scored.rollouts[at] for at in part]
@@ -204,13 +197,7 @@ def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: 
 
 
 class DataAsRead:
-    """The examples of a run as its loader read them.
-
-    Args:
-        config: of the run.
-        train: examples to train on, in order.
-        held_out: problems of the evaluation.
-    """
+    """The examples of a run as its loader read them."""
 
     def __init__(self, config: TrainConfig, train: Sequence[Example], held_out: Sequence[Example]) -> None:
         self._config, self._train, self._held_out = config, train, held_out

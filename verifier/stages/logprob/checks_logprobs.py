@@ -362,10 +362,6 @@ def tokens_apart(scoring: Record, lengths: Sequence[int]) -> int:
 
     A router that flips within a prompt moves what comes after it in each of its samples. All tokens if the scoring is
     not of samples.
-
-    Args:
-        scoring: of the tokens.
-        lengths: scored tokens of each sequence.
     """
     if not isinstance(scoring, SampledTokens):
         return sum(lengths)
