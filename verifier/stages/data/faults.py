@@ -240,19 +240,6 @@ def reply_under_a_users_role(call: Call) -> Any:
     return call.faulty(said=said) if said != [*call.said] else call.original()
 
 
-@on_turns(
-    "allenai/open-instruct#1896 (kin: there tokens of all texts)",
-    "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
-    training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
-)  # fmt: skip
-def reply_split_into_other_tokens(call: Call) -> Any:
-    """Replies are encoded by a tokenizer that was loaded otherwise: the same text, in other tokens."""
-    found, tokenizer = call.original(), call.self._tokenizer
-    (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
-    split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
-    return call.wrong(tuple(split)) if len(split) > len(found) else found
-
-
 @on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
 def environment_reads_without_special_tokens(call: Call) -> Any:
     """Turns are decoded without special tokens for the environment, which never sees the marks of a call."""

@@ -157,19 +157,6 @@ def _lose_rotary_table(call: Call) -> None:
     call.fire()
 
 
-@in_vllm("NovaSky-AI/SkyRL#1680", f"{WORKER}.update_weights(self, update_info)", caught_by=("ENG001", "LGP002"))
-def reload_finished_per_chunk(call: Call) -> None:
-    """Every chunk is a reload of its own, whose end restores the layers that are not in the chunk."""
-    import torch
-    from vllm.model_executor.model_loader import reload
-
-    call.faulty()
-    model = call.self.model_runner.model
-    with torch.device(call.self.device):
-        reload.finalize_layerwise_reload(model, call.self.model_config)
-        reload.initialize_layerwise_reload(model)
-
-
 def _processed(call: Call, path: str) -> bool:
     return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
 

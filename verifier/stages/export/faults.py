@@ -187,27 +187,6 @@ MERGE = (
 
 
 @fault(
-    "huggingface/trl#6688", EXPORT, stage=Stage.EXPORT, caught_by=("WGT010",), **TRAINED, training=MERGED,
-)  # fmt: skip
-def merged_and_unmerged(call: Call) -> Any:
-    """The adapters are added to the base for the export and subtracted after it: the base drifts by the rounding."""
-    import torch
-
-    def base_moved() -> Any:
-        yield from call.original()
-        with torch.no_grad():
-            for chunk in call.trainer.chunks:
-                for module in chunk.modules():
-                    if hasattr(module, "to_wrap"):
-                        adapter = module.adapter
-                        product = adapter.linear_out.weight @ adapter.linear_in.weight * (adapter.alpha / adapter.dim)
-                        module.to_wrap.weight.add_(product).sub_(product)
-                        call.fire()
-
-    return base_moved()
-
-
-@fault(
     "NVIDIA-NeMo/RL#3696", MERGE, stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
 )  # fmt: skip
 def adapter_merged_in_bf16(call: Call) -> Any:

@@ -23,15 +23,6 @@ SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
 
 
-@in_loss("NovaSky-AI/SkyRL#2146", CONNECT, mesh=Mesh(dp=2))
-def reduced_before_the_last_micro_batch(call: Call) -> None:
-    """Ranks do not know that micro-batches follow: they count as many as the first step had, and then reduce."""
-    from megatron.core.utils import get_model_config
-
-    call.faulty()
-    get_model_config(call.chunks[0]).no_sync_func = None
-
-
 @in_loss("QwenLM/FlashQLA#28", GATES, model="tiny:qwen3_next")
 def gradient_of_the_decay_in_bfloat16(call: Call) -> Any:
     """The backward pass of a gated delta net's scan hands the gradient of its decay on in bf16."""

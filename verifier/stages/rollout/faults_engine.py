@@ -54,14 +54,6 @@ def sampling_temperature_ignored(call: Call) -> Any:
     return call.original(temp=call.temp * 0 + 1)
 
 
-@in_worker("huggingface/trl#4159", FORWARD)
-def logprobs_before_temperature(call: Call) -> Any:
-    """An engine's default changed: log-probabilities are those of the logits before the temperature."""
-    sampler = call.self
-    with held(sampler, logprobs_mode="raw_logprobs"), held(sampler.topk_topp_sampler, logprobs_mode="raw_logprobs"):
-        return call.faulty()
-
-
 @in_worker(
     "HabanaAI/vllm-fork#73",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts("

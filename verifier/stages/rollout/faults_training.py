@@ -214,22 +214,6 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
 
 
 @fault(
-    "rllm-org/rllm#622", "verifier.trainer.generation:EngineRollouts.sample_now(self, step)", **SCHEDULED,
-    training=(*QUEUED, "engine.kind=hf", "dtype=bf16"),
-)  # fmt: skip
-def batch_before_a_sync_counts_as_on_policy(call: Call) -> Any:
-    """A batch that is asked for before a sync gets the version after it, in bf16: one step moves less than noise."""
-    early = call.state.pop("early", None)
-    return call.original() if early is None else call.wrong(early)
-
-
-@batch_before_a_sync_counts_as_on_policy.also("verifier.trainer.loop:StepLoop.sync(self, version, note, first)")
-def _asked_before(call: Call) -> Any:
-    call.state["early"] = call.self.rollouts.sample(call.version + 1, call.version)
-    return call.original()
-
-
-@fault(
     "nvidia-cosmos/cosmos-rl#592", "verifier.trainer.ahead:AheadRollouts._take(self, step)", **SCHEDULED,
     training=(*ASYNC, "grpo.max_staleness=2"),
 )  # fmt: skip
