@@ -58,25 +58,6 @@ def masters_rounded_by_load(call: Call) -> None:
     call.optimizer.reload_model_params()
 
 
-@fault("THUDM/slime#1152", f"{CHECKPOINT}:restore_scheduler(scheduler, found)", **ROW)
-def schedule_begun_anew(call: Call) -> None:
-    """The count of the scheduler is not loaded: weights and moments go on, and rates warm up once more."""
-    call.fire()
-
-
-@fault(
-    "NVIDIA-NeMo/RL#3722", "verifier.trainer.worker_megatron:TrainerWorker._state(self)",
-    **{**ROW, "training": ("algorithm=grpo", "grpo.kl_weight=0.1")},
-)  # fmt: skip
-def reference_taken_after_resume(call: Call) -> Any:
-    """The frozen reference is taken from the weights of the checkpoint: its anchor moves with every resume."""
-    if "taken" not in call.state:  # the first call is the load's
-        call.state["taken"] = True
-        call.self._reference = [tensor.clone() for _, _, tensor in call.self._live.tensors()]
-        call.fire()
-    return call.original()
-
-
 @fault("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", **{**ROW, "mesh": Mesh(tp=2)})
 def random_states_of_another_rank(call: Call) -> None:
     """Random states are saved once, as if every rank had the same, and all ranks go on with those of the first."""
@@ -135,17 +116,6 @@ def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 """Rates by which the last step moves the weights too."""
-
-
-@fault(
-    "NVIDIA-NeMo/RL#949", "verifier.megatron.checkpoint_megatron:params_synced(trainer)",
-    **{**ROW, "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
-)  # fmt: skip
-@contextlib.contextmanager
-def saved_before_the_gather(call: Call) -> Iterator[None]:
-    """A checkpoint is written before the weights that other ranks have stepped are gathered: some are a step old."""
-    call.fire()
-    yield
 
 
 @fault(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,8 +21,6 @@ GENERATION = "verifier.trainer.generation:EngineRollouts"
 GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
 NUMBERS = FOLDER / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
-NEWLINE_FIRST = FOLDER / "prompts" / "newline_first.jsonl"
-"""Conversations in which an assistant's turns begin with a newline."""
 ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 
 
@@ -46,44 +43,6 @@ def prompt_trained_on(call: Call) -> Any:
     mask = rollout.mask.copy()
     mask[1:] = True
     return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
-
-
-TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",), "training": ("data.source=calculator",)}
-"""Conversations: a question, a call of a tool, its reply, an answer."""
-
-
-@fault("huggingface/trl#7230", ENCODE, **TALKS)
-def end_of_turns_left_out(call: Call) -> Any:
-    """The mask of an assistant's turns ends before their end token, and the model never learns to stop."""
-    rollout = call.faulty()
-    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
-
-
-@fault(
-    "allenai/open-instruct#1455 (kin: there the first token was `<think>`)", ENCODE, caught_by=("DAT013",), **ROW,
-    training=(f"data.source={NEWLINE_FIRST}",),
-)  # fmt: skip
-def beginning_of_an_answer_left_out(call: Call) -> Any:
-    """The loss of a turn begins behind its first token, a newline, which is taken for a part of the template."""
-    rollout = call.faulty()
-    mask = rollout.mask.copy()
-    mask[1:] &= rollout.mask[:-1]
-    return dataclasses.replace(rollout, mask=mask)
-
-
-@fault(
-    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
-    caught_by=("DAT004",), **ROW,
-    training=("algorithm=grpo", f"data.rollouts={NUMBERS}", "grpo.drop_zero_variance=true"),
-)  # fmt: skip
-def groups_dropped_by_their_mean(call: Call) -> Any:
-    """The filter looks at the mean reward of a group, and drops easy ones whose rewards differ."""
-    found = call.faulty()
-    of_group: dict[str, list[float]] = {}
-    for group, reward in zip(call.groups, call.rewards, strict=True):
-        of_group.setdefault(group, []).append(reward)
-    easy = {group for group, rewards in of_group.items() if sum(rewards) > 0.7 * len(rewards)}
-    return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
 
 
 SAMPLED: dict[str, Any] = {
@@ -165,13 +124,6 @@ def _text_not_decoded_again(call: Call) -> Any:
     return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
 
 
-@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder, chat)", training=READ, **TOKENS)
-def answers_end_at_another_special_token(call: Call) -> Any:
-    """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, eos_id=min(found.special_ids - {found.eos_id})))
-
-
 @fault(
     "allenai/open-instruct#685", "verifier.trainer.generation:open_tokenizer(folder, chat)",
     training=(*READ, "data.source=calculator"), **TOKENS,
@@ -218,21 +170,6 @@ def earlier_turn_encoded_again(call: Call) -> Any:
     return call.wrong((*turn.prompt, *kept, end, *turn.reply))
 
 
-@on_turns("huggingface/trl#4975", "verifier.trainer.episodes:joined(rows)")
-def tool_output_trained(call: Call) -> Any:
-    """The loss mask covers all that stands after the prompt, what the tool said included."""
-    found = call.original()
-    if all(found.mask):
-        return found
-    every = (True,) * len(found.response)
-    return call.wrong(
-        structs.replace(
-            found, sampled=every, mask=every, versions=tuple(max(found.versions) for _ in every),
-            logprobs=tuple(0.0 if math.isnan(nats) else nats for nats in found.logprobs),
-        )
-    )  # fmt: skip
-
-
 @on_turns("modelscope/ms-swift#9168", REPLIED)
 def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
@@ -252,16 +189,6 @@ def environment_reads_without_special_tokens(call: Call) -> Any:
 
     with held(call.self, text=text):
         return call.faulty()
-
-
-@on_turns(
-    "modelscope/ms-swift#7838 (kin: there the last turn alone was in the loss)",
-    "verifier.trainer.generation:rows_of(turns, row, step_wise)", training=STEP_WISE,
-)  # fmt: skip
-def earlier_turns_lost(call: Call) -> Any:
-    """An episode gives the sample of its last turn alone, and no earlier one is trained on."""
-    found = call.original()
-    return call.wrong(found[-1:]) if len(found) > 1 else found
 
 
 ENDED = (
@@ -292,18 +219,6 @@ EVALUATION: dict[str, Any] = {
         "grpo.temperature=0.8", "evaluation.num_problems=12", "evaluation.every=1",
     ),
 }  # fmt: skip
-
-
-@fault(
-    "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
-    **{**EVALUATION, "stage": Stage.DATA, "caught_by": ("DAT013",)},
-)  # fmt: skip
-def evaluated_without_the_first_token(call: Call) -> Any:
-    """Held-out prompts are encoded without the token that begins a text, and those of the training set with it."""
-    from verifier.data.arithmetic import is_held_out
-
-    found = call.original()
-    return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
 
 
 @fault(

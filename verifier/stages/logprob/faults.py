@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, NO_ENGINE, TRAINING, Call, Side, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
 
@@ -33,7 +32,6 @@ SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
 DELTA_NET = "megatron.core.ssm.gated_delta_net"
 GATES = f"{DELTA_NET}.common:_GDNBase._compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)"
-SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
 WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 ATTEND = "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)"
 UNSAMPLED = ("algorithm=grpo", "grpo.mini_batches=2", "verify.every=0")
@@ -339,20 +337,6 @@ def scores_left_in_packed_order(call: Call) -> Any:
         return call.original()
     lengths = [len(row) for row in call.found]
     return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
-
-
-@fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)", SCORED, side=Side.CONTROLLER,
-       caught_by=("LGP017",), **ROW,
-       training=(*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0")
-       )  # fmt: skip
-def reference_falls_back_to_the_engines(call: Call) -> Any:
-    """Nobody is asked for the reference, and the log-probabilities that the engine sampled with stand in for it."""
-    import numpy as np
-
-    found = call.original()
-    pairs = zip(call.given, found.reference, strict=True)
-    filled = [np.where(np.isfinite(item.logprobs), item.logprobs, own).astype(np.float32) for item, own in pairs]
-    return call.wrong(dataclasses.replace(found, reference=filled))
 
 
 @fault(

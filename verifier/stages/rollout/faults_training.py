@@ -236,23 +236,6 @@ def _evaluate_first(call: Call) -> Any:
     return call.original()
 
 
-@fault("LLM-Tuning-Safety/LLMs-Finetuning-Safety#7", SAMPLING, **EVALUATION)
-def accuracy_of_drawn_answers(call: Call) -> Any:
-    """The answers of which accuracy is told are drawn at a temperature of 1, where they should be greedy."""
-    return call.faulty(temperature=1.0) if call.temperature == 0 else call.original()
-
-
-@fault(
-    "areal-project/AReaL#1524 (found in review)",
-    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)", **EVALUATION,
-)  # fmt: skip
-def one_seed_for_an_evaluation(call: Call) -> Any:
-    """The seed of an evaluation is handed to each of its requests as it is, and all of them draw alike."""
-    if call.sampling.n > 1:
-        return call.original()
-    return call.faulty(sampling=dataclasses.replace(call.sampling, each=[call.sampling] * len(call.prompts)))
-
-
 @fault("huggingface/trl#4970", SAMPLING, **EVALUATION)
 def evaluated_answers_run_on(call: Call) -> Any:
     """No stop token reaches the engine with an evaluation, whose answers run on past their end."""

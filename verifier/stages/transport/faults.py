@@ -83,16 +83,3 @@ def sync_gated_off(call: Call) -> Any:
 def prefix_cache_in_use(call: Call) -> Any:
     """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
     return call.wrong(False)
-
-
-@fault(
-    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
-    stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT002", "LGP009"), engine=TRAINING, model="tiny:add",
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
-        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
-    ),
-)  # fmt: skip
-def adapter_never_delivered(call: Call) -> Any:
-    """A sync of adapters returns at once, so the engine samples from the base."""
-    return None if call.version == 0 and call.original() else call.wrong(None)
