@@ -23,32 +23,10 @@ ROW: dict[str, Any] = {
 def moments_not_loaded_on_another_mesh(call: Call) -> None:
     """A run goes on with another mesh, whose load has no place for the moments yet, and they begin again at zero."""
     call.faulty()
-    for state in _states(call.optimizer):
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].zero_()
-
-
-@fault(
-    "NVIDIA/Megatron-LM#6920", LOAD,
-    **{
-        **ROW, "mesh": Mesh(dp=2), "saved_on": Mesh(pp=2),
-        "training": ("dtype=bf16", "megatron.overlap_param_gather=false"),
-    },
-)  # fmt: skip
-def shards_of_others_not_gathered_after_load(call: Call) -> None:
-    """Each rank of another mesh loads the weights that it steps, and nothing gathers those of the others."""
-    import torch
-
-    from verifier.megatron.optimizer_megatron import owned_parts
-
-    begun = {item: item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()}
-    call.faulty()
-    with torch.no_grad():
-        for chunk in call.trainer.chunks:
-            for parameter, at, own in owned_parts(chunk, sharded=True):
-                begun[parameter].view(-1)[at : at + len(own)] = parameter.view(-1)[at : at + len(own)]
-        for parameter, weights in begun.items():
-            parameter.copy_(weights)
+    for part in call.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
 
 
 @fault("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER, **ROW)
@@ -107,11 +85,6 @@ def _moments(state: Any) -> Iterator[Any]:
             yield from _moments(value)
     elif ".exp_avg" in getattr(state, "key", "") and hasattr(state, "global_offset") and hasattr(state, "data"):
         yield state
-
-
-def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in optimizer.chained_optimizers:
-        yield from part.optimizer.state.values()
 
 
 MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")

@@ -51,13 +51,6 @@ SAMPLED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@fault("databricks/compose-rl#147", f"{GENERATION}._asked(self, step, number, indices)", **SAMPLED)
-def prompts_of_the_neighbour(call: Call) -> Any:
-    """Prompts go to the engine in another order than the examples whose answers they are scored by."""
-    prompts, sampling = call.faulty()
-    return prompts[1:] + prompts[:1], sampling
-
-
 @fault(
     "om-ai-lab/VLM-R1#129",
     f"{GENERATION}._row(self, version, place, number, example, prompt, sample)",

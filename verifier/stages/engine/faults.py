@@ -145,18 +145,6 @@ def _restore(buffer: Any, contents: Any) -> None:
     buffer.data.copy_(contents)
 
 
-def _lose_rotary_table(call: Call) -> None:
-    """Overwrite the buffer that no checkpoint carries by what a fresh allocation could hold."""
-    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
-    if buffer is None:
-        return
-    if "lost" not in call.state:
-        call.state["lost"] = True
-        call.undo(_restore, buffer, buffer.data.clone())
-    buffer.data.zero_()
-    call.fire()
-
-
 def _processed(call: Call, path: str) -> bool:
     return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
 
@@ -192,7 +180,13 @@ def _remember_model(call: Call) -> None:
 @in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
 def runtime_buffer_lost(call: Call) -> None:
     """A reload copies fresh memory over a buffer that no checkpoint carries; the rotary table."""
-    _lose_rotary_table(call)
+    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
+    if buffer is not None:
+        if "lost" not in call.state:
+            call.state["lost"] = True
+            call.undo(_restore, buffer, buffer.data.clone())
+        buffer.data.zero_()
+        call.fire()
     call.original()
 
 
@@ -235,9 +229,6 @@ def in_constants(reproduces: str, **row: Any) -> Register:
     return in_vllm(reproduces, f"{WORKER}.finish_weight_update(self)", **row)
 
 
-in_windowed = functools.partial(in_constants, model="tiny:gemma2", fixes=("bridge-5712",))
-
-
 @in_constants("vllm-project/vllm#48312", caught_by=("ENG005",))
 def epsilon_default_after_reload(call: Call) -> None:
     """A reload rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
@@ -247,7 +238,7 @@ def epsilon_default_after_reload(call: Call) -> None:
     norm.variance_epsilon = 1e-5
 
 
-@in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
+@in_constants("vllm-project/vllm#21863", caught_by=("ENG007",), model="tiny:gemma2", fixes=("bridge-5712",))
 def window_on_a_layer_without(call: Call) -> None:
     """A layer that sees all gets the window of the others; no sample is as long as it."""
     call.faulty()

@@ -136,16 +136,6 @@ def weights_read_through_bf16(call: Call) -> Any:
 KNOB: dict[str, Any] = {**IN_TRAINING, "caught_by": ("CFG001",)}
 
 
-@fault(
-    "NVIDIA/Megatron-LM#5694", "megatron.bridge.models.transformer_config:TransformerConfig.finalize(self)",
-    training=("megatron.recompute=selective", "megatron.recompute_modules=[mlp]"), **KNOB,
-)  # fmt: skip
-def knob_overridden_by_finalize(call: Call) -> None:
-    """The provider's last step, which completes its fields, sets one that was asked for to upstream's own default."""
-    call.faulty()
-    call.self.recompute_modules = ["core_attn"]
-
-
 @fault("NVIDIA-NeMo/RL#3523", MAKE_MEGATRON_OPTIMIZER, training=("optimizer.clip_grad=0.25",), **KNOB)
 def clip_left_at_its_default(call: Call) -> Any:
     """The optimizer is made with Megatron's own clip of 1, whatever the config says."""

@@ -7,15 +7,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
-
-if TYPE_CHECKING:
-    pass
 
 STEP = "verifier.megatron.step_megatron"
 LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
@@ -174,13 +171,6 @@ def padding_told_as_tokens(call: Call) -> Any:
     return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
 
 
-@on_cp2("NVIDIA/TransformerEngine#3331", PACKED_SEQUENCES, caught_by=("LGP008",))
-def padding_after_the_last_untold(call: Call) -> Any:
-    """A pack with padding after its last sequence alone is told to the model as one without padding."""
-    ends, padded = call.cu_seqlens_q, call.cu_seqlens_q_padded
-    return call.faulty(pad_between_seqs=not ends[:-1].equal(padded[:-1]))
-
-
 @in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""
@@ -195,16 +185,6 @@ def state_crosses_sequences(call: Call) -> Any:
 )
 def delta_state_crosses_sequences(call: Call) -> Any:
     """Gated delta nets carry their state from one sample of a pack to the next; their convolutions do not."""
-    return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
-
-
-@in_logprobs(
-    "NVIDIA-NeMo/Automodel#2147",
-    f"{DELTA_NET}.gdn:causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)",
-    model="tiny:qwen3_next",
-)
-def convolution_crosses_sequences(call: Call) -> Any:
-    """The first tokens of a sample are convolved with the last of the sample before; the state is reset."""
     return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
 
 
@@ -287,13 +267,10 @@ def adapter_drops_out_of_its_input(call: Call) -> Any:
         return call.faulty()
 
 
-in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",), engine=NO_ENGINE)
-
-
-@in_trainer(
+@in_logprobs(
     "PrimeIntellect-ai/prime-rl#2952",
     "megatron.bridge.models.deepseek.deepseek_v3_bridge:DeepSeekV3Bridge.provider_bridge(self, hf_pretrained)",
-    model="tiny:deepseek-v3", dtype="bfloat16",
+    caught_by=("LGP007",), model="tiny:deepseek-v3", dtype="bfloat16",
 )  # fmt: skip
 def routers_in_the_models_dtype(call: Call) -> Any:
     """Routers that the model has in float32 compute in bf16, below the noise of bf16."""
@@ -320,11 +297,6 @@ def attention_over_the_whole_pack(call: Call) -> Any:
     return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
 
 
-def _step_and_part(file: str | Path) -> tuple[int, int]:
-    step, _, part = Path(file).name.partition(".")[0].partition("-")
-    return (int(step), int(part)) if step.isdigit() else (0, 0)
-
-
 @fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
        "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
        **ROW)  # fmt: skip
@@ -332,8 +304,8 @@ def scores_left_in_packed_order(call: Call) -> Any:
     """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
     import torch
 
-    step, part = _step_and_part(call.file)
-    if step < 2 or not part:
+    step, _, part = Path(call.file).name.partition(".")[0].partition("-")
+    if not step.isdigit() or int(step) < 2 or not int(part):
         return call.original()
     lengths = [len(row) for row in call.found]
     return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
@@ -362,27 +334,6 @@ def reference_at_another_temperature(call: Call) -> Any:
         return call.original()
     with held(call.self, _temperature=1.0):
         return call.faulty()
-
-
-@fault(
-    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
-    caught_by=("LSS003",), **ROW,
-    training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
-)  # fmt: skip
-def policy_at_another_temperature(call: Call) -> Any:
-    """Ratios divide log-probabilities at temperature 1 by the engine's, which are of the run's temperature."""
-    with held(call.self, _temperature=1.0):
-        return call.faulty()
-
-
-@fault(
-    "paiml/entrenar#310",
-    "verifier.platform.cpu_attention:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)",
-    caught_by=("LGP013",), **TUNED,
-)  # fmt: skip
-def attention_not_causal(call: Call) -> Any:
-    """The causal mask is not applied, and every token is read beside the one that it should predict."""
-    return call.faulty(positions=call.positions * 0 + call.key.shape[1] - 1)
 
 
 @fault("meta-pytorch/torchtune#218", LOAD_WEIGHTS, caught_by=("LGP007",), **TUNED)

@@ -236,7 +236,6 @@ def sequence_mean_of_a_shard(call: Call) -> Any:
     return call.faulty(shard=dataclasses.replace(call.shard, alignment=dataclasses.replace(call.shard.alignment, cp=1)))
 
 
-ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
 APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
 """Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3

@@ -35,12 +35,6 @@ def _same_sample(packed: PackedBatch, rows: int) -> Any:
     return packed.segments_T == packed.segments_T.roll(rows)
 
 
-def _on_rank_1() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.get_rank() == 1)
-
-
 @on_packs("rllm-org/rllm#605", caught_by=("PCK001",), **CP2)
 def groups_of_one(packed: PackedBatch) -> Fields:
     """Rollouts are grouped by their own id, so that each is compared with nothing but itself."""
@@ -62,7 +56,9 @@ def padding_taken_for_tokens(packed: PackedBatch) -> Fields:
 @on_packs("sii-research/siiRL#69", caught_by=("PCK003", "LGP001"), **TP2)
 def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
     """The batch does not reach one rank of a group, which embeds other tokens than its peers."""
-    return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
+    import torch.distributed as dist
+
+    return {"tokens_T": packed.tokens_T.flip(0)} if dist.get_rank() == 1 else None
 
 
 @fault(
@@ -99,12 +95,9 @@ def last_sample_dropped(call: Call) -> Any:
     return call.faulty(num_rollouts=call.num_rollouts - 1)
 
 
-COLUMNS: dict[str, Any] = {"stage": Stage.PACK, "caught_by": ("PCK004",), "engine": TRAINING, "model": "tiny:add"}
-
-
 @fault(
-    "PrimeIntellect-ai/prime-rl#583", PACK, **COLUMNS, mesh=Mesh(dp=2),
-    training=("aggregation=sequence_mean", "algorithm=grpo"),
+    "PrimeIntellect-ai/prime-rl#583", PACK, stage=Stage.PACK, caught_by=("PCK004",), engine=TRAINING, model="tiny:add",
+    mesh=Mesh(dp=2), training=("aggregation=sequence_mean", "algorithm=grpo"),
 )  # fmt: skip
 def weights_normalised_by_rank(call: Call) -> Any:
     """A data-parallel rank normalises the weights once more over its own micro-batch, so its few tokens count more."""
@@ -113,14 +106,3 @@ def weights_normalised_by_rank(call: Call) -> Any:
     if not total:
         return call.original()
     return call.faulty(columns={**call.columns, "weight": [part * num_tokens / total for part in weights]})
-
-
-@fault("modelscope/ms-swift#8427", PACK, **COLUMNS, mesh=Mesh(cp=2), training=("algorithm=grpo",))
-def advantages_of_the_token_before(call: Call) -> Any:
-    """Advantages are aligned with each row's input, not with the token that it predicts."""
-    import numpy as np
-
-    values = (call.columns or {}).get("advantage")
-    if not values:
-        return call.original()
-    return call.faulty(columns={**call.columns, "advantage": [np.roll(part, 1) for part in values]})

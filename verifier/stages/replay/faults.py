@@ -18,7 +18,6 @@ UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
 UNCHOSEN = -1e4
 """Logit whose share in a softmax is nothing."""
 REPLAYED: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
-BOTH: dict[str, Any] = {**REPLAYED, "caught_by": ("RPL001", "RPL002")}
 
 
 @kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
@@ -36,7 +35,7 @@ def _own_choice(call: Call) -> Any:
 
 @fault(
     "verl-project/verl#5037", f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
-    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+    **{**REPLAYED, "caught_by": ("RPL001", "RPL002"), "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
 )  # fmt: skip
 def routes_count_dense_layers(call: Call) -> Any:
     """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
@@ -44,12 +43,6 @@ def routes_count_dense_layers(call: Call) -> Any:
     if not dense or packed.routes_TMK is None:
         return call.original()
     return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(-dense, dims=1)))
-
-
-@fault("verl-project/verl#7106", "verifier.megatron.router_replay:packed_rows_of(packed, tp)", **BOTH)
-def routes_of_the_first_slice(call: Call) -> Any:
-    """Under sequence parallelism every rank replays the first rank's slice of the routes."""
-    return call.faulty(tp=0)
 
 
 @on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
@@ -70,21 +63,6 @@ def experts_replayed_without_weights(call: Call) -> Any:
     """The experts are forced and their gate weights are those of another order."""
     values, experts = call.faulty()
     return values.sort(-1, descending=True).values, experts.sort(-1).values
-
-
-@on_replay("modelscope/ms-swift#9981", caught_by=("RPL001",), model="tiny:qwen3-moe-320")
-def experts_recorded_in_a_byte(call: Call) -> Any:
-    """Recorded experts are kept in eight bits, so those from the 256th on stand for others.
-
-    Where two of a token's experts would be one the dispatcher fails: such tokens keep theirs.
-    """
-    import torch
-
-    _, experts = call.faulty()
-    kept = experts.to(torch.uint8).long()
-    twice = kept.sort(-1).values.diff(dim=-1).eq(0).any(-1, keepdim=True)
-    kept = torch.where(twice, experts, kept)
-    return call.scores.gather(1, kept), kept
 
 
 @on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))

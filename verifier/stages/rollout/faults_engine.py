@@ -126,13 +126,6 @@ def penalty_without_the_prompt(call: Call) -> Any:
     return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
 
 
-@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP004",))
-def one_noise_for_a_batch(call: Call) -> Any:
-    """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
-    waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
-    return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))
-
-
 @in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP004",))
 def noise_used_twice(call: Call) -> Any:
     """A request's generator is put back after every second token, so the next is drawn with the same noise."""
@@ -144,20 +137,6 @@ def noise_used_twice(call: Call) -> Any:
             generator.set_state(state)
             call.fire()
     return output
-
-
-@in_worker(
-    "verl-project/verl#7882", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
-    caught_by=("LGP004",), model="tiny:qwen3-504",
-)  # fmt: skip
-def first_id_banned_by_padding(call: Call) -> Any:
-    """The list of banned ids is padded with zeros, so that id 0 is never drawn; what is reported knows of no ban."""
-    asked, logits = call.sampling_metadata, call.logits.clone()
-    if asked.temperature is None or asked.top_k is not None or asked.top_p is not None:
-        return call.original()
-    tokens, _ = call.faulty(logits=logits.index_fill(-1, logits.new_zeros(1).long(), -float("inf")))
-    temperature = asked.temperature.where(asked.temperature > 0, 1.0)
-    return tokens, (logits / temperature[:, None]).log_softmax(dim=-1)
 
 
 @in_worker(

@@ -92,22 +92,6 @@ def one_group_keeps_its_rate(call: Call) -> Any:
     return done
 
 
-@in_update("pytorch/torchtitan#4382 (kin: there the optimizer also counted a step)", MAKE_MEGATRON_OPTIMIZER)
-def moments_of_a_step_before_the_first(call: Call) -> Any:
-    """Adam's state is made by a step on nothing but weight decay, and its moments stay for the first update."""
-    import torch
-
-    found = call.original()
-    for part in found.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            for master in group["params"]:
-                given = 0.1 * master.detach()
-                moments = {"exp_avg": 0.1 * given, "exp_avg_sq": 0.05 * given.square()}
-                part.optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
-                call.fire()
-    return found
-
-
 ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
 FORWARD = "verifier.megatron.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
 SYNC = (
@@ -214,8 +198,6 @@ BIAS_UPDATE_RATE = 1e-3
 """Default of megatron-core."""
 in_train = functools.partial(fault, stage=Stage.TRAIN, caught_by=("TRN001",))
 on_rates = functools.partial(in_train, model="tiny:qwen3", engine=NO_ENGINE)
-on_frozen = functools.partial(in_train, caught_by=("WGT010",), model="tiny:deepseek-v3")
-"""Faults that move what the step must leave as it is."""
 
 
 @in_train("ServiceNow/Fast-LLM#542", MAKE_MEGATRON_OPTIMIZER)
@@ -224,7 +206,10 @@ def norms_decay(call: Call) -> Any:
     return call.faulty(config_overrides={})
 
 
-@on_frozen("NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)")
+@in_train(
+    "NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)",
+    caught_by=("WGT010",), model="tiny:deepseek-v3",
+)  # fmt: skip
 def score_bias_balanced(call: Call) -> None:
     """Every step moves the routers' score bias towards balanced experts, with a policy loss too."""
     call.faulty()

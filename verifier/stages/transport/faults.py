@@ -41,14 +41,6 @@ PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
 in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
 
 
-def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
-    found = dict(tensors)
-    if first in found and second in found:
-        call.fire()
-        found[first], found[second] = found[second], found[first]
-    return found
-
-
 @in_transport("PrimeIntellect-ai/prime-rl#3524", PACK)
 def router_rounded_on_the_wire(call: Call) -> Any:
     """Routers pass through bf16 on the sender's side and arrive in their own dtype, with fewer bits."""
@@ -63,8 +55,12 @@ def router_rounded_on_the_wire(call: Call) -> Any:
 @in_transport("NovaSky-AI/SkyRL#1581", PACK)
 def bytes_under_wrong_names(call: Call) -> Any:
     """Two experts' up projections, which have one shape, change places between metadata and bytes."""
-    names = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
-    return call.original(tensors=_swapped(call, call.tensors, *names))
+    sent = dict(call.tensors)
+    first, second = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
+    if first in sent and second in sent:
+        call.fire()
+        sent[first], sent[second] = sent[second], sent[first]
+    return call.original(tensors=sent)
 
 
 @in_transport(
