@@ -26,10 +26,7 @@ FAULTS = {
     # forward, in the pass that scores
     "norm-epsilon-default": ("score", QKV),
     "rope-base-default": ("score", ROTARY),
-    "mla-rope-factor-default": ("score", ROTARY),
     "yarn-scale-of-attention-missing": ("score", ROTARY),
-    "rope-scaling-factor-default": ("score", ROTARY),
-    "table-of-angles-too-short": ("score", ROTARY),
     "frequencies-rounded-with-the-model": ("score", ROTARY),
     "local-positions": ("score", ROTARY),
     "chunks-contiguous": ("score", ROTARY),
@@ -60,10 +57,8 @@ FAULTS = {
     "router-loss-left-on": ("backward", "layers.3.pre_mlp_layernorm"),
     # gradients of weights
     "finalize-hook-missing": ("weight", EVERY),
-    "earlier-micro-batches-dropped": ("weight", EVERY),
     "sequence-parallel-grads-not-reduced": ("weight", "model.layers.0.input_layernorm.weight"),
     "tied-grads-not-reduced": ("weight", "model.embed_tokens.weight"),
-    "expert-gradients-times-expert-parallel": ("weight", "model.layers.0.mlp.experts.0.down_proj.weight"),
 }
 DEFAULT = {"local-positions", "tied-grads-not-reduced"}
 CLEAN = [

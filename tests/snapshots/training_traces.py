@@ -21,7 +21,6 @@ from verifier.stages.data.records import (
     RolloutTexts,
     SamplingAsked,
     TokensRead,
-    TrainedText,
 )
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.logprob.records import OracleEnds, OracleEntropy, ReferenceShard, SpotScore
@@ -235,9 +234,6 @@ def training() -> list[Record]:
             )
             for rank in range(2)
         ),
-        TrainedText(
-            name="examples", version=1, ids=("a", "b"), responses=("2", "4"), texts=("2<eos>", "4<eos>"), end="<eos>"
-        ),
         Drops(
             name="batch", version=1, ids=("x", "y"), truncated=(False, False), reasons=("", ""), drop_overlong=True,
             drop_zero_variance=True,
@@ -306,7 +302,6 @@ CHANGES: dict[str, tuple[type[Record], Callable[[Any], Record]]] = {
     "ADV004": (Advantages, having(penalties=(0.025, -0.025))),
     "ADV003": (PolicyColumns, having(array="over the engine")),
     "LGP009": (PolicyColumns, having(array="other weights")),
-    "DAT003": (TrainedText, having(texts=("2<eos>", "4"))),
     "DAT004": (Drops, having(reasons=("", "zero_variance"))),
     "DAT008": (SamplingAsked, having(max_answer_tokens=1)),
     "DAT007": (SamplingAsked, having(batch_size=2)),

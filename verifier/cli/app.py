@@ -126,7 +126,6 @@ def roundtrip(
 def _run(
     command: str, config: GoldenConfig | RoundtripConfig, results: Results, watch: bool, paths: list[Path] | None
 ) -> int:
-    """Run and judge once, or in rounds."""
     if paths and not watch:
         raise UsageError("--watch-path goes with --watch: give both, or neither")
     if watch:

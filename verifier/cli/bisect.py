@@ -76,7 +76,6 @@ def _read(path: Path) -> Trace:
 
 
 def _injection(fault_id: str, folder: str) -> tuple[str, ...]:
-    """Context manager of the ranks that injects a fault; its marks go to the folder."""
     from verifier.faults.fault import Side
     from verifier.faults.injection import INJECTED
     from verifier.faults.matrix import chosen

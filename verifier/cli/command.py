@@ -146,7 +146,6 @@ def _default(entry: KnobEntry) -> Any:
 
 
 def _annotation(entry: KnobEntry) -> Any:
-    """Type of a flag, for typer."""
     kind: Any = entry.kind
     if kind is tuple:
         kind = list[str]

@@ -47,7 +47,6 @@ def as_text(found: RunPlan) -> str:
 
 
 def _stages(found: RunPlan, made: Made) -> Iterator[str]:
-    """Yield the table of pipeline stages, equal neighbours in one row, and which ranks fit."""
     titles = ("parameters", "weights", "gradients", "optimizer", "transfer", "activations*", "total")
     unit, name = (GIB, "GiB") if max(item.total for item in made.memory) > GIB else (MIB, "MiB")
     yield f"{name} of a rank, least to greatest, by pipeline stage:"
@@ -83,7 +82,6 @@ _ESTIMATE = "Korthikanti et al. 2022, section 4.1, without scores and dropout; e
 
 
 def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
-    """Yield what travels, who owns it, and how long a sync takes at least."""
     for item in made.plans:
         if item.plan is not None:
             num_tensors, chunks = sum(len(chunk.names) for chunk in item.plan.chunks), item.plan.chunks
@@ -114,7 +112,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _span(values: list[float], unit: str = "") -> str:
-    """Least and greatest of some values, or the only one."""
     least, greatest = (f"{value:,.1f}{unit}" for value in (min(values), max(values)))
     return least if least == greatest else f"{least}-{greatest}"
 

@@ -131,7 +131,6 @@ def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edite
 
 
 def _without_watch(words: Sequence[str]) -> list[str]:
-    """The words of the command without those of the loop."""
     found, skip = [], False
     for word in words:
         if skip:
@@ -144,7 +143,6 @@ def _without_watch(words: Sequence[str]) -> list[str]:
 
 
 def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Changes in the verdicts of checks since the last round that had any."""
     if not now:
         return "; nothing was judged"
     if not before:

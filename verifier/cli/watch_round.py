@@ -63,7 +63,6 @@ def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict
 
 
 def _where(problem: Exception) -> str:
-    """An error with the file and the line in which it was raised."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

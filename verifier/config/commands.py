@@ -253,7 +253,6 @@ class NoiseConfig(ModelConfig):
 
 
 def _reason(record: bool, why: str | None) -> dict[str, object]:
-    """A recording without a reason, and a reason without a recording."""
     return {
         '--record needs --why "...": the reason is kept in the manifest': record and not (why or "").strip(),
         "--why is the reason of a --record: give both or neither": why is not None and not record,

@@ -91,7 +91,6 @@ def resolved(config: Any, owners: Mapping[str, str]) -> str:
 
 
 def _written(entry: KnobEntry, value: Any) -> str:
-    """Write a value as YAML, in its user's spelling."""
     if isinstance(value, tuple):
         rows = value if entry.knob.record is None else [dataclasses.asdict(item) for item in value]
         return json.dumps(list(rows))
@@ -136,7 +135,6 @@ def _require_known(known: Mapping[str, Any], key: str, where: str) -> None:
 
 
 def _read(known: Mapping[str, KnobEntry], file: Path) -> dict[str, Given]:
-    """Flatten a YAML file into dotted keys."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -202,7 +200,6 @@ def _typed(kind: type, known: Mapping[str, KnobEntry], given: Mapping[str, Given
 
 
 def _records(entry: KnobEntry, item: Given) -> list[Any]:
-    """Make the records of a list of mappings."""
     record, value = entry.knob.record, item.value
     assert record is not None
     names = [field.name for field in dataclasses.fields(record)]

@@ -111,7 +111,6 @@ class MegatronOptions(Knobs):
         }
 
     def _of_layers(self) -> dict[str, object]:
-        """Recomputation, and the balancing of experts."""
         kinds = {"recompute_method": "full", "recompute_layers": "full", "recompute_modules": "selective"}
         recomputed = {
             f"{{megatron.{name}}} and {{megatron.recompute}}: give megatron.recompute={kind}, or leave megatron.{name} "

@@ -170,22 +170,6 @@ def layers_are_shared_out_as_the_mesh_says() -> None:
                 assert range(offset, offset + count) == mesh.layers_of(stage, chunk, num_layers), (sizes, stage, chunk)
 
 
-def packer_and_attention_agree_on_context_parallel_rows() -> None:
-    """Two implementations of one rule, written apart: what the packer holds and what the attention assumes."""
-    import numpy as np
-
-    from verifier.megatron.token_layout import cp_rows
-    from verifier.platform.cpu_mamba import zigzag_positions
-
-    for cp in (1, 2, 3, 4):
-        padded = np.array([2 * cp, 6 * cp, 4 * cp])
-        ends = np.concatenate([[0], padded.cumsum()])
-        for rank in range(cp):
-            held = [zigzag_positions(int(size), cp, rank).numpy() for size in padded]
-            rows = [begin + positions for begin, positions in zip(ends[:-1], held, strict=True)]
-            assert np.array_equal(np.concatenate(rows), cp_rows(ends, cp, rank))
-
-
 def token_counts_on_the_host_are_not_made_numpy_upstream() -> None:
     """Why `maybe_move_tensor_to_cpu` is replaced; when this fails, upstream is mended and the patch can go."""
     import torch
@@ -244,73 +228,3 @@ def placeholder_gives_nothing_away() -> None:
 
     assert not hasattr(transformer_engine.pytorch, "RMSNorm")
     assert _raises(ImportError, lambda: importlib.import_module("transformer_engine.common"))
-
-
-def attention_equals_torchs_own() -> None:
-    """Packed with padding, grouped queries, value heads of another width: against scaled_dot_product_attention."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from verifier.platform.cpu_attention import TEDotProductAttention
-
-    config = _attention_config()
-    groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
-    attention = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
-    lengths, padded = [5, 1, 7], [8, 4, 12]
-    query, key, value = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 6)
-    starts = [0, 8, 12]
-    for begin, length, size in zip(starts, lengths, padded, strict=True):
-        for tensor in (query, key, value):
-            tensor[begin + length : begin + size] = torch.nan
-    ends, padded_ends = (torch.tensor(item, dtype=torch.int32) for item in ([0, 5, 6, 13], [0, 8, 12, 24]))
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=padded_ends,
-        cu_seqlens_kv_padded=padded_ends,
-    )
-    actual = attention(query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=packed)
-    for begin, length, size in zip(starts, lengths, padded, strict=True):
-        rows = slice(begin, begin + length)
-        q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in (query, key, value))
-        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-        torch.testing.assert_close(actual[rows], expected.flatten(1), rtol=1e-5, atol=1e-6)
-        assert (actual[begin + length : begin + size] == 0).all()
-    one = attention(*(t[:5, None].repeat(1, 2, 1, 1) for t in (query, key, value)), None, AttnMaskType.causal)
-    assert torch.equal(one[:, 0], actual[:5])
-    assert torch.equal(one[:, 1], actual[:5])
-
-
-def windows_equal_torchs_own() -> None:
-    """The first of two layers sees three rows before its own, the other all of them."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core.transformer.enums import AttnMaskType
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from verifier.platform.cpu_attention import TEDotProductAttention
-
-    config = _attention_config(window_size=(3, 0), window_attn_skip_freq=2)
-    groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
-    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    behind = torch.arange(9)[:, None] - torch.arange(9)
-    for layer, rows_before in ((1, 3), (2, 9)):
-        attention = TEDotProductAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
-        actual = attention(*(tensor[:, None] for tensor in (query, key, value)), None, AttnMaskType.causal)
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        seen = (behind >= 0) & (behind <= rows_before)
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
-        torch.testing.assert_close(actual[:, 0], expected.flatten(1), rtol=1e-5, atol=1e-6)
-
-
-def _attention_config(**different: object) -> SimpleNamespace:
-    """Fields of a TransformerConfig that the reference attention reads."""
-    plain = {
-        "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None, "softmax_type": "vanilla",
-        "num_attention_heads": 4,
-    }  # fmt: skip
-    return SimpleNamespace(**{**plain, **different})

@@ -70,14 +70,11 @@ CONTRACTS = (
         _keeps("bridge_knows_the_sharding_of_every_reference_module", *_SHARDS, tiers=CPU, package="megatron-bridge"),
         _keeps("ranks_are_laid_out_as_the_mesh_says", *_SHARDS, "PCK003"),
         _keeps("layers_are_shared_out_as_the_mesh_says", *_SHARDS),
-        _keeps("packer_and_attention_agree_on_context_parallel_rows", "PCK001", "PCK002", tiers=CPU),
         _has("token_counts_on_the_host_are_not_made_numpy_upstream", "moe_utils.maybe_move_tensor_to_cpu", CPU),
         _has("norms_of_large_tensors_are_short_upstream", "local_multi_tensor_l2_norm without Transformer Engine", CPU),
         _keeps("guards_tell_tensors_of_another_kind", "TPT001", package="torch"),
         _keeps("torch_itself_is_whole", *_TRAINED, tiers=CPU, package="torch"),
         _keeps("placeholder_gives_nothing_away", *_TRAINED, tiers=CPU),
-        _keeps("attention_equals_torchs_own", *_TRAINED, tiers=CPU),
-        _keeps("windows_equal_torchs_own", *_TRAINED, tiers=CPU),
     ),
     *_of(
         "reload_vllm",
@@ -115,7 +112,6 @@ CONTRACTS = (
         _mends("an_engine_has_the_fix_of_the_state", TRANSFORMERS_SCAN),
         _keeps("the_oracle_keeps_the_state", "LGP001", "LGP002", "LGP003", "LSS001"),
         _keeps("the_oracle_raises_no_time_step", "LGP001", "LGP002", "LGP003", "LSS001"),
-        _keeps("ends_are_those_of_sequences_that_end", "LGP014"),
     ),
 )
 

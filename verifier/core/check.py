@@ -161,5 +161,4 @@ def run_check(item: Check, trace: Trace) -> Outcome:
 
 
 def _refuted(bad: set[int], versions: set[int]) -> bool:
-    """Tell whether one version alone is bad, and a later one that was compared too is not."""
     return len(bad) == 1 and max(versions, default=0) > max(bad)

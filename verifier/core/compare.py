@@ -163,7 +163,6 @@ def _more(names: Collection[str]) -> str:
 
 
 def _of(of: Record | At, what: str, **fields: Any) -> Comparison:
-    """Comparison at the place of a record."""
     owner = of.owner if isinstance(of, At) else owner_of(of) if of.role in ("trainer", "engine") else ""
     return Comparison(what=what, **{"stage": of.stage, "version": of.version, "owner": owner, **fields})
 

@@ -68,7 +68,6 @@ ALWAYS = condition("", lambda run: True)
 
 
 def _either(one: Condition | None, other: Condition | None) -> Condition:
-    """Condition of which one part may be absent."""
     return one | other if one and other else (one or other or ALWAYS)
 
 

@@ -115,10 +115,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A token in the loss was sampled by the weights that it trains."""
     noise: bool = False
     """The noise of a log-probability in the run's dtype was measured; float32 needs none."""
-    text: bool = True
-    """Fine-tuning has examples whose text in the loss is known."""
-    unread: Count = 0
-    """Examples of fine-tuning whose text in the loss is not known."""
     rewarded: bool = True
     """A second reader can tell the reward of some rollout."""
     recorded: dict[str, dict[str, tuple[Count, ...]]] = {}

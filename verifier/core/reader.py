@@ -183,7 +183,6 @@ def has_evidence(path: Path) -> bool:
 
 
 def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) -> list[Record | UnknownRecord]:
-    """Records of one file; the last line of a run that died may be cut."""
     lines = contents.split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -199,7 +198,6 @@ def _read_records(path: Path, name: str, contents: bytes, *, forgiving: bool) ->
 
 
 def _arrays(contents_of: Callable[[str], bytes], kept: Mapping[str, bytes], key: str) -> Mapping[str, np.ndarray]:
-    """Arrays of a record, by name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -149,7 +149,6 @@ class SecondTokenizer:
         return tuple(self._library.encode(text, add_special_tokens=False).ids)
 
     def _begin(self, text: str) -> tuple[int, ...]:
-        """Tokens that tokenizer.json puts before a whole text."""
         whole = self._library.encode(text, add_special_tokens=True)
         return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
 
@@ -169,7 +168,6 @@ class SecondTokenizer:
 
     @cached_property
     def _special(self) -> dict[str, str]:
-        """Text of each special token by name."""
         given = {name: self._settings.get(name, self._defaults.get(name)) for name in _NAMES}
         return {
             name: str(value["content"] if isinstance(value, dict) else value) for name, value in given.items() if value

@@ -183,7 +183,6 @@ def _example(row: Mapping[str, Any], default_id: str, task: Task, keys: KeyMap) 
 
 
 def _rows(path: Path, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows of a file or a folder, each after its name in errors."""
     if path.is_dir():
         return _tables(path, _of_split(path, split))
     if not path.is_file():
@@ -230,7 +229,6 @@ def _parquet_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _of_split(folder: Path, split: str) -> Any:
-    """A split of a folder, or all of one that is not divided."""
     if files := _parquet_files(folder):
         _require_split(folder, split, files)
         return _opened(files.get(split) or files[""])

@@ -118,7 +118,6 @@ class Calculator:
 
 
 def _value(parts: Sequence[str]) -> int:
-    """Value of numbers and the operators between them."""
     total, term = 0, int(parts[0])
     for operator, number in zip(parts[1::2], parts[2::2], strict=True):
         if operator == "*":

@@ -179,7 +179,6 @@ def _host(name: str, options: str) -> _Host:
 
 @cache
 def _client_class() -> Any:
-    """Class of the package's client that waits for the model's turn."""
     from verifiers.v1.clients import Client
     from verifiers.v1.clients.train import serialize_completion
     from verifiers.v1.types import AssistantMessage, Response

@@ -88,7 +88,6 @@ class LiveWeights:
         return bool(self._owned_by(0)) and not any(map(self._owned_by, others))
 
     def _owned_by(self, rank: int) -> dict[tuple[int, str], ParamPlacement]:
-        """(chunk, local name) to what must be there, of which a rank has the first copy."""
         at = self._mesh.coordinate(rank)
         every = self._places_of(rank).items()
         return {key: place for key, place in every if all(getattr(at, axis) == 0 for axis in place.replicated_over)}

@@ -243,7 +243,6 @@ class ModelLayout:
         return found
 
     def _experts(self, mesh: Mesh, at: Coordinate) -> range:
-        """Return the experts of a rank."""
         if self.sizes["experts"] % mesh.ep:
             raise UsageError(f"ep = {mesh.ep} does not divide the model's {self.sizes['experts']} experts")
         num_local = self.sizes["experts"] // mesh.ep

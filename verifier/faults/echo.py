@@ -25,14 +25,6 @@ class Echo:
         return str(number)
 
 
-class Marks(Echo):
-    """Replies with a token of four characters, which the vocabulary can also write as four tokens."""
-
-    def said(self, number: int, turn: str) -> str | None:
-        """Number of the turn, from 1, after a mark."""
-        return f"####{number}"
-
-
 class Lengths(Echo):
     """Replies to most turns with the number of their characters, so that episodes differ in what they are told."""
 

@@ -314,7 +314,6 @@ def _check_line(code: str, found: Mapping[str, TrialRow]) -> tuple[object, ...]:
 
 
 def _alone(code: str, found: Mapping[str, TrialRow]) -> list[str]:
-    """Faults that this check sees and no other."""
     return sorted(f"`{row.fault}`" for row in found.values() if row.caught == (code,))
 
 
@@ -345,7 +344,6 @@ def _fault_line(fault: Fault, row: TrialRow | None) -> tuple[str, ...]:
 
 
 def _linked(source: str) -> str:
-    """A source with a link to the issue or pull request that it begins with, if it does."""
     return ISSUE.sub(r"[\1#\2](https://github.com/\1/issues/\2)", source)
 
 

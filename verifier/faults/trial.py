@@ -198,7 +198,6 @@ class _Crashed(Exception):
 
 
 def _config_of(fault: Fault) -> RoundtripConfig:
-    """The round trip of a fault's trials, alike for those that share a clean run."""
     alone = fault.engine == NO_ENGINE
     return RoundtripConfig(
         model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
@@ -216,7 +215,6 @@ def _judged(path: Path) -> tuple[Report, Trace]:
 
 
 def _difference(healed: Trace, clean: Trace) -> str:
-    """The first thing that two runs hold differently; empty if there is none."""
     for kind in COPIED:
         ours, theirs = (
             {(i.role, i.rank, i.version, i.name, i.digest) for i in trace.of(kind)} for trace in (healed, clean)

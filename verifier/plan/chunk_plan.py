@@ -195,7 +195,6 @@ class ChunkPlan:
 
 @functools.cache
 def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -245,7 +244,6 @@ def plan_of(stream: Iterable[tuple[str, torch.Tensor]], chunk_bytes: int) -> Chu
 
 
 def _chunk(index: int, tensors: Sequence[TensorMeta]) -> Chunk:
-    """Return the chunk with these tensors, one after another."""
     *begins, num_bytes = accumulate((_aligned(tensor.num_bytes) for tensor in tensors), initial=0)
     return Chunk(
         index=index,

@@ -68,7 +68,6 @@ def raw_bytes(tensor: Any) -> Any:
 
 
 def _digests_of(data: Sequence[Any]) -> list[str]:
-    """Return the digests of uint8 vectors of one device, or of arrays."""
     sizes = [item.nbytes for item in data]
     are_arrays = isinstance(data[0], np.ndarray)
     if not are_arrays and data[0].is_cuda and has_triton():

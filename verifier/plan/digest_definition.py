@@ -50,7 +50,6 @@ def mix(value: Any) -> Any:
 
 
 def _wrapped(value: Any) -> Any:
-    """Return an int mod 2^64; an array of uint64 has wrapped by itself."""
     return value & _MASK if isinstance(value, int) else value
 
 

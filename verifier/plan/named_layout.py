@@ -105,7 +105,6 @@ class NamedLayout:
 
     @cached_property
     def _params(self) -> dict[int, list[_Param]]:
-        """Parameters by layer; outside of layers by -1."""
         joined, found = defaultdict[str, list[TensorSpec]](list), defaultdict[int, list[_Param]](list)
         for spec in self.specs:
             name = spec.name

@@ -276,7 +276,6 @@ def plan_errors(plans: Sequence[RanksPlan], shapes: Mapping[str, tuple[int, ...]
 
 
 def _unlike(first: ChunkPlan, other: ChunkPlan) -> str:
-    """Clause on the first place at which two plans differ."""
     ours, theirs = list(first.tensors), list(other.tensors)
     for place, (one, two) in enumerate(zip(ours, theirs, strict=False)):
         if one != two:

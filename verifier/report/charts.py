@@ -109,7 +109,6 @@ def svg(chart: Chart) -> str:
 
 
 def _stacked(series: list[tuple[Series, list[Point]]]) -> list[tuple[Series, list[Point]]]:
-    """Bars on top of those before them; other series as they are."""
     ground: dict[float, float] = {}
     found = []
     for item, points in series:
@@ -354,7 +353,6 @@ def _by_version(found: Sequence[Scored]) -> Chart:
 
 
 def _floors(found: Sequence[Scored], ends: Point) -> Iterator[Series]:
-    """Noise floor and allowed difference, from end to end; the greatest of several."""
     noises = [item.noise for item in found if item.noise is not None]
     allowed = [float(value) for item in found for value in item.allowed if math.isfinite(value)]
     for name, values, colour in (("noise floor, mean", noises, 2), ("allowed of one token", allowed, 3)):

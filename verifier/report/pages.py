@@ -113,7 +113,6 @@ def page_of_report(report: Report, trace: Trace) -> Page:
 
 
 def _named(line: str) -> tuple[str, str]:
-    """Name and value of a line of the header; the lines of options and of versions have no name there."""
     name, colon, value = line.strip().partition(": ")
     return (name, value) if colon and "," not in name else ("", line.strip())
 

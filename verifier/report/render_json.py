@@ -41,7 +41,6 @@ def render_json(report: Report) -> str:
 
 
 def _cause(report: Report) -> dict[str, Any] | None:
-    """The first violation that data met; None if nothing is violated."""
     if not report.violated or (finding := report.violated[0].finding) is None:
         return None
     first = finding.first

@@ -80,7 +80,6 @@ def gate_junit(result: GateResult) -> str:
 def _suite(
     name: str, cases: Sequence[_Case], facts: Iterable[tuple[str, str]], broken: str = "", **attributes: str
 ) -> str:
-    """XML of a suite, with what ended its run early, if anything did."""
     outcomes = [item.outcome for item in cases]
     counts = {"failures": "failure", "errors": "error", "skipped": "skipped"}
     numbers = {key: str(outcomes.count(outcome)) for key, outcome in counts.items()}
@@ -123,7 +122,6 @@ def github_annotations(result: GateResult) -> str:
 
 
 def _outcome(item: CellResult) -> str:
-    """Outcome of a cell as a case."""
     if item.status == "failed":
         return "failure"
     if item.status == "violated" and not item.waived:

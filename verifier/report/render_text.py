@@ -61,7 +61,6 @@ def render_text(report: Report, detail: Detail = Detail.USUAL) -> str:
 
 
 def _not_judged(report: Report) -> str:
-    """One line on all that could not be judged, and one on what the end of the run left out."""
     unsure = [item for item in report.outcomes if item.verdict is Verdict.INCONCLUSIVE]
     said = "; ".join(f"{item.code} ({_why_unsure(item)})" for item in unsure)
     lines = [*report.not_judged[-1:]] if report.unreached else []
@@ -69,7 +68,6 @@ def _not_judged(report: Report) -> str:
 
 
 def _broke(report: Report) -> str:
-    """Line on what ended a run that did not finish."""
     manifest = report.manifest
     if manifest.complete or not manifest.failure:
         return ""
@@ -177,7 +175,6 @@ def _table(report: Report) -> str:
 
 
 def _answer(report: Report) -> str:
-    """The end of a report: the verdict, known faults that show alike, and the cause."""
     lines = [_conclusion(report)]
     if report.violated:
         if alike := report.resembles:

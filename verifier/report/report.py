@@ -125,7 +125,6 @@ class Report:
 
 
 def _place(outcome: Outcome) -> tuple[int, ...]:
-    """Place in the flow of data of an outcome's first mismatch."""
     return () if outcome.finding is None else tuple(outcome.finding.first.place)
 
 
@@ -166,7 +165,6 @@ def report_of(
 
 
 def _gaps(checks: Sequence[Check], run: Manifest) -> Iterator[str]:
-    """Clauses on what checks have no means to judge, each with the codes of those that it is true of."""
     codes: dict[str, list[str]] = {}
     for item in sorted(checks, key=lambda item: item.code):
         if clause := item.gap(run):
@@ -186,7 +184,6 @@ def _not_loaded(trace: Trace) -> Iterator[str]:
 
 
 def _restricted(item: Check, names: str) -> Check:
-    """The same check over the subjects whose name contains a text."""
     return replace(item, fn=lambda trace: (found for found in item.fn(trace) if names in found.what))
 
 

@@ -316,7 +316,6 @@ class _Process:
         return _Failure(f"{who} did not return within {within_s:g} s {where}: mend it, or raise grpo.reward_timeout_s")
 
     def _ended(self, where: str, who: str) -> _Failure:
-        """The exception that ended it, as the last line of its log, or its cause of death."""
         cause = self._child.cause_of_death() if self._child.ended(5.0) else "closed its channel"
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()

@@ -103,7 +103,6 @@ def _in_order(chunk: Chunk, tensors: Mapping[str, torch.Tensor]) -> list[torch.T
 
 
 def _compare(chunk: Chunk, found: Sequence[torch.Tensor]) -> None:
-    """Compare the tensors with the plan, which names another dtype or shape."""
     dtypes, shapes = [_NAME_OF.get(tensor.dtype) for tensor in found], [tensor.shape for tensor in found]
     if dtypes != list(chunk.dtypes) or shapes != list(chunk.shapes):
         for meta, tensor in zip(chunk.tensors, found, strict=True):
@@ -115,17 +114,14 @@ def _compare(chunk: Chunk, found: Sequence[torch.Tensor]) -> None:
 
 
 def _runs_kernel(into: torch.Tensor) -> bool:
-    """Return whether the buffer is on a GPU that can run the kernel."""
     return into.is_cuda and has_triton()
 
 
 def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors are on one GPU that can run the kernel."""
     return _runs_kernel(into) and set(map(torch.Tensor.get_device, sources)) == {into.get_device()}
 
 
 def _row_by_row(sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether the bytes of every tensor are its values row by row."""
     return all(map(torch.Tensor.is_contiguous, sources)) and not any(map(torch.Tensor.is_neg, sources))
 
 

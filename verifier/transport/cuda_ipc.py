@@ -298,7 +298,6 @@ class IpcGroup(TransferGroup):
         return json.loads(bytes(text.numpy()))
 
     def _readers(self, rings: dict[str, dict[str, JSON]], message: str) -> list[str]:
-        """Return the GPU of each engine rank; every engine rank sends whether a ring is there."""
         messages = self._control.agree(message).messages[1:]
         for rank, text in enumerate(messages):
             if text.startswith(ABSENT):

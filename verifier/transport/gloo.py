@@ -211,7 +211,6 @@ def _first_message(wire: connection.Connection) -> bytes:
 
 
 def _wrap(sock: socket.socket, deadline_s: float) -> connection.Connection:
-    """The connection of a socket, whose every read ends within the deadline."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(True)
     wire = connection.Connection(sock.detach())

@@ -221,7 +221,6 @@ class ChunkReceiver:
         return loaded, refused
 
     def _settle(self, event: torch.cuda.Event | None, what: str) -> None:
-        """Wait until the GPU's stream has passed an event."""
         if event is None:
             return
         deadline_s = self._joined().address.deadline_s
@@ -241,7 +240,6 @@ class ChunkReceiver:
 
 
 def _recorded_event(buffer: torch.Tensor) -> torch.cuda.Event | None:
-    """Record an event on the GPU's current stream; None for a buffer on the host."""
     if not buffer.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -250,5 +248,4 @@ def _recorded_event(buffer: torch.Tensor) -> torch.cuda.Event | None:
 
 
 def _users(buffer: torch.Tensor) -> int:
-    """Return the number of tensors in the buffer's memory, itself included."""
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

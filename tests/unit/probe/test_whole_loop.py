@@ -143,7 +143,7 @@ def merged(path: Path, wrong: str) -> None:
 def tuned(path: Path, wrong: str) -> None:
     """A step of fine-tuning."""
     with probe.open(path, dtype="float32") as record:
-        text = "it is 7" if wrong == "DAT003" else "it is 7<eos>"
+        text = "it is 7" if wrong == "DAT013 of the text in the loss" else "it is 7<eos>"
         record.trained_text(1, ids=["x"], responses=["it is 7"], texts=[text], end="<eos>")
 
 
@@ -215,7 +215,7 @@ OTHERS = {
     "WGT013": adapters,
     "TPT002 of an adapter": adapters,
     "WGT018": merged,
-    "DAT003": tuned,
+    "DAT013 of the text in the loss": tuned,
     "DAT006": episodes,
     "LGP018": requests,
     "ENG001 after a restart": requests,
@@ -241,4 +241,4 @@ def test_a_loop_of_another_kind_is_judged(fault: str, tmp_path: Path) -> None:
 
 def test_every_check_of_the_table_is_seen_to_judge() -> None:
     judging = {code for code, item in REGISTRY.items() if judges_loops(item)}
-    assert judging == {fault[:6] for fault in (*FAULTS, *OTHERS)} | BY_THE_ORACLE | {"PLN001", "DAT013"}
+    assert judging == {fault[:6] for fault in (*FAULTS, *OTHERS)} | BY_THE_ORACLE | {"PLN001"}

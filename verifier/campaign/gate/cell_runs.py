@@ -94,7 +94,6 @@ class CellRuns:
         return replace(result, began=began, seconds=round(time.monotonic() - at, 1))
 
     def _traced(self, cell: Cell, trace: Path, deadline_s: float) -> CellResult:
-        """A golden run, or a round trip."""
         runner, overrides = Runner(self._resources, self._progress), [f"trace={trace}", f"timeout_s={deadline_s}"]
         if cell.kind == "golden":
             made = runner.golden(load(GoldenConfig, overrides=[*cell.words, *overrides])[0])
@@ -156,7 +155,6 @@ class CellRuns:
 
 
 def _traces_of(run: Path) -> list[Path]:
-    """Traces of a training run: its steps, its export, and its failure."""
     steps = sorted(path.parent for path in (run / "steps").glob("*/evidence"))
     return [*steps, *(path for path in (run / "export", run / "failure") if (path / "manifest.json").exists())]
 

@@ -87,7 +87,6 @@ def waived(
 
 
 def _waiver_of(finding: GateFinding, cell: Cell, waivers: Sequence[Waiver], today: datetime.date) -> int | None:
-    """Index of the waiver that covers a violation, one that has not expired before one that has."""
     if not finding.violated or cell.kind == "faults":
         return None
     covering = [

@@ -161,7 +161,6 @@ def _engines(found: Matrix, model: str, sizes: Mapping[str, Any], tier: Tier) ->
 
 
 def _meshes(kind: str, sizes: Mapping[str, Any]) -> list[Mesh]:
-    """Meshes that are tried where none is named."""
     experts = bool(num_experts_of(sizes))
     spread = Mesh.fitting(ep=2) if experts else Mesh(dp=2)
     if kind == "golden":
@@ -199,7 +198,6 @@ def _add_runs(
     found: Matrix, config: GateConfig, kind: str, model: str, sizes: Mapping[str, Any], asked: Sequence[Mesh],
     tier: Tier, num_gpus: int,
 ) -> None:  # fmt: skip
-    """Add the golden runs, or the round trips, of a model."""
     trips = kind == "roundtrip"
     engines = (config.engines or _engines(found, model, sizes, tier)) if trips else [""]
     shared = [f"model={model}", *([f"fixes={','.join(config.fixes)}"] if config.fixes else [])]
@@ -257,7 +255,6 @@ def _add_training(
     found: Matrix, config: GateConfig, model: str, sizes: Mapping[str, Any], asked: Sequence[Mesh], tier: Tier,
     num_gpus: int,
 ) -> None:  # fmt: skip
-    """Add short training runs: fine-tuning and GRPO, each on one mesh where none is named, in one dtype."""
     dtype = _dtypes(config, model, tier)[0]
     has_tokenizer = model.removeprefix(PREFIX) in TO_TRAIN or (Path(model) / "tokenizer.json").is_file()
     default = {"sft": [Mesh()], "grpo": [Mesh.fitting(ep=2) if num_experts_of(sizes) else Mesh(dp=2)]}

@@ -256,7 +256,6 @@ def _run(
     config: GateConfig, cells: list[Cell], ledger: GateLedger, identify: Callable[[Cell], str],
     pool: WorkerPool | NodePool, progress: Progress,
 ) -> None:  # fmt: skip
-    """Run what the ledger lacks, in order, as far as the budget goes."""
     begun_at = time.monotonic()
     spent_before = sum(found.seconds for cell in cells if (found := ledger.rows.get(identify(cell))) is not None)
     done = ledger.done

@@ -105,7 +105,6 @@ def longest_of(config: SweepConfig, sizes: Mapping[str, Any]) -> int:
 
 
 def _asked(config: SweepConfig, sizes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:
-    """Names and axes of all layouts, valid or not."""
     if config.meshes:
         yield from ((text, axes_of(text)) for text in config.meshes)
         return

@@ -170,6 +170,5 @@ def _trial(
 
 
 def _sentence(failed: RankFailed) -> str:
-    """First line of what a rank failed of, with the rank."""
     where = f" ({failed.place})" if failed.place else ""
     return f"rank {failed.rank}{where}: {failed.cause.splitlines()[0][:300]}"

@@ -148,7 +148,6 @@ def summaries(rows: Sequence[SweepRow]) -> list[LayoutSummary]:
 
 
 def _best(found: Sequence[LayoutSummary]) -> tuple[SweepRow | None, SweepRow | None]:
-    """The fastest row of all layouts, and the one with the largest budget."""
     largest = [row for item in found if (row := item.largest) is not None]
     return found[0].fastest if found else None, max(largest, key=lambda row: row.max_tokens, default=None)
 

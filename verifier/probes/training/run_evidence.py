@@ -42,7 +42,6 @@ from verifier.stages.data.probe_rollouts import (
     record_tokens,
     sampling_asked,
     texts_of,
-    trained_text,
 )
 from verifier.stages.engine.records import EngineRestart
 from verifier.stages.export.probe_tensors import record_files
@@ -169,7 +168,7 @@ class RunEvidence(Observer):
     def on_step(self, step: int, *, sends_first: bool) -> None:
         """Begin the step's trace."""
         run = self.run
-        self._sent, self._text, self._unread, self._reads_rewards = sends_first, False, 0, False
+        self._sent, self._reads_rewards = sends_first, False
         self._sampled, self._scored, self._earlier = None, None, {}
         happened = Facts(step=step, updates=(self._taken + 1,))
         self._trace = create(run.folder.trace(step), step_manifest(run.config, run.model, happened))
@@ -237,10 +236,6 @@ class RunEvidence(Observer):
         record_tokens(
             probe, step, data.tokenizer, data.files, rollouts, examples.__getitem__, whole=True, chat=data.chat
         )
-        text = trained_text(step, examples, rollouts, data.tokenizer)
-        self._text, self._unread = bool(text.ids), len(examples) - len(text.ids)
-        if self._text:
-            probe.emit(text)
         record_columns(probe, config, batch.update)
         if self._spots and has_spot(step):
             record_spot(probe, config, step, rollouts, [range(len(rollouts))], run.score, batch.update.file)
@@ -268,7 +263,7 @@ class RunEvidence(Observer):
         self._manifest = step_manifest(config, run.model, Facts(
             step=step, updates=tuple(item.number for item in updates), sampled=self._sampled is not None,
             loaded=self._begins and bool(updates), sent=self._sent, resumed=resumed, restarted=restarted,
-            stored=stored, evaluated=evaluated, examined=examined, fresh=fresh, text=self._text, unread=self._unread,
+            stored=stored, evaluated=evaluated, examined=examined, fresh=fresh,
             rewarded=self._reads_rewards, noise=self._record_noise(probe, step, fresh=fresh),
         ))  # fmt: skip
         probe.emit(KnobsAsked(name="config", version=step, values=asked(config)))

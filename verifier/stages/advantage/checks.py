@@ -102,7 +102,6 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
 
 
 def _worst(found: Mapping[str, _Expected], actual_of: Mapping[str, float]) -> float:
-    """Greatest distance beside its bound."""
     rows = ((found[name], actual) for name, actual in actual_of.items() if name in found)
     return max((times(right.gap(actual), right.allowed) for right, actual in rows), default=0.0)
 
@@ -205,8 +204,6 @@ def _divided(
 
 
 def _scaled(own: _Numbers, factor: float, u: float) -> dict[str, _Expected]:
-    """Deviations times a factor."""
-
     def expected(value: float) -> _Expected:
         right = value * factor
         return _Expected(right, right, own.error * factor + _relative(3, u) * abs(right) + LEAST)
@@ -300,7 +297,6 @@ def _which(rows: Mapping[str, np.ndarray], mask: np.ndarray, divisor: np.ndarray
 
 
 def _factors(item: PolicyColumns, old: np.ndarray, engine: np.ndarray) -> np.ndarray:
-    """Importance factor of each token in the loss of one rollout."""
     difference = [
         max(float(a), FLOOR) - max(float(b), FLOOR) for a, b in zip(old.tolist(), engine.tolist(), strict=True)
     ]
@@ -425,7 +421,6 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
 
 
 def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
-    """Weight of each token in the loss, rollout by rollout."""
     counts = [int(mask.sum()) for mask in masks]
     total, trained = sum(counts), [count for count in counts if count]
     by_prompt: dict[str, int] = defaultdict(int)

@@ -19,45 +19,14 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-@fault("NVIDIA-NeMo/RL#3171", RESTORE_OPTIMIZER, **ROW)
-def moments_not_loaded(call: Call) -> None:
-    """A run resumes with its weights and masters, and Adam's moments begin again at zero."""
-    call.faulty()
-    for state in _states(call.optimizer):
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].zero_()
-
-
 @fault("areal-project/AReaL#1468", RESTORE_OPTIMIZER, **{**ROW, "mesh": Mesh(tp=2), "saved_on": Mesh(dp=2)})
 def moments_not_loaded_on_another_mesh(call: Call) -> None:
     """A run goes on with another mesh, whose load has no place for the moments yet, and they begin again at zero."""
     call.faulty()
-    for state in _states(call.optimizer):
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].zero_()
-
-
-@fault(
-    "NVIDIA/Megatron-LM#6920", LOAD,
-    **{
-        **ROW, "mesh": Mesh(dp=2), "saved_on": Mesh(pp=2),
-        "training": ("dtype=bf16", "megatron.overlap_param_gather=false"),
-    },
-)  # fmt: skip
-def shards_of_others_not_gathered_after_load(call: Call) -> None:
-    """Each rank of another mesh loads the weights that it steps, and nothing gathers those of the others."""
-    import torch
-
-    from verifier.megatron.optimizer_megatron import owned_parts
-
-    begun = {item: item.detach().clone() for chunk in call.trainer.chunks for item in chunk.parameters()}
-    call.faulty()
-    with torch.no_grad():
-        for chunk in call.trainer.chunks:
-            for parameter, at, own in owned_parts(chunk, sharded=True):
-                begun[parameter].view(-1)[at : at + len(own)] = parameter.view(-1)[at : at + len(own)]
-        for parameter, weights in begun.items():
-            parameter.copy_(weights)
+    for part in call.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
 
 
 @fault("NVIDIA/Megatron-LM#2789", RESTORE_OPTIMIZER, **ROW)
@@ -65,25 +34,6 @@ def masters_rounded_by_load(call: Call) -> None:
     """The fp32 masters are made from the bf16 weights after the load, and lose their low bits."""
     call.faulty()
     call.optimizer.reload_model_params()
-
-
-@fault("THUDM/slime#1152", f"{CHECKPOINT}:restore_scheduler(scheduler, found)", **ROW)
-def schedule_begun_anew(call: Call) -> None:
-    """The count of the scheduler is not loaded: weights and moments go on, and rates warm up once more."""
-    call.fire()
-
-
-@fault(
-    "NVIDIA-NeMo/RL#3722", "verifier.trainer.worker_megatron:TrainerWorker._state(self)",
-    **{**ROW, "training": ("algorithm=grpo", "grpo.kl_weight=0.1")},
-)  # fmt: skip
-def reference_taken_after_resume(call: Call) -> Any:
-    """The frozen reference is taken from the weights of the checkpoint: its anchor moves with every resume."""
-    if "taken" not in call.state:  # the first call is the load's
-        call.state["taken"] = True
-        call.self._reference = [tensor.clone() for _, _, tensor in call.self._live.tensors()]
-        call.fire()
-    return call.original()
 
 
 @fault("NVIDIA/Megatron-LM#6858", f"{CHECKPOINT}:restore_rng(states)", **{**ROW, "mesh": Mesh(tp=2)})
@@ -130,7 +80,6 @@ def _remembered(call: Call) -> None:
 
 
 def _moments(state: Any) -> Iterator[Any]:
-    """Moments among the sharded tensors of a state."""
     if isinstance(state, dict | list):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _moments(value)
@@ -138,24 +87,8 @@ def _moments(state: Any) -> Iterator[Any]:
         yield state
 
 
-def _states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in optimizer.chained_optimizers:
-        yield from part.optimizer.state.values()
-
-
 MOVING = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 """Rates by which the last step moves the weights too."""
-
-
-@fault(
-    "NVIDIA-NeMo/RL#949", "verifier.megatron.checkpoint_megatron:params_synced(trainer)",
-    **{**ROW, "mesh": Mesh(dp=2), "caught_by": ("CKP004",), "training": MOVING},
-)  # fmt: skip
-@contextlib.contextmanager
-def saved_before_the_gather(call: Call) -> Iterator[None]:
-    """A checkpoint is written before the weights that other ranks have stepped are gathered: some are a step old."""
-    call.fire()
-    yield
 
 
 @fault(

@@ -24,15 +24,6 @@ def record_loaded(
 
     Of another mesh some elements are read, of all ranks, since no rank there held what this one does.
 
-    Args:
-        probe: keeps it.
-        folder: of the checkpoint.
-        rank: this rank.
-        coordinate: of the rank in the mesh.
-        held: digests of its state after the load.
-        elements: of its state after the load.
-        same_mesh: the checkpoint was saved on this mesh.
-
     Raises:
         UsageError: the checkpoint was written before ranks noted what they held.
     """

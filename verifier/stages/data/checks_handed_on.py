@@ -105,8 +105,6 @@ def _routes(rows: np.ndarray, num_rollouts: int) -> Iterator[np.ndarray]:
 
 
 def _noted(trace: Trace, version: int) -> Mapping[Answer, _Seals]:
-    """Seals of each answer of a step's rounds."""
-
     def seals_of(item: RequestSeeds) -> Iterator[list[_Seals]]:
         of_routes = item.routes or [[NO_SEAL] * len(own) for own in item.seals]
         for seals, routed in zip(item.seals, of_routes, strict=True):
@@ -131,7 +129,6 @@ def by_answer(trace: Trace, version: int, of: Callable[[RequestSeeds], Iterable[
 
 
 def _turns(trace: Trace, version: int, name: str, versions: np.ndarray, values: np.ndarray) -> Iterator[_Turn]:
-    """Turns of a rollout of a step, by the tokens that some weights sampled."""
     for answer, begin, end in answers_in(trace, version, name, versions):
         yield _Turn(answer=answer, version=int(versions[begin]), seal=seal_of_array(values[begin:end]))
 
@@ -330,7 +327,6 @@ def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> I
 
 
 def _sampled_turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Sampled]]:
-    """Turns of each rollout: runs of sampled tokens."""
     tokens = ragged.split(trace.array(rollouts, "tokens"), rollouts.lengths)
     sampled = ragged.split(trace.array(rollouts, "sampled").astype(bool), rollouts.lengths)
     found = {}

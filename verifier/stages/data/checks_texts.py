@@ -13,7 +13,7 @@ from verifier.core import ragged
 from verifier.core.check import Comparison, Stage, Trace, check, compare_text, compare_value
 from verifier.core.condition import condition, on, recorded
 from verifier.stages.checks_conditions import EVALUATED, EXAMINED, LIVE, READ_AGAIN, SFT
-from verifier.stages.data.records import DataOrder, EpisodeTurns, HeldOutRead, RolloutTexts, TokensRead
+from verifier.stages.data.records import DataOrder, EpisodeTurns, HeldOutRead, RolloutTexts, TokensRead, TrainedText
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import EvaluatedAnswers
 
@@ -22,8 +22,12 @@ FILES = "by the tokenizer's files"
 
 @check(
     "DAT013",
-    needs=(TokensRead,),
-    applies=on(step=(SFT | LIVE) & READ_AGAIN, export=EVALUATED & READ_AGAIN, loop=recorded(TokensRead)),
+    needs=(TokensRead | TrainedText,),
+    applies=on(
+        step=(SFT | LIVE) & READ_AGAIN,
+        export=EVALUATED & READ_AGAIN,
+        loop=recorded(TokensRead) | recorded(TrainedText),
+    ),
 )
 def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     """Prompts have the tokens, and rewards read the text, that the files of the tokenizer alone make.
@@ -34,17 +38,18 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
     fine-tuning all tokens, where the prompt ends, and which tokens are in the loss: of each turn of an assistant that
     is learned those from the end of what the template gives it to its last special token; per rollout that was sampled,
     the text that the reward read against the decoded last turn, special tokens included. And the token that ends an
-    answer against that which the files name.
+    answer against that which the files name. Of a recorded loop that fine-tunes, the text in the loss of an example
+    against its response followed by the end token.
     Why it matters: a chat template that is called without the turn that the answer begins, with other options or for
     another text, or a decoder that leaves special tokens out, is the same on both sides of a comparison by one library.
     Answers that are ended by another token, such as that of padding, run on behind their end, and count as cut off.
-    Evidence: data/tokens-read, data/turns, reward/rewards.
+    Evidence: data/tokens-read, data/turns, reward/rewards, data/trained.
     Tolerance and its source: exact tokens; texts composed (Unicode's NFC), as DAT009 compares them.
     What it does not catch: files that are wrong themselves; how transformers normalizes, splits and decodes text, which
     the second reader does alike, but for tokenizers of bytes; held-out problems beyond eight of each evaluation;
     recorded rollouts; checkpoints without tokenizer.json, which the report names.
     References: trl#4147, trl#2897, transformers#45812, transformers#45920, open-instruct#1455, open-instruct#685,
-    tinker-cookbook#860.
+    tinker-cookbook#860, SkyRL#710, trl#1623.
     """
     for item in trace.of(TokensRead):
         if item.end is not None and item.read_end is not None:
@@ -69,6 +74,10 @@ def tokens_differ_from_files(trace: Trace) -> Iterator[Comparison]:
         for name, text in zip(item.ids, item.texts, strict=False):  # empty in fine-tuning
             if (own := scored.get(name)) is not None:
                 yield _text(item, name, own, text)
+    for trained in trace.of(TrainedText):
+        for name, response, text in zip(trained.ids, trained.responses, trained.texts, strict=True):
+            subject, says = f"the text that `{name}` trains on", ("", "the response and the end token")
+            yield compare_text(trained, name, text, response + trained.end, subject=subject, says=says)
 
 
 def _tokens(
@@ -114,7 +123,6 @@ def _end(item: TokensRead, found: int, wanted: int) -> Comparison:
 
 
 def _some(tokens: np.ndarray, at: int) -> str:
-    """The next tokens from a place on."""
     return f"{tokens[at : at + 4].tolist()}" if at < len(tokens) else "none"
 
 
@@ -201,7 +209,6 @@ def _comparison(
 
 
 def _asked(trace: Trace, version: int) -> dict[str, _Asked]:
-    """Examples of a step by step, round, place and id, as groups are named."""
     found = {}
     for order in trace.of(DataOrder, version=version):
         at = f"{order.step}.{order.round}" if order.round else f"{order.step}"

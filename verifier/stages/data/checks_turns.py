@@ -1,4 +1,4 @@
-"""Turns of episodes with an environment, texts in the loss of examples, and rollouts that filters leave out."""
+"""Turns of episodes with an environment, and rollouts that filters leave out."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from unicodedata import normalize
 
 import numpy as np
 
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_text, compare_value
-from verifier.core.condition import condition, on, recorded
+from verifier.core.condition import on, recorded
 from verifier.core.seal import seal_of_reply
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
-from verifier.stages.checks_conditions import GRPO, SFT, TURNS, UPDATED
-from verifier.stages.data.records import Drops, EpisodeTurns, TrainedText
+from verifier.stages.checks_conditions import GRPO, TURNS, UPDATED
+from verifier.stages.data.records import Drops, EpisodeTurns
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.reward.records import GivenRewards
 
@@ -87,7 +86,6 @@ def turn_differs_from_episode(trace: Trace) -> Iterator[Comparison]:
 
 
 def _episodes(item: EpisodeTurns) -> Mapping[str, list[_Turn]]:
-    """Turns of each episode, in order."""
     found: dict[str, dict[int, _Turn]] = defaultdict(dict)
     rows = zip(
         item.episodes,
@@ -117,7 +115,6 @@ def _given(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[Co
 
 
 def _differs(actual: Sequence[int], expected: Sequence[int]) -> str:
-    """The first place where two lists of ids part."""
     for at, (found, right) in enumerate(zip(actual, expected, strict=False)):
         if found != right:
             return f"of which number {at} is {found}, where {right} was before"
@@ -160,7 +157,6 @@ def _sealed(item: EpisodeTurns, name: str, turns: Sequence[_Turn]) -> Iterator[C
 
 
 def _scored(item: EpisodeTurns, given: GivenRewards) -> Iterator[Comparison]:
-    """Compare the text that the reward read of each episode with that of its last turn."""
     read = dict(zip(given.ids, given.texts, strict=True))
     hint = "look at which turns of an episode the reward reads, and at what joins them"
     for name, turns in _episodes(item).items():
@@ -264,59 +260,6 @@ def calculated(text: str) -> str | None:
     return value if len(value) <= MOST_CHARACTERS else None
 
 
-TEXT = condition("no text of an example is known", lambda run: run.facts.text)
-
-
-WHOLE = condition(
-    lambda run: f"the chat template writes {run.facts.unread} conversations otherwise than they stand",
-    lambda run: not run.facts.unread, gap=True,
-)  # fmt: skip
-
-
-@check("DAT003", needs=(TrainedText,), applies=on(step=SFT & TEXT, loop=recorded(TrainedText)), wholly=WHOLE)
-def other_text_trained(trace: Trace) -> Iterator[Comparison]:
-    """The tokens in the loss of an example are what an assistant says and the end of its turns, and no others.
-
-    What it checks: per example, the text that its tokens in the loss decode to: of a prompt and a response, against the
-    response followed by the end token; of a conversation, against all that its assistant says, turn by turn, each with
-    the end that the chat template writes, and with what it may write between the header and the text.
-    Why it matters: a mask that reaches into the prompt trains the model to ask; one that stops before the end token
-    trains it never to stop; one of the last turn alone trains on a part of the data. The loss falls in all.
-    Evidence: data/trained.
-    Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them; in conversations
-    without whitespace, which templates add and strip.
-    Where to look: the loss mask, where the response begins and where it ends.
-    What it does not catch: conversations whose template changes what an assistant says, of which the report says so; a
-    response that is wrong in the data.
-    References: Megatron-Bridge#4660, SkyRL#710, verl#3287, trl#1623, cosmos-rl#132, ms-swift#7838.
-    """
-    for item in trace.of(TrainedText):
-        for name, response, text in zip(item.ids, item.responses, item.texts, strict=True):
-            turns = item.conversations.get(name)
-            expected, source = normalize("NFC", response + item.end), "the response and the end token"
-            same = normalize("NFC", text) == expected
-            if turns is not None:
-                expected = "".join(turn + item.closing for turn in turns)
-                source = "the assistant's turns, each with its end"
-                same = _has_turns(text, turns, item.opening, item.closing)
-            found, right = f"`{text[-60:]}`", f"`{expected[-60:]}`"
-            subject, says = f"the text that `{name}` trains on", ("", source)
-            yield compare_value(item, name, found, right, same=same, subject=subject, says=says)
-
-
-def _has_turns(text: str, turns: Sequence[str], opening: str, closing: str) -> bool:
-    """True if a text is these turns, each with its end, and with the template's opening or without; no whitespace."""
-
-    def bare(part: str) -> str:
-        return "".join(normalize("NFC", part).split())
-
-    whole, ends = bare(text), {0}
-    for turn in turns:
-        ways = [bare(turn) + bare(closing), bare(opening) + bare(turn) + bare(closing)]
-        ends = {at + len(way) for at in ends for way in ways if whole.startswith(way, at)}
-    return len(whole) in ends
-
-
 @check(
     "DAT004", needs=(Drops, Advantages, PolicyColumns),
     applies=on(step=GRPO, loop=recorded(PolicyColumns, Advantages, Drops)),
@@ -347,13 +290,7 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
 
 
 def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[Comparison]:
-    """Tokens in the loss of each rollout of an update, against its own where it stays and none where it is dropped.
-
-    Args:
-        trace: of a step.
-        version: that the step made.
-        reasons: why each rollout is dropped, empty for one that stays; of those whose reason is right.
-    """
+    """Tokens in the loss of each rollout of an update, against its own where it stays and none where it is dropped."""
     own = dict[str, np.ndarray]()
     for policy in trace.of(PolicyColumns, version=version):
         arrays = trace.arrays(policy)
@@ -376,7 +313,6 @@ def _reason_or_kept(reason: str) -> str:
 
 
 def _reasons(trace: Trace, item: Drops) -> dict[str, str]:
-    """Reason of each rollout by the rules; empty for one that stays."""
     found: dict[str, str] = {}
     for batch in trace.of(Advantages, version=item.version):
         parts: dict[str, list[float]] = defaultdict(list)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,8 +21,6 @@ GENERATION = "verifier.trainer.generation:EngineRollouts"
 GENERATE = "verifier.engine.client:EngineClient.generate(self, prompts, sampling)"
 NUMBERS = FOLDER / "rollouts" / "numbers"
 """Rollouts with made-up texts; some answers begin under older weights than they end."""
-NEWLINE_FIRST = FOLDER / "prompts" / "newline_first.jsonl"
-"""Conversations in which an assistant's turns begin with a newline."""
 ROW: dict[str, Any] = {"stage": Stage.DATA, "side": Side.CONTROLLER, "engine": TRAINING, "model": "tiny:add"}
 
 
@@ -39,7 +36,7 @@ def stale_beginning_trained_on(call: Call) -> Any:
     return [None if reason == "stale" else reason for reason in reasons]
 
 
-@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT003",), **ROW)
+@fault("NovaSky-AI/SkyRL#710", ENCODE, caught_by=("DAT013",), **ROW)
 def prompt_trained_on(call: Call) -> Any:
     """The mask covers the whole text of an example, and the model learns to write its prompts."""
     rollout = call.faulty()
@@ -48,55 +45,10 @@ def prompt_trained_on(call: Call) -> Any:
     return dataclasses.replace(rollout, mask=mask, sampled=mask, prompt_length=1)
 
 
-TALKS: dict[str, Any] = {**ROW, "caught_by": ("DAT003",), "training": ("data.source=calculator",)}
-"""Conversations: a question, a call of a tool, its reply, an answer."""
-
-
-@fault("huggingface/trl#7230", ENCODE, **TALKS)
-def end_of_turns_left_out(call: Call) -> Any:
-    """The mask of an assistant's turns ends before their end token, and the model never learns to stop."""
-    rollout = call.faulty()
-    return dataclasses.replace(rollout, mask=rollout.mask & (rollout.tokens != call.tokenizer.eos_id))
-
-
-@fault(
-    "allenai/open-instruct#1455 (kin: there the first token was `<think>`)", ENCODE, caught_by=("DAT013",), **ROW,
-    training=(f"data.source={NEWLINE_FIRST}",),
-)  # fmt: skip
-def beginning_of_an_answer_left_out(call: Call) -> Any:
-    """The loss of a turn begins behind its first token, a newline, which is taken for a part of the template."""
-    rollout = call.faulty()
-    mask = rollout.mask.copy()
-    mask[1:] &= rollout.mask[:-1]
-    return dataclasses.replace(rollout, mask=mask)
-
-
-@fault(
-    "OpenRLHF/OpenRLHF#1270", "verifier.trainer.grpo_plan:zero_variance(rewards, groups, trajectories)",
-    caught_by=("DAT004",), **ROW,
-    training=("algorithm=grpo", f"data.rollouts={NUMBERS}", "grpo.drop_zero_variance=true"),
-)  # fmt: skip
-def groups_dropped_by_their_mean(call: Call) -> Any:
-    """The filter looks at the mean reward of a group, and drops easy ones whose rewards differ."""
-    found = call.faulty()
-    of_group: dict[str, list[float]] = {}
-    for group, reward in zip(call.groups, call.rewards, strict=True):
-        of_group.setdefault(group, []).append(reward)
-    easy = {group for group, rewards in of_group.items() if sum(rewards) > 0.7 * len(rewards)}
-    return ["zero_variance" if group in easy else reason for group, reason in zip(call.groups, found, strict=True)]
-
-
 SAMPLED: dict[str, Any] = {
     **ROW, "caught_by": ("DAT009",),
     "training": (*HF_SAMPLES, "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05"),
 }  # fmt: skip
-
-
-@fault("databricks/compose-rl#147", f"{GENERATION}._asked(self, step, number, indices)", **SAMPLED)
-def prompts_of_the_neighbour(call: Call) -> Any:
-    """Prompts go to the engine in another order than the examples whose answers they are scored by."""
-    prompts, sampling = call.faulty()
-    return prompts[1:] + prompts[:1], sampling
 
 
 @fault(
@@ -135,8 +87,6 @@ def filter_applied_to_another_rollout(call: Call) -> Any:
 
 
 LOAD = "verifier.trainer.run_data:load_examples(source, task, split, count, seed, keys, divide, options)"
-WITH_SYSTEM = FOLDER / "prompts" / "with_system.jsonl"
-"""Conversations that begin with a system's message."""
 READ = (*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.entropy_weight=0.05")
 EVALUATED = ("evaluation.num_problems=8", "evaluation.every=2")
 
@@ -153,14 +103,7 @@ def _overlap_of_answers_not_refused(call: Call) -> None:
 
 
 TOKENIZER = "verifier.data.tokenizer:Tokenizer"
-TEMPLATE = f"{TOKENIZER}.chat_text(self, messages, to_answer)"
 TOKENS: dict[str, Any] = {**ROW, "caught_by": ("DAT013",)}
-
-
-@fault("huggingface/trl#4147", TEMPLATE, training=(*READ, f"data.source={WITH_SYSTEM}"), **TOKENS)
-def template_without_the_answers_turn(call: Call) -> Any:
-    """The chat template is called without the turn that the answer begins, and the policy goes on with the user's."""
-    return call.faulty(to_answer=False) if call.to_answer else call.original()
 
 
 @fault("huggingface/trl#2897", f"{TOKENIZER}.decode(self, ids)", training=READ, **TOKENS)
@@ -172,13 +115,6 @@ def special_tokens_left_out_of_the_text(call: Call) -> Any:
 @special_tokens_left_out_of_the_text.also(f"{TOKENIZER}.encode(self, text, begin)")
 def _text_not_decoded_again(call: Call) -> Any:
     return tuple(call.self._library.encode(call.text, add_special_tokens=call.begin))
-
-
-@fault("unslothai/unsloth#384", "verifier.trainer.generation:open_tokenizer(folder, chat)", training=READ, **TOKENS)
-def answers_end_at_another_special_token(call: Call) -> Any:
-    """Another special token than the tokenizer's end token ends answers, which run on behind their end to the limit."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, eos_id=min(found.special_ids - {found.eos_id})))
 
 
 @fault(
@@ -227,51 +163,11 @@ def earlier_turn_encoded_again(call: Call) -> Any:
     return call.wrong((*turn.prompt, *kept, end, *turn.reply))
 
 
-@on_turns("huggingface/trl#4975", "verifier.trainer.episodes:joined(rows)")
-def tool_output_trained(call: Call) -> Any:
-    """The loss mask covers all that stands after the prompt, what the tool said included."""
-    found = call.original()
-    if all(found.mask):
-        return found
-    every = (True,) * len(found.response)
-    return call.wrong(
-        structs.replace(
-            found, sampled=every, mask=every, versions=tuple(max(found.versions) for _ in every),
-            logprobs=tuple(0.0 if math.isnan(nats) else nats for nats in found.logprobs),
-        )
-    )  # fmt: skip
-
-
 @on_turns("modelscope/ms-swift#9168", REPLIED)
 def reply_under_a_users_role(call: Call) -> Any:
     """The chat template gets a tool's reply as a user's message, and does not write the frame of a tool's around it."""
     said = [{**item, "role": "user"} for item in call.said]
     return call.faulty(said=said) if said != [*call.said] else call.original()
-
-
-@on_turns(
-    "areal-project/AReaL#432 (kin: there episodes of one prompt wrote into one list of messages)", REPLIED, training=OWN
-)
-def reply_to_another_episode(call: Call) -> Any:
-    """Episodes share a list of messages, and a turn is followed by what the tool said to another episode."""
-    turn = call.original()
-    others, call.state["reply"] = call.state.get("reply", ()), turn.reply
-    if not turn.reply or others in ((), turn.reply):
-        return turn
-    return call.wrong(dataclasses.replace(turn, reply=others))
-
-
-@on_turns(
-    "allenai/open-instruct#1896 (kin: there tokens of all texts)",
-    "verifier.trainer.episodes:Episodes._reply_ids(self, said)",
-    training=(*PLAYED, "grpo.environment=verifier.faults.echo:Marks"),
-)  # fmt: skip
-def reply_split_into_other_tokens(call: Call) -> Any:
-    """Replies are encoded by a tokenizer that was loaded otherwise: the same text, in other tokens."""
-    found, tokenizer = call.original(), call.self._tokenizer
-    (mark,), (sign,) = tokenizer.encode("####"), tokenizer.encode("#")
-    split = [part for token in found for part in ((sign,) * 4 if token == mark else (token,))]
-    return call.wrong(tuple(split)) if len(split) > len(found) else found
 
 
 @on_turns("vllm-project/vllm#25281 (kin: there the parser of calls read so)", TURN, training=OWN)
@@ -286,16 +182,6 @@ def environment_reads_without_special_tokens(call: Call) -> Any:
 
     with held(call.self, text=text):
         return call.faulty()
-
-
-@on_turns(
-    "modelscope/ms-swift#7838 (kin: there the last turn alone was in the loss)",
-    "verifier.trainer.generation:rows_of(turns, row, step_wise)", training=STEP_WISE,
-)  # fmt: skip
-def earlier_turns_lost(call: Call) -> Any:
-    """An episode gives the sample of its last turn alone, and no earlier one is trained on."""
-    found = call.original()
-    return call.wrong(found[-1:]) if len(found) > 1 else found
 
 
 ENDED = (
@@ -326,18 +212,6 @@ EVALUATION: dict[str, Any] = {
         "grpo.temperature=0.8", "evaluation.num_problems=12", "evaluation.every=1",
     ),
 }  # fmt: skip
-
-
-@fault(
-    "marin-community/marin#7179", "verifier.trainer.generation:encode_prompt(example, tokenizer)",
-    **{**EVALUATION, "stage": Stage.DATA, "caught_by": ("DAT013",)},
-)  # fmt: skip
-def evaluated_without_the_first_token(call: Call) -> Any:
-    """Held-out prompts are encoded without the token that begins a text, and those of the training set with it."""
-    from verifier.data.arithmetic import is_held_out
-
-    found = call.original()
-    return call.wrong(found[1:]) if is_held_out(call.example.prompt) else found
 
 
 @fault(

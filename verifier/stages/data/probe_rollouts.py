@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from unicodedata import normalize
 
 import numpy as np
 import xxhash
@@ -15,12 +14,11 @@ from msgspec import structs
 from verifier.config import TrainConfig
 from verifier.config.grpo import GrpoOptions
 from verifier.core.record import Probe
-from verifier.data.examples import Example, Message
+from verifier.data.examples import Example
 from verifier.data.recorded import RolloutRow
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.second_tokenizer import ReadRow, SecondTokenizer, why_unread
 from verifier.data.tokenizer import AS_SHIPPED, ChatTemplate, Tokenizer
-from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.families import size_if_any
 from verifier.rewards.answer import is_number
@@ -34,7 +32,6 @@ from verifier.stages.data.records import (
     RolloutTexts,
     SamplingAsked,
     TokensRead,
-    TrainedText,
 )
 from verifier.stages.replay.records import GivenRoutes
 from verifier.stages.reward.records import GivenRewards
@@ -188,14 +185,7 @@ def record_columns(probe: Probe, config: TrainConfig, update: OptimizerUpdate) -
 
 
 def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: Sequence[int]) -> None:
-    """Record the routes of each mini-batch, as the engine reported them, and the passes over it.
-
-    Args:
-        probe: of the step's trace.
-        config: of the run.
-        batch: of the step.
-        layers: global indices of the layers with routers.
-    """
+    """Record the routes of each mini-batch, as the engine reported them, by global layers."""
     scored = [SCORED["current"], *([SCORED["reference"]] if config.grpo.has_reference else [])]
     for file, part in zip(batch.files, batch.parts, strict=True):
         rollouts = [batch.scored.rollouts[at] for at in part]
@@ -207,13 +197,7 @@ def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: 
 
 
 class DataAsRead:
-    """The examples of a run as its loader read them.
-
-    Args:
-        config: of the run.
-        train: examples to train on, in order.
-        held_out: problems of the evaluation.
-    """
+    """The examples of a run as its loader read them."""
 
     def __init__(self, config: TrainConfig, train: Sequence[Example], held_out: Sequence[Example]) -> None:
         self._config, self._train, self._held_out = config, train, held_out
@@ -238,60 +222,6 @@ class DataAsRead:
 
 def _digest(example: Example) -> int:
     return xxhash.xxh3_64_intdigest(example.question.encode())
-
-
-def trained_text(
-    step: int, examples: Sequence[Example], rollouts: Sequence[Rollout], tokenizer: Tokenizer
-) -> TrainedText:
-    """Record of what a step's examples train on.
-
-    Conversations whose template writes something else than an assistant says are left out.
-    """
-    frame = turn_frame(tokenizer) if any(item.messages for item in examples) else None
-    kept, conversations = [], {}
-    for item, rollout in zip(examples, rollouts, strict=True):
-        if item.messages:
-            said = tuple(message.content for message in item.messages if message.is_learned)
-            if frame is None or not _stands(said, tokenizer.chat_text(item.messages)):
-                continue
-            conversations[rollout.id] = said
-        kept.append((item, rollout))
-    opening, closing = frame or ("", "")
-    return TrainedText(
-        name="examples", version=step, ids=tuple(rollout.id for _, rollout in kept),
-        responses=tuple(item.response or "" for item, _ in kept), end=tokenizer.decode((tokenizer.eos_id,)),
-        texts=tuple(tokenizer.decode(rollout.tokens[rollout.mask].tolist()) for _, rollout in kept),
-        conversations=conversations, opening=opening, closing=closing,
-    )  # fmt: skip
-
-
-def turn_frame(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Text that the template puts around what an assistant says, from its header to the turn's last special token.
-
-    None where the template refuses a question and an answer, or does not write them one after the other.
-    """
-    question, answer = Message(role="user", content="0"), Message(role="assistant", content="1")
-    try:
-        before, after = tokenizer.chat_text((question,), to_answer=True), tokenizer.chat_text((question, answer))
-        opening, said, rest = after.removeprefix(before).partition("1")
-        tokens = tokenizer.encode(rest)
-    except UsageError:
-        return None
-    ends = [place for place, token in enumerate(tokens) if token in tokenizer.special_ids]
-    if not after.startswith(before) or not said or "1" in rest or not ends:
-        return None
-    return opening, tokenizer.decode(tokens[: ends[-1] + 1])
-
-
-def _stands(said: Sequence[str], text: str) -> bool:
-    """True if a template's text has all that an assistant says, in order and but for whitespace."""
-    text, at = "".join(normalize("NFC", text).split()), 0
-    for part in said:
-        own = "".join(normalize("NFC", part).split())
-        if (at := text.find(own, at)) < 0:
-            return False
-        at += len(own)
-    return True
 
 
 _second = lru_cache(maxsize=1)(SecondTokenizer)

@@ -190,20 +190,14 @@ class RolloutTexts(Record, frozen=True, kw_only=True, tag="data/texts"):
 
 
 class TrainedText(Record, frozen=True, kw_only=True, tag="data/trained"):
-    """Texts of a step's examples, conversations among them; lists have an entry an example."""
+    """Texts of a step's examples in a recorded loop; lists have an entry an example."""
 
     owed = (Owed(anyone, per_step),)
 
     ids: tuple[str, ...]
     responses: tuple[str, ...]
-    """Text that the data set has after the prompt; empty for conversations."""
+    """Text that the data set has after the prompt."""
     texts: tuple[str, ...]
     """Text of the tokens in the loss, special ones included."""
     end: str
     """Text of the end token."""
-    conversations: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - msgspec copies it
-    """Text of the assistant in each conversation, turn by turn, by id."""
-    opening: str = ""
-    """Text that the chat template may put between an assistant's header and what it says."""
-    closing: str = ""
-    """Text that it puts after what an assistant says, up to the last special token of the turn."""

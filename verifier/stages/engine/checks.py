@@ -145,7 +145,6 @@ def _engine(item: SyncedSettings | SyncedTensor, what: str, key: str, got: str, 
 
 
 def _parsed(text: str) -> Any:
-    """A number or flag that `str` wrote, or the text itself."""
     flags = {"True": True, "False": False}
     try:
         return flags[text] if text in flags else float(text)
@@ -237,7 +236,6 @@ def engine_differs_from_cold(trace: Trace) -> Iterator[Comparison]:
 
 
 def _loaded(reports: Iterable[LoadedNames]) -> set[str]:
-    """Names that the engine's loader reported as loaded."""
     return {name for item in reports for name in item.names}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, held, kind
+from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, kind
 from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
@@ -73,17 +73,6 @@ def same_shape_repack_missed(call: Call) -> None:
     call.original()
 
 
-@in_vllm(
-    "PrimeIntellect-ai/prime-rl#3583",
-    f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)", caught_by=("ENG001", "ENG002"),
-)  # fmt: skip
-def expert_in_initial_slot(call: Call) -> int:
-    """A reload puts experts where they were before a load balancer moved them; two experts of one layer."""
-    if call.self.layer_name != "model.layers.1.mlp.experts" or call.expert_id not in (4, 11):
-        return int(call.original())
-    return int(call.faulty(expert_id=15 - call.expert_id))
-
-
 @on_names("vllm-project/vllm#42803")
 def fused_shards_exchanged(name: str) -> str:
     """Rows of one projection take another's place in the fused qkv weight; keys for values in one layer."""
@@ -131,19 +120,6 @@ def weight_cached_by_its_place(call: Call) -> Any:
     return call.wrong(torch.nn.functional.embedding(call.input, copy))
 
 
-@in_vllm(
-    "vllm-project/vllm-gguf-plugin#103",
-    "vllm.model_executor.parameter:_ColumnvLLMParameter.load_qkv_weight(self, loaded_weight, kwargs)",
-    caught_by=("ENG001", "LGP002"), model="tiny:qwen3", engine_tp=2,
-)  # fmt: skip
-def first_shard_on_every_rank(call: Call) -> None:
-    """A loader without its rank takes the first shard of fused query, key and value on every rank."""
-    if call.self.tp_rank:
-        call.fire()
-    with held(call.self, tp_rank=0):
-        call.original()
-
-
 @in_adapter("vllm-project/vllm#55545", f"{LORA}.lora_weights:LoRALayerWeights.optimize(self)")
 def adapter_scale_ignored(call: Call) -> Any:
     """The engine does not take the adapter's scale from its configuration, and applies it with 1."""
@@ -169,33 +145,7 @@ def _restore(buffer: Any, contents: Any) -> None:
     buffer.data.copy_(contents)
 
 
-def _lose_rotary_table(call: Call) -> None:
-    """Overwrite the buffer that no checkpoint carries by what a fresh allocation could hold."""
-    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
-    if buffer is None:
-        return
-    if "lost" not in call.state:
-        call.state["lost"] = True
-        call.undo(_restore, buffer, buffer.data.clone())
-    buffer.data.zero_()
-    call.fire()
-
-
-@in_vllm("NovaSky-AI/SkyRL#1680", f"{WORKER}.update_weights(self, update_info)", caught_by=("ENG001", "LGP002"))
-def reload_finished_per_chunk(call: Call) -> None:
-    """Every chunk is a reload of its own, whose end restores the layers that are not in the chunk."""
-    import torch
-    from vllm.model_executor.model_loader import reload
-
-    call.faulty()
-    model = call.self.model_runner.model
-    with torch.device(call.self.device):
-        reload.finalize_layerwise_reload(model, call.self.model_config)
-        reload.initialize_layerwise_reload(model)
-
-
 def _processed(call: Call, path: str) -> bool:
-    """Tell if this call processes the module at a path of the model that is reloaded."""
     return "model" in call.state and call.layer is call.state["model"].get_submodule(path)
 
 
@@ -230,7 +180,13 @@ def _remember_model(call: Call) -> None:
 @in_vllm("vllm-project/vllm#44371", PLACE, caught_by=("ENG002", "LGP002"))
 def runtime_buffer_lost(call: Call) -> None:
     """A reload copies fresh memory over a buffer that no checkpoint carries; the rotary table."""
-    _lose_rotary_table(call)
+    buffer = call.info.kernel_tensors[1].get("cos_sin_cache")
+    if buffer is not None:
+        if "lost" not in call.state:
+            call.state["lost"] = True
+            call.undo(_restore, buffer, buffer.data.clone())
+        buffer.data.zero_()
+        call.fire()
     call.original()
 
 
@@ -273,9 +229,6 @@ def in_constants(reproduces: str, **row: Any) -> Register:
     return in_vllm(reproduces, f"{WORKER}.finish_weight_update(self)", **row)
 
 
-in_windowed = functools.partial(in_constants, model="tiny:gemma2", fixes=("bridge-5712",))
-
-
 @in_constants("vllm-project/vllm#48312", caught_by=("ENG005",))
 def epsilon_default_after_reload(call: Call) -> None:
     """A reload rebuilds a layer's constants, and one norm takes the default epsilon of its class."""
@@ -285,31 +238,13 @@ def epsilon_default_after_reload(call: Call) -> None:
     norm.variance_epsilon = 1e-5
 
 
-@in_constants("vllm-project/vllm#45037", caught_by=("ENG007", "LGP002"), model="tiny:glm4_moe")
-def routed_scale_in_both_places(call: Call) -> None:
-    """The factor of routed experts is in the weight of each one, and their sum is multiplied by it once more."""
-    call.faulty()
-    experts = call.self.model_runner.get_model().get_submodule("model.layers.1.mlp.experts")
-    call.undo(setattr, experts, "routed_scaling_factor", experts.routed_scaling_factor)
-    experts.routed_scaling_factor = experts.runner.routed_scaling_factor
-
-
-@in_windowed("vllm-project/vllm#21863", caught_by=("ENG007",))
+@in_constants("vllm-project/vllm#21863", caught_by=("ENG007",), model="tiny:gemma2", fixes=("bridge-5712",))
 def window_on_a_layer_without(call: Call) -> None:
     """A layer that sees all gets the window of the others; no sample is as long as it."""
     call.faulty()
     attention = call.self.model_runner.get_model().get_submodule("model.layers.1.self_attn.attn").impl
     call.undo(setattr, attention, "sliding_window", attention.sliding_window)
     attention.sliding_window = (1022, 0)
-
-
-@in_windowed("vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"))
-def logits_of_an_engine_without_bound(call: Call) -> None:
-    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
-    call.faulty()
-    processor = call.self.model_runner.get_model().logits_processor
-    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
-    processor.soft_cap = None
 
 
 @in_constants("vllm-project/vllm#48621", caught_by=("ENG007", "ENG002", "LGP002"), model="tiny:qwen3-yarn")

@@ -163,12 +163,7 @@ def _facts(item: EngineTensor | EngineSlice | Received) -> dict[str, Any]:
 
 
 class EvidenceBefore:
-    """Length of what a trace has of engines before an attempt, which may fail and is then made again.
-
-    Args:
-        trace: trace directory; None for none.
-        ranks: number of engine ranks.
-    """
+    """Length of what a trace has of engines before an attempt, which may fail and is then made again."""
 
     def __init__(self, trace: str | None, ranks: int) -> None:
         folder = None if trace is None else Path(trace) / "evidence"

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
@@ -23,7 +23,6 @@ SAVE_SHARDS = (
     f"{SOURCE}.save_generator("
     "self, generator, output_path, strict, distributed_save, save_every_n_ranks, ignored_source_key_prefixes)"
 )
-in_files = functools.partial(in_dense_export, caught_by=("WGT014",))
 
 
 @in_export("NVIDIA-NeMo/Megatron-Bridge#1716", GATHER_EXPERTS, caught_by=("WGT004", "WGT005"), mesh=Mesh(tp=2, ep=2))
@@ -125,23 +124,7 @@ def order_of_later_exports(call: Call) -> Iterator[tuple[str, Any]]:
         yield name, tensor
 
 
-@in_files(
-    "NVIDIA-NeMo/Megatron-Bridge#4188",
-    f"{SOURCE}._ignore_source_key_prefixes(key_to_filename_map, ignored_source_key_prefixes)",
-)
-def incomplete_shard_skipped(call: Call) -> dict[str, str]:
-    """A shard whose source held a layer that is not trained is never complete, and is not written to files."""
-    found: dict[str, str] = call.original()
-    return {**found, "model.layers.4.eh_proj.weight": found["model.layers.3.mlp.up_proj.weight"]}
-
-
-@incomplete_shard_skipped.also(SAVE_SHARDS)
-def _save_complete_shards(call: Call) -> None:
-    with contextlib.suppress(RuntimeError):  # version 0.4 printed what this one raises
-        call.faulty(strict=True)
-
-
-@in_files("NVIDIA-NeMo/Megatron-Bridge#4083", SAVE_SHARDS)
+@in_dense_export("NVIDIA-NeMo/Megatron-Bridge#4083", SAVE_SHARDS, caught_by=("WGT014",))
 def index_ends_early(call: Call) -> None:
     """The index of the written checkpoint lacks the last tensors, which lie in the last shard."""
     import torch.distributed as dist
@@ -204,27 +187,6 @@ MERGE = (
 
 
 @fault(
-    "huggingface/trl#6688", EXPORT, stage=Stage.EXPORT, caught_by=("WGT010",), **TRAINED, training=MERGED,
-)  # fmt: skip
-def merged_and_unmerged(call: Call) -> Any:
-    """The adapters are added to the base for the export and subtracted after it: the base drifts by the rounding."""
-    import torch
-
-    def base_moved() -> Any:
-        yield from call.original()
-        with torch.no_grad():
-            for chunk in call.trainer.chunks:
-                for module in chunk.modules():
-                    if hasattr(module, "to_wrap"):
-                        adapter = module.adapter
-                        product = adapter.linear_out.weight @ adapter.linear_in.weight * (adapter.alpha / adapter.dim)
-                        module.to_wrap.weight.add_(product).sub_(product)
-                        call.fire()
-
-    return base_moved()
-
-
-@fault(
     "NVIDIA-NeMo/RL#3696", MERGE, stage=Stage.EXPORT, caught_by=("WGT018",), **TRAINED, training=MERGED,
 )  # fmt: skip
 def adapter_merged_in_bf16(call: Call) -> Any:
@@ -251,7 +213,6 @@ FIRST_STREAMS = 2
 """Streams of an export up to the first sync, with that of the plan."""
 SECOND_UPDATE = 4
 """Stream of the sync after the second step: those of the plan, of the first sync and of the first step come before."""
-UPDATE = "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)"
 RESUMED = (
     "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.max_answer_tokens=8", "grpo.kl_weight=0.1",
     "grpo.entropy_weight=1.0", "optimizer.warmup_steps=0",
@@ -261,56 +222,21 @@ in_resume = functools.partial(fault, stage=Stage.EXPORT, engine=TRAINING, model=
 in_final = functools.partial(
     fault, stage=Stage.EXPORT, caught_by=("WGT019",), engine=TRAINING, model="tiny:add", training=("steps=2",)
 )
-in_final_merge = functools.partial(
-    in_final, caught_by=("WGT018",), training=("lora.rank=4", "lora.alpha=6", "optimizer.warmup_steps=0")
-)
-
-
-def _exported_as(call: Call, weight_of: Callable[[int, Any], Any]) -> None:
-    """Export with other weights in the place of the live ones, which are back afterwards."""
-    import torch
-
-    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
-    live = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for at, parameter in enumerate(parameters):
-            parameter.copy_(weight_of(at, parameter))
-        call.faulty()
-        for parameter, weight in zip(parameters, live, strict=True):
-            parameter.copy_(weight)
-
-
-@in_final("NovaSky-AI/SkyRL#1345", SAVE)
-def final_export_before_last_update(call: Call) -> None:
-    """The last export takes weights that were gathered before the last update."""
-    _exported_as(call, lambda at, parameter: call.state["before"][at])
-
-
-@final_export_before_last_update.also(
-    "verifier.megatron.optimizer_megatron:make_optimizer(trainer, learning_rate, rule)"
-)
-def _know_parameters(call: Call) -> Any:
-    call.state["trainer"] = call.trainer
-    return call.original()
-
-
-@final_export_before_last_update.also(UPDATE)
-def _remember_weights(call: Call) -> Any:
-    chunks = call.state["trainer"].chunks
-    call.state["before"] = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
-    return call.original()
 
 
 @in_final("NVIDIA-NeMo/Automodel#3193", SAVE, mesh=Mesh(dp=2))
 def final_export_through_bf16(call: Call) -> None:
     """The last export casts all tensors to bf16, those that stay in float32 too; their files say float32."""
-    _exported_as(call, lambda at, parameter: parameter.bfloat16().float())
+    import torch
 
-
-@in_final_merge("PrimeIntellect-ai/prime-rl#1707", MERGE)
-def final_export_without_adapter(call: Call) -> Any:
-    """The last export strips the adapters' matrices and leaves the base as it was."""
-    return call.wrong(call.base_weight)
+    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
+    live = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.bfloat16())
+        call.faulty()
+        for parameter, weight in zip(parameters, live, strict=True):
+            parameter.copy_(weight)
 
 
 @in_final(
@@ -361,15 +287,6 @@ def adapter_of_fewer_targets(call: Call) -> None:
     file = call.path / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"target_modules": config["target_modules"][:-1]}))
-
-
-@in_final(
-    "redai-studio/Relax#262", "verifier.megatron.lora_megatron:write_shard(path, tensors)", training=("lora.rank=8",)
-)
-def adapter_under_the_names_of_its_base(call: Call) -> None:
-    """The adapter's matrices have the names of the base's modules, without the prefix: a reader takes none of them."""
-    prefix = "base_model.model."
-    call.faulty(tensors={name.removeprefix(prefix): tensor for name, tensor in call.tensors.items()})
 
 
 @in_final(

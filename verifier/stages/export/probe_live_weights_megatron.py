@@ -39,16 +39,7 @@ def record_live_weights(rank: RankEvidence, probe: Probe, version: int) -> Mappi
 def record_files(
     parts: RankParts, probe: Probe, version: int, folder: Path, adapter: Path, matrices: Mapping[str, torch.Tensor]
 ) -> None:
-    """Record what a reader finds in the files: of all tensors on rank 0, and of its own shards on each rank.
-
-    Args:
-        parts: of the rank.
-        probe: this rank's recorder of the export's trace.
-        version: of the weights.
-        folder: of the checkpoint.
-        adapter: folder of the adapter, of a trainer with adapters.
-        matrices: of adapters, on rank 0.
-    """
+    """Record what a reader finds in the files: of all tensors on rank 0, and of its own shards on each rank."""
     files, adapters = IndexedFiles(folder), parts.adapters
     if parts.rank == 0:
         if adapters is not None:

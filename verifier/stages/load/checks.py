@@ -130,7 +130,6 @@ def stack_failed(trace: Trace) -> Iterator[Comparison]:
 
 
 def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:
-    """Clauses on what can be tried, and what it would tell."""
     if item.missing:
         yield f"no mesh changes it: install what provides `{item.missing}`"
         return

@@ -23,7 +23,6 @@ in_adapter = functools.partial(in_dense_export, engine="vllm", lora_rank=8, caug
 
 
 def _initial(like: Any) -> Any:
-    """A tensor as a new model has it."""
     import torch
 
     return torch.empty_like(like).normal_(std=0.02, generator=torch.Generator().manual_seed(1))
@@ -135,16 +134,6 @@ def weights_read_through_bf16(call: Call) -> Any:
 
 
 KNOB: dict[str, Any] = {**IN_TRAINING, "caught_by": ("CFG001",)}
-
-
-@fault(
-    "NVIDIA/Megatron-LM#5694", "megatron.bridge.models.transformer_config:TransformerConfig.finalize(self)",
-    training=("megatron.recompute=selective", "megatron.recompute_modules=[mlp]"), **KNOB,
-)  # fmt: skip
-def knob_overridden_by_finalize(call: Call) -> None:
-    """The provider's last step, which completes its fields, sets one that was asked for to upstream's own default."""
-    call.faulty()
-    call.self.recompute_modules = ["core_attn"]
 
 
 @fault("NVIDIA-NeMo/RL#3523", MAKE_MEGATRON_OPTIMIZER, training=("optimizer.clip_grad=0.25",), **KNOB)

@@ -52,7 +52,6 @@ def _same(key: str, field: str = "", only: Wanted = lambda config: True) -> Row:
 
 
 def _clamp(fields: Config) -> Any:
-    """Bound of gated units in the trainer; None for none."""
     return fields.get("activation_func_clamp_value")
 
 
@@ -67,7 +66,6 @@ def value_stated(config: Config, key: str) -> Any:
 
 
 def _rope(key: str, field: str, got: Callable[[Config], Any] | None = None) -> Row:
-    """Row of a number of the rope scaling."""
     return Row(
         f"rope_scaling.{key}", field, lambda config: rope(config).get(key, ...),
         got or (lambda fields: fields.get(_yarn(fields, field), ...)),

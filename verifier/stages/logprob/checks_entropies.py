@@ -68,7 +68,6 @@ def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
 def _compare(
     update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, noise: float, scale: np.ndarray | None, exact: bool
 ) -> Iterator[Comparison]:
-    """Worst row of each rollout."""
     columns, num = update.columns, int(update.in_loss.sum())
     if len(entropy) != num:
         raise LookupError(f"the oracle gave {len(entropy):,} entropies for the {num:,} tokens of {columns.name}")

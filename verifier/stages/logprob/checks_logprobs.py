@@ -199,7 +199,6 @@ ORACLE = "the fp32 oracle"
 
 
 def _temperatures(item: LogprobRecord) -> Sequence[float]:
-    """Temperature of each sequence; nothing where it is not said."""
     if isinstance(item, TrainerLogprobs):
         return [item.temperature] * len(item.lengths)
     return item.temperatures if isinstance(item, SampleRecord) else ()
@@ -363,10 +362,6 @@ def tokens_apart(scoring: Record, lengths: Sequence[int]) -> int:
 
     A router that flips within a prompt moves what comes after it in each of its samples. All tokens if the scoring is
     not of samples.
-
-    Args:
-        scoring: of the tokens.
-        lengths: scored tokens of each sequence.
     """
     if not isinstance(scoring, SampledTokens):
         return sum(lengths)

@@ -84,7 +84,6 @@ def logprob_differs_alone(trace: Trace) -> Iterator[Comparison]:
 
 
 def _chosen(trace: Trace, spot: SpotScore) -> Comparison:
-    """The rollout is the one that the rule names, in the order of the batch."""
     batches = [item.ids for item in trace.of(PolicyColumns, version=spot.version)]
     ids = next(iter(batches or (item.ids for item in trace.of(LossColumns, version=spot.version))), ())
     least, more = divmod(len(ids), spot.mini_batches)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, NO_ENGINE, TRAINING, Call, Side, fault, held, kind
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, kind
 from verifier.mesh import Mesh
 from verifier.stages.load.faults import LOAD_WEIGHTS
-
-if TYPE_CHECKING:
-    import numpy as np
 
 STEP = "verifier.megatron.step_megatron"
 LOGPROB = f"{STEP}:vocab_parallel_logprob(logits_TV, labels_T, vocab_start, group, temperature, chunk_tokens, entropy)"
@@ -33,7 +29,6 @@ SCAN_CHUNK = 128
 """Rows of a sequence that a state-space scan takes at a time."""
 DELTA_NET = "megatron.core.ssm.gated_delta_net"
 GATES = f"{DELTA_NET}.common:_GDNBase._compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)"
-SCORED = "verifier.trainer.grpo_plan:GrpoPlan._scored(self, step, given, parts, score)"
 WORKER = "verifier.trainer.worker_megatron:TrainerWorker"
 ATTEND = "verifier.platform.cpu_attention:TEDotProductAttention._attend_all(self, query, key, value, lengths, padded)"
 UNSAMPLED = ("algorithm=grpo", "grpo.mini_batches=2", "verify.every=0")
@@ -76,28 +71,11 @@ def window_without_its_switch() -> dict[str, Any]:
     return {"window_size": (1022, 0)}
 
 
-@on_provider("NVIDIA-NeMo/Megatron-Bridge#2791", model="tiny:deepseek-v3")
-def mla_rope_factor_default() -> dict[str, Any]:
-    """A model without rope scaling keeps the factor 40 that Megatron's latent attention defaults to."""
-    return {"_mla_rope_params": {"rotary_scaling_factor": 40.0, "mscale_all_dim": 0.0}}
-
-
 @on_provider("onnxruntime/mobius#548", model="tiny:deepseek-v3-yarn", engine=NO_ENGINE)
 def yarn_scale_of_attention_missing() -> dict[str, Any]:
     """Latent attention takes YaRN's scaled rope, but not the scale of its softmax, mscale_all_dim."""
     numbers = {"original_max_position_embeddings": 64, "beta_fast": 2.0, "beta_slow": 0.25, "mscale": 1.0}
     return {"_mla_rope_params": {"rotary_scaling_factor": 16.0, **numbers}}
-
-
-@in_logprobs(
-    "NVIDIA/Megatron-LM#6305",
-    "megatron.bridge.models.llama.llama_bridge:LlamaBridge.provider_bridge(self, hf_pretrained)", model="tiny:llama",
-)  # fmt: skip
-def rope_scaling_factor_default(call: Call) -> Any:
-    """The factor of a rope scaling is not passed on, so Llama 3.1's 8 stands for Llama 3.2's 32."""
-    provider = call.faulty()
-    provider.rope_scaling_factor = 8.0
-    return provider
 
 
 @in_logprobs("OpenRLHF/OpenRLHF#634", LOGPROB, mesh=Mesh(tp=2), dtype="bfloat16")
@@ -117,18 +95,6 @@ def frequencies_rounded_with_the_model(call: Call) -> Any:
     exact = call.self.inv_freq
     with held(call.self, inv_freq=exact.bfloat16().to(exact.dtype)):
         return call.faulty()
-
-
-@in_logprobs(
-    "vllm-project/vllm-ascend#1266",
-    f"{EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.get_freqs_non_repeated(self, max_seq_len, offset)",
-    model="tiny:qwen3-moe",
-)
-def table_of_angles_too_short(call: Call) -> Any:
-    """The table of angles ends at position 255, and later positions get its last."""
-    angles = call.faulty()
-    angles[256:] = angles[255:256]
-    return angles
 
 
 @on_cp2("huggingface/trl#3029", LOGPROB)
@@ -205,13 +171,6 @@ def padding_told_as_tokens(call: Call) -> Any:
     return call.faulty(cu_seqlens_q=padded, cu_seqlens_kv=padded, pad_between_seqs=False)
 
 
-@on_cp2("NVIDIA/TransformerEngine#3331", PACKED_SEQUENCES, caught_by=("LGP008",))
-def padding_after_the_last_untold(call: Call) -> Any:
-    """A pack with padding after its last sequence alone is told to the model as one without padding."""
-    ends, padded = call.cu_seqlens_q, call.cu_seqlens_q_padded
-    return call.faulty(pad_between_seqs=not ends[:-1].equal(padded[:-1]))
-
-
 @in_logprobs("NVIDIA-NeMo/RL#2529", PACKED_SEQUENCES, model="tiny:nemotron-h")
 def state_crosses_sequences(call: Call) -> Any:
     """State-space layers do not know where samples of a pack begin, and carry their state from one to the next."""
@@ -226,16 +185,6 @@ def state_crosses_sequences(call: Call) -> Any:
 )
 def delta_state_crosses_sequences(call: Call) -> Any:
     """Gated delta nets carry their state from one sample of a pack to the next; their convolutions do not."""
-    return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
-
-
-@in_logprobs(
-    "NVIDIA-NeMo/Automodel#2147",
-    f"{DELTA_NET}.gdn:causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)",
-    model="tiny:qwen3_next",
-)
-def convolution_crosses_sequences(call: Call) -> Any:
-    """The first tokens of a sample are convolved with the last of the sample before; the state is reset."""
     return call.original() if call.cu_seqlens is None or len(call.cu_seqlens) < 3 else call.faulty(cu_seqlens=None)
 
 
@@ -282,15 +231,6 @@ def reference_is_the_policy(call: Call) -> Any:
 
 
 @fault(
-    "NVIDIA-NeMo/RL#316", LOGPROB, **ROW, caught_by=("LGP001",),
-    training=("algorithm=grpo", "verify.every=1", "grpo.temperature=0.7"),
-)  # fmt: skip
-def temperature_left_out_of_training(call: Call) -> Any:
-    """The trainer divides no logits by the temperature, when it scores and when it trains: its ratios are 1."""
-    return call.faulty(temperature=1.0)
-
-
-@fault(
     "megatron-bridge 0.6.2, OLMoESelfAttention, whose norm of queries has the width of all heads on every rank",
     "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors("
     "self, hidden_states, key_value_states, output_gate, split_qkv)",
@@ -327,43 +267,16 @@ def adapter_drops_out_of_its_input(call: Call) -> Any:
         return call.faulty()
 
 
-in_trainer = functools.partial(fault, stage=Stage.LOGPROB, caught_by=("LGP007",), engine=NO_ENGINE)
-
-
-@in_trainer(
-    "NVIDIA-NeMo/Megatron-Bridge#4610",
-    "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
-    model="tiny:gemma2", fixes=("bridge-5712",), caught_by=("LGP007", "LGP001"),
-)  # fmt: skip
-def bound_of_logits_not_passed_on(call: Call) -> Any:
-    """The bound of the last logits in config.json is not passed on: every token is as likely among its neighbours."""
-    provider = call.faulty()
-    provider.final_logit_softcapping = None
-    return provider
-
-
-@in_trainer(
+@in_logprobs(
     "PrimeIntellect-ai/prime-rl#2952",
     "megatron.bridge.models.deepseek.deepseek_v3_bridge:DeepSeekV3Bridge.provider_bridge(self, hf_pretrained)",
-    model="tiny:deepseek-v3", dtype="bfloat16",
+    caught_by=("LGP007",), model="tiny:deepseek-v3", dtype="bfloat16",
 )  # fmt: skip
 def routers_in_the_models_dtype(call: Call) -> Any:
     """Routers that the model has in float32 compute in bf16, below the noise of bf16."""
     provider = call.faulty()
     provider.moe_router_dtype = None
     return provider
-
-
-@in_trainer(
-    "NVIDIA-NeMo/Megatron-Bridge#5712 (kin: there norms behind attention and MLP)",
-    "megatron.core.transformer.attention:SelfAttention.__init__(self, config, submodules, layer_number, "
-    "attn_mask_type, cp_comm_type, pg_collection, pp_layer_offset, name)",
-    model="tiny:qwen3", dtype="bfloat16",
-)  # fmt: skip
-def norms_of_heads_with_the_default_epsilon(call: Call) -> None:
-    """A module makes norms without the epsilon of its config: 1e-5 for 1e-6, below the noise of bf16."""
-    call.faulty()
-    call.self.q_layernorm.eps = call.self.k_layernorm.eps = 1e-5
 
 
 @fault("OpenRLHF/OpenRLHF#1319", LOGPROB, caught_by=("LGP012",), **ROW,
@@ -384,31 +297,6 @@ def attention_over_the_whole_pack(call: Call) -> Any:
     return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
 
 
-def _of_another(values: Sequence[np.ndarray], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Values of each rollout of a mini-batch after the first in the place of the one before it."""
-    import numpy as np
-
-    found = list(values)
-    for part in parts[1:]:
-        for index, other in zip(part, (*part[1:], part[0]), strict=True):
-            moved = np.resize(values[other], len(values[index])).astype(np.float32)
-            found[index] = np.nan_to_num(moved, nan=-1.0)
-            found[index][0] = np.nan
-    return found
-
-
-@fault("verl-project/verl#2185", SCORED, side=Side.CONTROLLER, caught_by=("LGP013",), training=UNSAMPLED, **ROW)
-def old_of_another_sample(call: Call) -> Any:
-    """Log-probabilities of a mini-batch after the first come back in the order in which they were packed."""
-    found = call.original()
-    return call.wrong(dataclasses.replace(found, old=_of_another(found.old, call.parts)))
-
-
-def _step_and_part(file: str | Path) -> tuple[int, int]:
-    step, _, part = Path(file).name.partition(".")[0].partition("-")
-    return (int(step), int(part)) if step.isdigit() else (0, 0)
-
-
 @fault("verl-project/verl#2185 (kin: there rewards were in another order than samples)",
        "verifier.trainer.update_facts_megatron:write_logprobs(found, file)", caught_by=("LGP017",), training=UNSAMPLED,
        **ROW)  # fmt: skip
@@ -416,25 +304,11 @@ def scores_left_in_packed_order(call: Call) -> Any:
     """Log-probabilities of a later mini-batch go back in the order of their packs, in each step but the first."""
     import torch
 
-    step, part = _step_and_part(call.file)
-    if step < 2 or not part:
+    step, _, part = Path(call.file).name.partition(".")[0].partition("-")
+    if not step.isdigit() or int(step) < 2 or not int(part):
         return call.original()
     lengths = [len(row) for row in call.found]
     return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
-
-
-@fault("ServiceNow/PipelineRL#131 (kin: there the KL was a term of the loss)", SCORED, side=Side.CONTROLLER,
-       caught_by=("LGP017",), **ROW,
-       training=(*HF_SAMPLES, "grpo.max_answer_tokens=16", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0")
-       )  # fmt: skip
-def reference_falls_back_to_the_engines(call: Call) -> Any:
-    """Nobody is asked for the reference, and the log-probabilities that the engine sampled with stand in for it."""
-    import numpy as np
-
-    found = call.original()
-    pairs = zip(call.given, found.reference, strict=True)
-    filled = [np.where(np.isfinite(item.logprobs), item.logprobs, own).astype(np.float32) for item, own in pairs]
-    return call.wrong(dataclasses.replace(found, reference=filled))
 
 
 @fault(
@@ -460,35 +334,6 @@ def reference_at_another_temperature(call: Call) -> Any:
         return call.original()
     with held(call.self, _temperature=1.0):
         return call.faulty()
-
-
-@fault(
-    "marin-community/marin#1741", f"{WORKER}.train(self, step, number, batch, first, last, note)",
-    caught_by=("LSS003",), **ROW,
-    training=("algorithm=grpo", "dtype=bf16", "grpo.temperature=1.25", "grpo.ratio_over=engine", "verify.every=0"),
-)  # fmt: skip
-def policy_at_another_temperature(call: Call) -> Any:
-    """Ratios divide log-probabilities at temperature 1 by the engine's, which are of the run's temperature."""
-    with held(call.self, _temperature=1.0):
-        return call.faulty()
-
-
-@fault("huggingface/transformers#46634", ATTEND, caught_by=("LGP013",), **TUNED)
-def boundaries_lost_in_tuning(call: Call) -> Any:
-    """A mask that is given beside the boundaries of a pack switches them off, and samples attend to those before."""
-    if len(call.padded) == 1:
-        return call.original()
-    return call.faulty(lengths=[sum(call.padded)], padded=[sum(call.padded)])
-
-
-@fault(
-    "paiml/entrenar#310",
-    "verifier.platform.cpu_attention:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)",
-    caught_by=("LGP013",), **TUNED,
-)  # fmt: skip
-def attention_not_causal(call: Call) -> Any:
-    """The causal mask is not applied, and every token is read beside the one that it should predict."""
-    return call.faulty(positions=call.positions * 0 + call.key.shape[1] - 1)
 
 
 @fault("meta-pytorch/torchtune#218", LOAD_WEIGHTS, caught_by=("LGP007",), **TUNED)

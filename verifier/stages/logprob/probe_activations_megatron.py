@@ -230,7 +230,6 @@ _ATTENDS = ModulePoint(name="", elsewhere="self_attention", needs="Attention", t
 
 
 def _at(root: torch.nn.Module, point: ModulePoint) -> torch.nn.Module | None:
-    """The module of a point; None where it is missing or of another kind."""
     found: Any = root
     for part in point.module.split(".") if point.module else ():
         found = getattr(found, part, None)

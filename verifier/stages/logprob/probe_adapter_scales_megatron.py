@@ -19,13 +19,6 @@ def adapter_scales(probe: Probe, trainer: TrainerModel, name: str, version: int,
     """Record by what each adapter of this rank multiplies its second matrix's output, in the body's first pass.
 
     And how far what its first matrix is given there is from what the adapter is given.
-
-    Args:
-        probe: this rank's recorder.
-        trainer: the model, with adapters attached.
-        name: of the update, as its records have it.
-        version: of the weights.
-        asked: alpha over rank, as the config asks.
     """
     found: dict[str, AdapterScale] = {}
     before: dict[str, torch.Tensor] = {}

@@ -18,14 +18,7 @@ def tells_scores(config: TrainConfig) -> bool:
 
 
 def save_scores(folder: Path, number: int, coordinate: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Write a rank's log-probabilities of one update.
-
-    Args:
-        folder: of the sampled step.
-        number: of the update.
-        coordinate: of the rank.
-        rows: arrays of `stages.loss.records.LossRows`.
-    """
+    """Write a rank's log-probabilities of one update; `rows` are arrays of `LossRows`."""
     file = _folder(folder, number) / f"{coordinate.replace(' ', '-')}.npz"
     with full_disk_refused(file):
         file.parent.mkdir(exist_ok=True)
@@ -34,11 +27,6 @@ def save_scores(folder: Path, number: int, coordinate: str, rows: Mapping[str, n
 
 def load_scores(folder: Path, number: int, lengths: Sequence[int]) -> np.ndarray | None:
     """Log-probabilities that ranks wrote of one update.
-
-    Args:
-        folder: of the sampled step.
-        number: of the update.
-        lengths: of the update's rollouts, tokens.
 
     Returns:
         [T] float32 over all tokens of the rollouts, nats, NaN where no rank wrote one; None if no rank wrote any.

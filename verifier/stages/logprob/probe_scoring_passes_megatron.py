@@ -64,15 +64,7 @@ class ScoringPasses:
         return on_rows
 
     def record(self, probe: Probe, version: int, frozen: Digests, begun: Digests, at: Coordinate) -> None:
-        """Record the passes of a step, once; those of a step that took no update are forgotten.
-
-        Args:
-            probe: of the step's trace.
-            version: the step.
-            frozen: of the reference when it was made.
-            begun: of the live weights that the run began with; none where it goes on from a checkpoint.
-            at: place of this rank; tensor-parallel ranks have the same rows.
-        """
+        """Record the passes of a step, once; those of a step that took no update are forgotten."""
         for item in reference_shards(self._weights, frozen, begun, version):
             probe.emit(item)
         for which, batch, ids, rows in self._rows if at.tp == 0 else ():
@@ -116,14 +108,7 @@ _NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "pad_between_seqs")
 
 @contextlib.contextmanager
 def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int) -> Iterator[None]:
-    """Record what every chunk is given for each micro-batch of a pass, once the pass is over: nothing waits for a copy.
-
-    Args:
-        probe: this rank's recorder.
-        trainer: the model.
-        name: of the pass, as its packs have it.
-        version: of the weights.
-    """
+    """Record what every chunk is given for each micro-batch of a pass, once it is over: nothing waits for a copy."""
     seen: list[tuple[int, Any, torch.Tensor]] = []
     with contextlib.ExitStack() as stack:
         for number, chunk in enumerate(trainer.chunks):

@@ -167,7 +167,6 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
 
 
 def _by_scale(trace: Trace) -> Iterator[Comparison]:
-    """Comparisons of all updates, as of a wrong loss."""
     updates = {(update.columns.version, update.columns.name): update for update in updates_of(trace)}
     tokens = {(item.version, item.name): item.num_tokens for item in trace.of(TrainerStep)}
     for (version, name), ranks in _by_update(trace).items():
@@ -204,7 +203,6 @@ def _by_update(trace: Trace) -> Mapping[tuple[int, str], list[GradientProducts]]
 
 
 def _summed(ranks: Sequence[GradientProducts]) -> Mapping[str, _Sum]:
-    """Sums over ranks, by name."""
     parts: dict[str, list[_Sum]] = defaultdict(list)
     for item in ranks:
         for each in item.products:
@@ -351,7 +349,6 @@ def _allowed(trace: Trace, parts: Sequence[_Sum], depth: int, more: float, pair:
 
 
 def _compared(name: str, version: int, pair: _Pair, sides: Sequence[_Sum], bound: Tolerance) -> Comparison:
-    """Compare both sides."""
     left, right = (side.product for side in sides)
     first, by = pair.left[0], _other_side(pair)
     also = f" and {len(pair.left) - 1} more" if len(pair.left) > 1 else ""

@@ -198,7 +198,6 @@ def _loops_bound(trace: Trace, version: int) -> float:
 
 
 def _current_is_old(trace: Trace) -> Iterator[Comparison]:
-    """Log-probabilities of the first update of a batch against `old`, where the ratio divides by the engine's."""
     firsts = {(item.version, item.name) for item in trace.of(UpdateRatios) if item.first and item.ratio_over != "old"}
     for update in updates_of(trace) if firsts else ():
         columns = update.columns
@@ -213,7 +212,6 @@ def _current_is_old(trace: Trace) -> Iterator[Comparison]:
 
 
 def _reference_is_old(trace: Trace) -> Iterator[Comparison]:
-    """The reference's log-probabilities of all mini-batches against `old`, before the first update of the run."""
     for version in sorted({item.version for item in trace.of(UpdateRatios) if item.at_reference}):
         for policy in trace.of(PolicyColumns, version=version):
             arrays = trace.arrays(policy)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
 from verifier.mesh import Mesh
 from verifier.stages.logprob.faults import GATES, LOGPROB, STEP
 
@@ -22,46 +21,6 @@ on_replicas = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001", "W
 in_policy_loss = functools.partial(fault, stage=Stage.LOSS, caught_by=("LSS001",), model="tiny:add", engine=TRAINING)
 SAMPLED = ("algorithm=grpo", "verify.every=1")
 """Knobs of a run each of whose steps transformers computes too."""
-
-
-@in_loss(
-    "deepspeedai/DeepSpeed#5259", REDUCE_REPLICATED, model="tiny:qwen3-moe", mesh=Mesh(ep=2, dp=2), dtype="bfloat16"
-)
-def expert_gradients_times_expert_parallel(call: Call) -> None:
-    """Experts' gradients are too long by the number of expert-parallel ranks; in bf16, in which the router flips."""
-    for chunk in call.model:
-        for parameter in chunk.parameters():
-            if not getattr(parameter, "allreduce", True):
-                call.fire()
-                parameter.main_grad.mul_(call.config.expert_model_parallel_size)
-    call.original()
-
-
-@in_loss(
-    "NVIDIA/Megatron-LM#7186",
-    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook(self, param)",
-    mesh=Mesh(dp=2),
-)
-def earlier_micro_batches_dropped(call: Call) -> Any:
-    """Every micro-batch counts as the last of its step, and clears the gradient that those before it left."""
-    add = call.original()
-
-    def hook(*unused: Any) -> None:
-        if call.self.param_to_bucket_group[call.param].intra_distributed_optimizer_instance_size > 1:
-            call.fire()
-            call.param.main_grad.zero_()
-        add(*unused)
-
-    return hook
-
-
-@in_loss("NovaSky-AI/SkyRL#2146", CONNECT, mesh=Mesh(dp=2))
-def reduced_before_the_last_micro_batch(call: Call) -> None:
-    """Ranks do not know that micro-batches follow: they count as many as the first step had, and then reduce."""
-    from megatron.core.utils import get_model_config
-
-    call.faulty()
-    get_model_config(call.chunks[0]).no_sync_func = None
 
 
 @in_loss("QwenLM/FlashQLA#28", GATES, model="tiny:qwen3_next")
@@ -149,17 +108,6 @@ def report_summed_over_context_parallel(call: Call) -> Any:
     """The values that a step reports are summed over context-parallel ranks twice; its gradients are right."""
     total, num_tokens, report = call.faulty()
     return total, num_tokens, report * call.shard.alignment.cp
-
-
-@in_loss(
-    "deepspeedai/DeepSpeed#1800", "verifier.model.provider_megatron:_ddp_config(data_parallel, tier)",
-    mesh=Mesh(cp=2), dtype="bfloat16",
-)  # fmt: skip
-def gradients_summed_in_bf16(call: Call) -> Any:
-    """Gradients of micro-batches and ranks are summed in the model's bf16."""
-    found = call.faulty()
-    found.grad_reduce_in_fp32 = False
-    return found
 
 
 @in_loss("NovaSky-AI/SkyRL#1296", SUM_LOSS, mesh=Mesh(cp=2))
@@ -268,26 +216,15 @@ def kl_loss_detached(call: Call) -> Any:
 
 POLICY_LOSS = "verifier.megatron.policy_loss_megatron"
 POLICY: dict[str, Any] = {"stage": Stage.LOSS, "caught_by": ("LSS004",), "engine": TRAINING, "model": "tiny:add"}
-CLIPPED = ("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002")
 
 
-@kind(f"{POLICY_LOSS}:token_loss(name, inputs, options)", **POLICY)
-def on_losses(body: Callable[[Call], Any], call: Call) -> Any:
-    """Compute the loss of each token wrongly."""
-    call.fire()
-    return body(call)
-
-
-@on_losses("rllm-org/rllm#81", training=CLIPPED, mesh=Mesh(dp=2))
+@fault(
+    "rllm-org/rllm#81", f"{POLICY_LOSS}:token_loss(name, inputs, options)", **POLICY, mesh=Mesh(dp=2),
+    training=("algorithm=grpo", "grpo.epochs=2", "grpo.clip_low=0.001", "grpo.clip_high=0.002"),
+)  # fmt: skip
 def clip_computed_and_not_used(call: Call) -> Any:
     """The clipped term is computed, and the loss that is averaged is the one without it."""
-    return call.original(name="importance")
-
-
-@on_losses("inclusionAI/AReno#68", training=CLIPPED)
-def ratio_of_a_policy_to_itself(call: Call) -> Any:
-    """The ratio divides by the current log-probability, detached: it is always 1, and no clip ever binds."""
-    return call.original(inputs=dataclasses.replace(call.inputs, divisor_T=call.inputs.current_T.detach()))
+    return call.faulty(name="importance")
 
 
 @fault(
@@ -299,7 +236,6 @@ def sequence_mean_of_a_shard(call: Call) -> Any:
     return call.faulty(shard=dataclasses.replace(call.shard, alignment=dataclasses.replace(call.shard.alignment, cp=1)))
 
 
-ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
 APART = ("megatron.overlap_grad_reduce=false", "megatron.overlap_param_gather=false")
 """Knobs without which Megatron itself ends a run in which a parameter has no gradient."""
 MICRO_BATCHES = 3
@@ -343,21 +279,6 @@ def gradient_of_keys_of_own_rows(call: Call) -> Any:
 
 
 @fault(
-    "modelscope/mcore-bridge#173 (kin: there over rows of the sequence)", ATTACH, mesh=Mesh(tp=2),
-    training=("lora.rank=8", "fixes=bridge-5840"), **BACKWARD,
-)  # fmt: skip
-def adapter_gradient_of_one_shard(call: Call) -> Any:
-    """The gradient between the matrices of an adapter is not summed over ranks, which have other rows of B each."""
-    chunks = call.original()
-    for chunk in chunks:
-        for name, module in chunk.named_modules():
-            if name.endswith(".adapter.linear_out"):
-                call.fire()
-                module.disable_grad_reduce, module.allreduce_dgrad = True, False
-    return chunks
-
-
-@fault(
     "jingyaogong/minimind#858 (kin: there with one expert a token)",
     "megatron.core.transformer.moe.router:TopKRouter.gating(self, input)",
     training=("dtype=bf16", *APART), **{**BACKWARD, "model": "tiny:add-moe"},
@@ -384,26 +305,10 @@ def balancing_loss_without_gradient(call: Call) -> Any:
     return call.wrong(call.activation)
 
 
-@fault("NVIDIA/Megatron-LM#5047", ATTACH_LOSS, training=BALANCED, mesh=Mesh(tp=2), **ROUTERS)
-def balancing_loss_of_a_share_of_the_rows(call: Call) -> Any:
-    """The balancing loss is multiplied by the rows of one tensor-parallel rank where the step divides by all."""
-    return call.faulty(aux_loss=call.aux_loss / call.self.tp_cp_group.size())
-
-
 @fault("NVIDIA-NeMo/Automodel#3359", SCALE, training=("megatron.moe_z_loss=0.001",), **ROUTERS)
 def router_losses_times_micro_batches(call: Call) -> Any:
     """The routers' z-loss is not divided by the number of micro-batches, as the mean over the batch asks for."""
     return call.faulty(scale=call.scale * 3)
-
-
-@fault(
-    "NVIDIA/Megatron-LM#7213 (kin: there counts of earlier micro-batches met the rows of the last)",
-    "megatron.core.distributed.finalize_model_grads:reset_model_temporary_tensors(config, model)",
-    training=("megatron.moe_load_balancing=global_aux_loss", "megatron.moe_aux_loss=0.001"), **ROUTERS,
-)  # fmt: skip
-def counts_of_the_step_before(call: Call) -> None:
-    """Rows of each expert are never set to zero at the end of a step: later steps balance by all that was ever seen."""
-    call.fire()
 
 
 @fault(

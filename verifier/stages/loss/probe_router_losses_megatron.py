@@ -46,12 +46,6 @@ def router_losses(probe: Probe, trainer: TrainerModel, name: str, version: int) 
     The gradient by a router's logits has two parts: what comes back through the weights of the experts, and what the
     router's own losses add. The first is differentiated once more, by itself, and taken off. Passes without gradients,
     as the first of two where activations are recomputed, are not looked at. A rank without routers records nothing.
-
-    Args:
-        probe: this rank's recorder.
-        trainer: the model; its routers obey no given routes.
-        name: of the update, as its records have it.
-        version: of the weights.
     """
     passes: list[_Pass] = []
     routers = {layer: router for chunk in trainer.chunks for layer, router in routers_of(chunk).items()}
@@ -79,7 +73,6 @@ def router_losses(probe: Probe, trainer: TrainerModel, name: str, version: int) 
 
 
 def _watch(layer: int, router: Any, passes: list[_Pass], stack: contextlib.ExitStack) -> None:
-    """Look at the logits and the output of a router in each pass with gradients, until the stack is closed."""
     gating, count = router.gating, 0
 
     def seen(states: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,6 @@ def _named(sentinel: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _checksums(texts: Sequence[str]) -> np.ndarray:
-    """CRC-32 of each id or group."""
     return np.array([zlib.crc32(text.encode()) for text in texts], np.uint32)
 
 
@@ -142,7 +141,6 @@ def _strays(rows: Rows, wrong: np.ndarray, field: str, column: str, expected: fl
 
 
 def _not_once(rollouts: Rollouts, starts: np.ndarray, flat: np.ndarray, ranks: np.ndarray) -> Iterator[Misplacement]:
-    """Tokens that arrived never, or several times."""
     arrived = np.bincount(flat, minlength=int(starts[-1]))
     expected = np.ones(int(starts[-1]), np.int64)
     expected[starts[:-1]] = 0
@@ -420,7 +418,6 @@ def updates_of(trace: Trace) -> Iterator[UpdateRows]:
 
 
 def _of_update(trace: Trace, policy: PolicyColumns, columns: LossColumns) -> dict[str, np.ndarray]:
-    """Columns of the batch for the rollouts of one update, by id."""
     number = {name: place for place, name in enumerate(policy.ids)}
     found = {}
     for name in READ[1:]:

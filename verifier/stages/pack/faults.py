@@ -7,14 +7,11 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from verifier.core.stage import Stage
 from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, kind
 from verifier.mesh import Mesh
 
 if TYPE_CHECKING:
-    from verifier.data.rollout import Rollout
     from verifier.megatron.pack import PackedBatch
 
 STEP = "verifier.megatron.step_megatron"
@@ -33,46 +30,15 @@ def on_packs(change: Callable[[PackedBatch], Fields], call: Call) -> Any:
     return packed if wrong is None else call.wrong(dataclasses.replace(packed, **wrong))
 
 
-@kind(PACK)
-def on_rollouts(change: Callable[[list[Rollout]], list[Rollout] | None], call: Call) -> Any:
-    """Pack wrong rollouts: the function returns them, or None to keep the right ones."""
-    wrong = change(list(call.rollouts)) if call.rollouts else None
-    return call.original() if wrong is None else call.faulty(rollouts=wrong)
-
-
-@kind(f"{STEP}:shard_cp(packed, cp_rank)")
-def on_shards(change: Callable[[PackedBatch, PackedBatch, int], Fields], call: Call) -> Any:
-    """Shard wrongly: the function of whole pack, right shard and its rank returns wrong fields of it, or None."""
-    shard = call.original()
-    wrong = change(call.packed, shard, call.cp_rank) if call.packed.ids else None
-    return shard if wrong is None else call.wrong(dataclasses.replace(shard, **wrong))
-
-
 def _same_sample(packed: PackedBatch, rows: int) -> Any:
     """[T] bool: whether the row so many rows before lies in the same sub-sequence."""
     return packed.segments_T == packed.segments_T.roll(rows)
-
-
-def _on_rank_1() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.get_rank() == 1)
 
 
 @on_packs("rllm-org/rllm#605", caught_by=("PCK001",), **CP2)
 def groups_of_one(packed: PackedBatch) -> Fields:
     """Rollouts are grouped by their own id, so that each is compared with nothing but itself."""
     return {"groups": packed.ids}
-
-
-@fault(
-    "NovaSky-AI/SkyRL#508", "verifier.runs.session_megatron:with_answers(batch, answers, version)",
-    stage=Stage.PACK, caught_by=("PCK001",), model="tiny:qwen3-tied", engine="hf",
-)  # fmt: skip
-def end_token_appended(call: Call) -> Any:
-    """An end token that nobody sampled is appended to answers that have none, with a log-probability of 0."""
-    answers = [replace(each, tokens=(*each.tokens, 0), logprobs=(*each.logprobs, 0.0)) for each in call.answers]
-    return call.faulty(answers=answers) if answers else call.original()
 
 
 @on_packs("verl-project/verl#3287", caught_by=("PCK001", "LSS001"), **CP2)
@@ -90,14 +56,21 @@ def padding_taken_for_tokens(packed: PackedBatch) -> Fields:
 @on_packs("sii-research/siiRL#69", caught_by=("PCK003", "LGP001"), **TP2)
 def batch_differs_on_one_rank(packed: PackedBatch) -> Fields:
     """The batch does not reach one rank of a group, which embeds other tokens than its peers."""
-    return {"tokens_T": packed.tokens_T.flip(0)} if _on_rank_1() else None
+    import torch.distributed as dist
+
+    return {"tokens_T": packed.tokens_T.flip(0)} if dist.get_rank() == 1 else None
 
 
-@on_shards("verl-project/verl#4250", caught_by=("PCK001", "LGP001"), **CP2)
-def labels_rolled_in_the_shard(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
+@fault(
+    "verl-project/verl#4250", f"{STEP}:shard_cp(packed, cp_rank)", caught_by=("PCK001", "LGP001"), **CP2,
+)  # fmt: skip
+def labels_rolled_in_the_shard(call: Call) -> Any:
     """Labels are shifted after sharding, so a chunk's last token predicts the next local chunk's first."""
+    shard = call.original()
+    if not call.packed.ids:
+        return shard
     within_T = _same_sample(shard, -1) & (shard.labels_T >= 0)
-    return {"labels_T": shard.tokens_T.roll(-1).where(within_T, shard.labels_T)}
+    return call.wrong(dataclasses.replace(shard, labels_T=shard.tokens_T.roll(-1).where(within_T, shard.labels_T)))
 
 
 @fault(
@@ -122,24 +95,9 @@ def last_sample_dropped(call: Call) -> Any:
     return call.faulty(num_rollouts=call.num_rollouts - 1)
 
 
-@on_rollouts("NovaSky-AI/SkyRL#1908", caught_by=("PCK001",), **CP2)
-def fields_of_rejected_sample(rollouts: list[Rollout]) -> list[Rollout]:
-    """A sample is replaced, but for one field: the engine's log-probabilities are the other sample's."""
-    import numpy as np
-
-    others = rollouts[1:] + rollouts[:1]
-    return [
-        dataclasses.replace(one, logprobs=np.resize(other.logprobs, len(one)))
-        for one, other in zip(rollouts, others, strict=True)
-    ]
-
-
-COLUMNS: dict[str, Any] = {"stage": Stage.PACK, "caught_by": ("PCK004",), "engine": TRAINING, "model": "tiny:add"}
-
-
 @fault(
-    "PrimeIntellect-ai/prime-rl#583", PACK, **COLUMNS, mesh=Mesh(dp=2),
-    training=("aggregation=sequence_mean", "algorithm=grpo"),
+    "PrimeIntellect-ai/prime-rl#583", PACK, stage=Stage.PACK, caught_by=("PCK004",), engine=TRAINING, model="tiny:add",
+    mesh=Mesh(dp=2), training=("aggregation=sequence_mean", "algorithm=grpo"),
 )  # fmt: skip
 def weights_normalised_by_rank(call: Call) -> Any:
     """A data-parallel rank normalises the weights once more over its own micro-batch, so its few tokens count more."""
@@ -148,14 +106,3 @@ def weights_normalised_by_rank(call: Call) -> Any:
     if not total:
         return call.original()
     return call.faulty(columns={**call.columns, "weight": [part * num_tokens / total for part in weights]})
-
-
-@fault("modelscope/ms-swift#8427", PACK, **COLUMNS, mesh=Mesh(cp=2), training=("algorithm=grpo",))
-def advantages_of_the_token_before(call: Call) -> Any:
-    """Advantages are aligned with each row's input, not with the token that it predicts."""
-    import numpy as np
-
-    values = (call.columns or {}).get("advantage")
-    if not values:
-        return call.original()
-    return call.faulty(columns={**call.columns, "advantage": [np.roll(part, 1) for part in values]})

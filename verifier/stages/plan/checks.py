@@ -36,7 +36,6 @@ def plan_differs_between_ranks(trace: Trace) -> Iterator[Comparison]:
 
 
 def _sizes(item: PlanDigest, first: PlanDigest) -> str:
-    """Comparison of two plans by their sizes, as the end of a sentence."""
     for what in ("tensors", "chunks"):
         got, want = getattr(item, f"num_{what}"), getattr(first, f"num_{what}")
         if got is None or want is None:

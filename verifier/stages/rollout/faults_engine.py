@@ -32,16 +32,6 @@ def truncation_not_handed_on(call: Call) -> Any:
     return call.wrong(dataclasses.replace(found, ended="stop")) if found.ended == "length" else found
 
 
-@in_worker("vllm-project/vllm#39591", "vllm.v1.worker.block_table:BlockTable.move_row(self, src, tgt)")
-def block_of_the_row_before(call: Call) -> None:
-    """A request moves into the row of one that has ended, where the last block is still the other's."""
-    table = call.self
-    last = table.num_blocks_per_row[call.src] - 1
-    block = table.block_table.np[call.tgt, last]
-    call.faulty()
-    table.block_table.np[call.tgt, last] = block
-
-
 @in_worker(
     "NVIDIA-NeMo/RL#3497", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
     caught_by=("LGP004",),
@@ -64,25 +54,6 @@ def sampling_temperature_ignored(call: Call) -> Any:
     return call.original(temp=call.temp * 0 + 1)
 
 
-@in_worker("huggingface/trl#4159", FORWARD)
-def logprobs_before_temperature(call: Call) -> Any:
-    """An engine's default changed: log-probabilities are those of the logits before the temperature."""
-    sampler = call.self
-    with held(sampler, logprobs_mode="raw_logprobs"), held(sampler.topk_topp_sampler, logprobs_mode="raw_logprobs"):
-        return call.faulty()
-
-
-@in_worker("NVIDIA-NeMo/RL#3297", FORWARD)
-def most_likely_token_reported(call: Call) -> Any:
-    """The log-probability of the most likely token stands where the sampled token's belongs."""
-    greatest = call.self.compute_logprobs(call.logits).max(dim=-1).values
-    output = call.original()
-    if output.logprobs_tensors is not None:
-        output.logprobs_tensors.logprobs[:, 0] = greatest
-        call.fire()
-    return output
-
-
 @in_worker(
     "HabanaAI/vllm-fork#73",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts("
@@ -93,40 +64,6 @@ def most_likely_token_reported(call: Call) -> Any:
 def router_weights_not_normalised(call: Call) -> Any:
     """The engine's kernel does not bring the chosen experts' weights to a sum of one."""
     return call.faulty(renormalize=False)
-
-
-@in_worker("jundot/omlx#1845", "vllm.v1.worker.gpu_input_batch:InputBatch.condense(self)")
-def temperature_left_in_the_row(call: Call) -> None:
-    """A request moves into the row of one that has ended, and is sampled at the other's temperature."""
-    temperatures, builder = call.self.temperature_cpu, call.self.batch_update_builder
-    before, seen = temperatures.copy(), len(builder.moved)
-    call.original()
-    for _, place, _ in builder.moved[seen:]:
-        if temperatures[place] != before[place]:
-            call.fire()
-        temperatures[place] = before[place]
-
-
-@in_driver("vllm-project/vllm#394", f"{LLM}._run_engine(self, output_type, use_tqdm)")
-def answers_as_they_end(call: Call) -> Any:
-    """Answers come back in the order in which they end, not in that of their prompts."""
-    engine = call.self.llm_engine
-    step = engine.step
-    ended: list[str] = []
-
-    def watched() -> Any:
-        outputs = step()
-        ended.extend(item.request_id for item in outputs if item.finished)
-        return outputs
-
-    engine.step = watched
-    try:
-        found = call.original()
-    finally:
-        del engine.step
-    if ended != [item.request_id for item in found]:
-        call.fire()
-    return sorted(found, key=lambda item: ended.index(item.request_id))
 
 
 @in_driver(
@@ -179,12 +116,6 @@ def top_k_of_a_neighbour(call: Call) -> Any:
     return call.faulty(k=call.k.min().expand_as(call.k).clone())
 
 
-@in_worker("xLLM-AI/xllm#343", f"{TOPK}:apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)")
-def top_p_beside_a_top_k_alone(call: Call) -> Any:
-    """Top-p is applied to batches in which some request asks for top-k too, and to no other."""
-    return call.wrong(call.logits) if call.k is None and call.p is not None else call.original()
-
-
 @in_worker(
     "vllm-project/vllm#5639",
     "vllm.v1.sample.sampler:apply_all_penalties("
@@ -193,13 +124,6 @@ def top_p_beside_a_top_k_alone(call: Call) -> Any:
 def penalty_without_the_prompt(call: Call) -> Any:
     """The repetition penalty counts the sampled tokens, and not those of the prompt."""
     return call.faulty(prompt_token_ids=call.prompt_token_ids * 0 + call.logits.shape[1])
-
-
-@in_worker("vllm-project/vllm#50440", f"{TOPK}:compiled_random_sample(logits)", caught_by=("LGP004",))
-def one_noise_for_a_batch(call: Call) -> Any:
-    """Requests of a batch draw with one noise, and so samples of one prompt are all the same."""
-    waits = call.logits.new_empty(1, call.logits.shape[1]).exponential_()
-    return call.wrong((call.logits.softmax(dim=-1) / waits).argmax(dim=-1))
 
 
 @in_worker("vllm-project/vllm-metal#50", FORWARD, caught_by=("LGP004",))
@@ -213,20 +137,6 @@ def noise_used_twice(call: Call) -> Any:
             generator.set_state(state)
             call.fire()
     return output
-
-
-@in_worker(
-    "verl-project/verl#7882", f"{SAMPLER}.sample(self, logits, sampling_metadata, logprobs_mode_override)",
-    caught_by=("LGP004",), model="tiny:qwen3-504",
-)  # fmt: skip
-def first_id_banned_by_padding(call: Call) -> Any:
-    """The list of banned ids is padded with zeros, so that id 0 is never drawn; what is reported knows of no ban."""
-    asked, logits = call.sampling_metadata, call.logits.clone()
-    if asked.temperature is None or asked.top_k is not None or asked.top_p is not None:
-        return call.original()
-    tokens, _ = call.faulty(logits=logits.index_fill(-1, logits.new_zeros(1).long(), -float("inf")))
-    temperature = asked.temperature.where(asked.temperature > 0, 1.0)
-    return tokens, (logits / temperature[:, None]).log_softmax(dim=-1)
 
 
 @in_worker(

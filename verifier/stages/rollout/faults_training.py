@@ -101,17 +101,6 @@ def requests_without_the_adapter(call: Call) -> Any:
         return call.faulty()
 
 
-@fault("vllm-project/vllm#48352", f"{VLLM_ENGINE}.load_adapter(self, path)", **ADAPTER)
-def adapters_under_one_name(call: Call) -> Any:
-    """Every version's adapter has one name, by which the prefix cache knows keys: those of older versions are read."""
-    from vllm.lora.request import LoRARequest
-
-    found, own = call.original(), call.self._adapter
-    call.self._adapter = LoRARequest("policy", own.lora_int_id, own.lora_path)
-    call.fire()
-    return found
-
-
 @fault(
     "NovaSky-AI/SkyRL#1319", f"{GENERATION}._asked(self, step, number, indices)",
     **ANSWERED | {"stage": Stage.ROLLOUT},
@@ -225,22 +214,6 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
 
 
 @fault(
-    "rllm-org/rllm#622", "verifier.trainer.generation:EngineRollouts.sample_now(self, step)", **SCHEDULED,
-    training=(*QUEUED, "engine.kind=hf", "dtype=bf16"),
-)  # fmt: skip
-def batch_before_a_sync_counts_as_on_policy(call: Call) -> Any:
-    """A batch that is asked for before a sync gets the version after it, in bf16: one step moves less than noise."""
-    early = call.state.pop("early", None)
-    return call.original() if early is None else call.wrong(early)
-
-
-@batch_before_a_sync_counts_as_on_policy.also("verifier.trainer.loop:StepLoop.sync(self, version, note, first)")
-def _asked_before(call: Call) -> Any:
-    call.state["early"] = call.self.rollouts.sample(call.version + 1, call.version)
-    return call.original()
-
-
-@fault(
     "nvidia-cosmos/cosmos-rl#592", "verifier.trainer.ahead:AheadRollouts._take(self, step)", **SCHEDULED,
     training=(*ASYNC, "grpo.max_staleness=2"),
 )  # fmt: skip
@@ -261,23 +234,6 @@ def _evaluate_first(call: Call) -> Any:
     if call.version:
         call.state["found"] = call.self.rollouts.evaluate(call.version)
     return call.original()
-
-
-@fault("LLM-Tuning-Safety/LLMs-Finetuning-Safety#7", SAMPLING, **EVALUATION)
-def accuracy_of_drawn_answers(call: Call) -> Any:
-    """The answers of which accuracy is told are drawn at a temperature of 1, where they should be greedy."""
-    return call.faulty(temperature=1.0) if call.temperature == 0 else call.original()
-
-
-@fault(
-    "areal-project/AReaL#1524 (found in review)",
-    "verifier.trainer.episodes:Episodes.play(self, sampler, prompts, sampling, stride, examples)", **EVALUATION,
-)  # fmt: skip
-def one_seed_for_an_evaluation(call: Call) -> Any:
-    """The seed of an evaluation is handed to each of its requests as it is, and all of them draw alike."""
-    if call.sampling.n > 1:
-        return call.original()
-    return call.faulty(sampling=dataclasses.replace(call.sampling, each=[call.sampling] * len(call.prompts)))
 
 
 @fault("huggingface/trl#4970", SAMPLING, **EVALUATION)

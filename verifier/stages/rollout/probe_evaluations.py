@@ -23,14 +23,7 @@ Examine = Callable[[Probe | None, int], bool]
 
 
 def record_answers(probe: Probe, run: RunParts, answered: Answered, version: int) -> None:
-    """Score answers by the live weights, in two passes or in three at another temperature than 1; record both sides.
-
-    Args:
-        probe: recorder of a trace.
-        run: the run.
-        answered: of the last evaluation.
-        version: of the live weights.
-    """
+    """Score answers by the live weights, in two passes or in three at another temperature than 1; record both sides."""
     assert run.data is not None
     data, options, score = run.data, run.config.grpo, run.score
     file, end = run.folder.path / "batches" / "evaluation.safetensors", data.tokenizer.eos_id
@@ -86,14 +79,7 @@ def record_answers(probe: Probe, run: RunParts, answered: Answered, version: int
 
 
 def record_held_out(probe: Probe, version: int, data: RunData, file: Path) -> None:
-    """Record the tokens of a few problems of fine-tuning.
-
-    Args:
-        probe: recorder of a trace.
-        version: of the weights that were evaluated.
-        data: of the run.
-        file: of the problems with their responses.
-    """
+    """Record the tokens of a few problems of fine-tuning."""
     rollouts, _ = load_rollouts(file)
     few = places(version, len(rollouts))
     record_tokens(

@@ -307,7 +307,6 @@ def _all_summed(
 
 
 def _divisor(item: GradientSums, step: TrainerStep) -> float:
-    """Divisor of the sum of what backward passes gave."""
     return max(step.num_tokens, 1) if item.divisor is None else float(item.divisor)
 
 
@@ -340,7 +339,6 @@ def _summed(
 
 
 def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divisor: float) -> Comparison:
-    """Compare sums over all elements of one tensor, of all ranks that hold the same weights."""
     item, tensor, _ = found[0]
     given, magnitude, passes, reduced = np.stack([row for _, _, row in found]).T
     times_owned, rest = divmod(sum(own.owned_size for _, own, _ in found), tensor.size)
@@ -363,7 +361,6 @@ def _whole(found: Sequence[tuple[GradientSums, SummedTensor, np.ndarray]], divis
 
 
 def _added_in(trace: Trace, sums: Sequence[GradientSums]) -> Iterator[Comparison]:
-    """Compare the types that gradients are added in with float32, where the config asks for it."""
     asked = trace.manifest.config.get("megatron")
     if not isinstance(asked, Mapping) or asked.get("grad_reduce_in_fp32") is not True:
         return

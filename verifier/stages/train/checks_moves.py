@@ -118,7 +118,6 @@ def update_moved_nothing(trace: Trace) -> Iterator[Comparison]:
 
 
 def _updated(trace: Trace, how: str, version: int) -> Mapping[str, TensorRecord]:
-    """Tensors that an update of a version moves, joined over all ranks."""
     if how == "adapter step":
         matrices = by_name(trace.of(LiveAdapterMatrix, version=version))
         return {name: item for name, item in matrices.items() if name.endswith(OUTWARD)}
@@ -176,7 +175,6 @@ def score_bias_moved_wrong(trace: Trace) -> Iterator[Comparison]:
 
 
 def _kept(trace: Trace, item: RouterBalance, row: int, layer: int) -> Comparison:
-    """Compare the bias before an update with what the update before left."""
     left, before = (trace.array(item, name)[row] for name in ("left", "before"))
     what = f"layer {layer} before {item.name} on rank {item.rank}"
     says = ("the live router", "what the update before left")

@@ -65,16 +65,6 @@ def moments_zeroed(call: Call) -> Any:
     return call.original()
 
 
-@in_update("databricks/flashoptim#2", STEP, mesh=Mesh(dp=2), training=("verify.every=1", "dtype=bf16"))
-def moments_stored_through_bf16(call: Call) -> Any:
-    """The step writes its moments through bf16, the weights' type, into the float32 memory that holds them."""
-    done = call.faulty()
-    for state in call.self.optimizer.state.values():
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name].copy_(state[name].bfloat16())
-    return done
-
-
 @in_update("tenstorrent/tt-blacksmith#711", ZERO)
 def gradients_never_zeroed(call: Call) -> Any:
     """Gradients are not zeroed after the first step, and every step has those of all before it."""
@@ -102,22 +92,6 @@ def one_group_keeps_its_rate(call: Call) -> Any:
     return done
 
 
-@in_update("pytorch/torchtitan#4382 (kin: there the optimizer also counted a step)", MAKE_MEGATRON_OPTIMIZER)
-def moments_of_a_step_before_the_first(call: Call) -> Any:
-    """Adam's state is made by a step on nothing but weight decay, and its moments stay for the first update."""
-    import torch
-
-    found = call.original()
-    for part in found.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            for master in group["params"]:
-                given = 0.1 * master.detach()
-                moments = {"exp_avg": 0.1 * given, "exp_avg_sq": 0.05 * given.square()}
-                part.optimizer.state[master] = {"step": torch.tensor(0.0), **moments}
-                call.fire()
-    return found
-
-
 ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
 FORWARD = "verifier.megatron.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
 SYNC = (
@@ -126,10 +100,6 @@ SYNC = (
 GATHER = (
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync("
     "self, skip_next_bucket_dispatch)"
-)
-TIED = (
-    "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads("
-    "model, config, embd_group, pp_group)"
 )
 COUNTED = "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate(param, tp_group, expert_tp_group)"
 in_sums = functools.partial(
@@ -179,22 +149,6 @@ def norm_counts_copies_on_every_rank(call: Call) -> Any:
     return call.wrong(True)
 
 
-@in_sums("NVIDIA/Megatron-LM#844", TIED, mesh=Mesh(pp=2, dp=2))
-def tied_gradients_of_unequal_shards(call: Call) -> Any:
-    """A tied embedding is sharded otherwise on either stage, and a summed part meets one of a single rank."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    if parallel_state.is_pipeline_last_stage():
-        call.fire()
-        gradient = call.model[-1].module.shared_embedding_or_output_weight().main_grad
-        parts = [torch.empty_like(gradient) for _ in range(2)]
-        dist.all_gather(parts, gradient, group=parallel_state.get_data_parallel_group())
-        gradient.copy_(parts[1 - parallel_state.get_data_parallel_rank()])
-    return call.original()
-
-
 @in_sums("NVIDIA/Megatron-LM#7160", SYNC, mesh=Mesh(ep=2, dp=2), model="tiny:add-moe")
 def expert_gradients_scaled_once_more(call: Call) -> Any:
     """Gradients of experts carry a factor by which only those of the other weights are divided again."""
@@ -212,28 +166,6 @@ def passes_before_the_gather(call: Call) -> Any:
         call.fire()
         call.self.param_gather_dispatched = True
     return call.original()
-
-
-@in_sums("NVIDIA/Megatron-LM#6470", COUNTED, model="tiny:add-moe", mesh=Mesh(tp=2, ep=2, etp=1))
-def norm_counts_experts_of_one_rank(call: Call) -> Any:
-    """Experts are taken for copies over tensor-parallel ranks, and those of the first rank alone are in the norm."""
-    if getattr(call.param, "allreduce", True):
-        return call.original()
-    return call.wrong(call.tp_group.rank() == 0)
-
-
-GROUPED = "group_params_for_buffers(params, grad_reduce_in_fp32)"
-
-
-@in_sums(
-    "ISEEKYAN/Megatron-LM#146",
-    f"megatron.core.distributed.distributed_data_parallel:{GROUPED}",
-    f"megatron.core.optimizer.distrib_optimizer:{GROUPED}",
-    training=("verify.every=0", "dtype=bf16"),
-)
-def gradients_added_in_the_weights_type(call: Call) -> Any:
-    """Gradient buffers are made in the weights' bf16, in which micro-batches are added, and the knob says float32."""
-    return call.faulty(grad_reduce_in_fp32=False)
 
 
 @in_sums("NVIDIA/Megatron-LM#6624", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
@@ -266,8 +198,6 @@ BIAS_UPDATE_RATE = 1e-3
 """Default of megatron-core."""
 in_train = functools.partial(fault, stage=Stage.TRAIN, caught_by=("TRN001",))
 on_rates = functools.partial(in_train, model="tiny:qwen3", engine=NO_ENGINE)
-on_frozen = functools.partial(in_train, caught_by=("WGT010",), model="tiny:deepseek-v3")
-"""Faults that move what the step must leave as it is."""
 
 
 @in_train("ServiceNow/Fast-LLM#542", MAKE_MEGATRON_OPTIMIZER)
@@ -276,27 +206,14 @@ def norms_decay(call: Call) -> Any:
     return call.faulty(config_overrides={})
 
 
-@on_frozen("NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)")
+@in_train(
+    "NovaSky-AI/SkyRL#1908", "verifier.model.provider_megatron:_configure(provider, mesh, dtype, tier)",
+    caught_by=("WGT010",), model="tiny:deepseek-v3",
+)  # fmt: skip
 def score_bias_balanced(call: Call) -> None:
     """Every step moves the routers' score bias towards balanced experts, with a policy loss too."""
     call.faulty()
     call.provider.moe_router_bias_update_rate = BIAS_UPDATE_RATE
-
-
-@on_frozen("NovaSky-AI/SkyRL#2149", MAKE_OPTIMIZER, dtype="bfloat16")
-def masters_stale_after_load(call: Call) -> Any:
-    """Weights are loaded after the optimizer took its fp32 masters, which are not refreshed."""
-    import torch
-
-    parameters = [parameter for chunk in call.trainer.chunks for parameter in chunk.parameters()]
-    loaded = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(0.875)
-        optimizer = call.faulty()
-        for parameter, weight in zip(parameters, loaded, strict=True):
-            parameter.copy_(weight)
-    return optimizer
 
 
 @in_train("NVIDIA-NeMo/RL#1012", SCORE, caught_by=("WGT010",))
@@ -360,14 +277,6 @@ def groups_of_parameters_collide(call: Call) -> None:
         call.faulty()
     finally:
         distrib_optimizer.param_group_identifier_keys = known
-
-
-@on_rates("areal-project/AReaL#1289", "verifier.megatron.optimizer_megatron:make_scheduler(optimizer, rule)", cycles=3)
-def warm_up_subtracted_twice(call: Call) -> Any:
-    """The end of the decay is given without the warm-up, which the scheduler subtracts too: rates fall too fast."""
-    scheduler = call.faulty()
-    scheduler.lr_decay_steps -= scheduler.lr_warmup_steps
-    return scheduler
 
 
 @on_rates("vllm-project/speculators#765", f"{SCHEDULER}.get_lr(self, param_group)", dtype="bfloat16", cycles=3)
@@ -446,20 +355,6 @@ def counts_of_one_rank(call: Call) -> Any:
     from megatron.core import parallel_state
 
     return call.faulty(tp_dp_cp_group=parallel_state.get_tensor_model_parallel_group())
-
-
-@on_balance("pytorch/torchtitan#3686", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
-def later_biases_left(call: Call) -> Any:
-    """The update of the score biases ends early, and no layer behind the first mixture has its bias moved."""
-    moved = call.faulty()
-    moved[1:] = call.expert_bias[1:]
-    return moved
-
-
-@on_balance("NVIDIA/Megatron-LM#1482", UPDATED_BIAS, training=(BALANCED,), caught_by=("TRN004",))
-def score_bias_in_bf16(call: Call) -> Any:
-    """The score bias is bf16 where it is updated, so that a small rate rounds to none or to another."""
-    return call.faulty().bfloat16()
 
 
 @on_balance(

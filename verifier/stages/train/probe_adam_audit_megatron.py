@@ -73,12 +73,7 @@ class Audits:
         """Number of its update."""
 
     def of(self, number: int, name: str) -> Audit:
-        """Audit of an update.
-
-        Args:
-            number: of the optimizer step, from 1.
-            name: of the update, as its records have it.
-        """
+        """Audit of an update, by its number from 1."""
         owned = sorted(owned_masters(self._trainer, self._optimizer), key=lambda item: item.name)
         sample = UpdateSample(chosen(owned, number))
         audit = Audit(self, sample, number, name, None if self._sums is None else self._sums.of(number))
@@ -156,14 +151,7 @@ class Audit:
 
     @torch.no_grad()
     def record(self, probe: Recorder, version: int, norm: float, coordinate: str) -> None:
-        """Record what the update left, beside what it began with.
-
-        Args:
-            probe: of the rank.
-            version: of the weights.
-            norm: of all gradients, by which the optimizer clipped.
-            coordinate: of the rank.
-        """
+        """Record what the update left, beside what it began with; the optimizer clipped by `norm`."""
         if self._sums is not None:
             self._sums.record(probe, self._name, version, coordinate)
         sample, audits = self._sample, self._audits

@@ -129,7 +129,6 @@ class UpdateSample:
         return [item.of.name for item in self.slices if item.of.name in others]
 
     def _states(self) -> list[torch.Tensor]:
-        """Masters, both moments, and weights of all slices, copied one after another."""
         return [torch.cat(parts) for parts in zip(*(item.state() for item in self.slices), strict=True)]
 
     def begin(self) -> None:

@@ -72,11 +72,7 @@ class Sums:
         """Every trained parameter has a place, so that the norm of all gradients is known."""
 
     def of(self, number: int) -> UpdateSums:
-        """Audit of an update.
-
-        Args:
-            number: of the optimizer step, from 1.
-        """
+        """Audit of an update, by its number from 1."""
 
         def turn(item: tuple[Any, ParamPlacement]) -> tuple[bool, int]:
             # A tied embedding on two stages comes first on both, which have no other tensor in common.
@@ -95,7 +91,6 @@ class Sums:
         return copies * math.prod(sizes[axis] for axis in self.places[parameter].replicated_over)
 
     def _gathers_late(self) -> bool:
-        """Tell whether passes gather weights that other ranks have stepped."""
         options = self.trainer.data_parallel
         overlapped = options is not None and options.fsdp is None and options.overlap_param_gather
         return overlapped and self.trainer.mesh.has_copies
@@ -193,7 +188,6 @@ class UpdateSums:
 
     @torch.no_grad()
     def _given(self, part: _Part, gradient: torch.Tensor) -> None:
-        """Add what a backward pass gives, as megatron-core adds it to its buffer."""
         if getattr(part.parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
             self._parts.pop(part.parameter, None)
         else:
@@ -229,14 +223,7 @@ class UpdateSums:
         self._norms = list(torch._foreach_norm(counted, 2, dtype=torch.float64)) if counted else []
 
     def record(self, probe: Recorder, name: str, version: int, coordinate: str) -> None:
-        """Record what was kept.
-
-        Args:
-            probe: of the rank.
-            name: of the update, as its records have it.
-            version: of the weights.
-            coordinate: of the rank.
-        """
+        """Record what was kept."""
         none, nothing = (0, torch.zeros(0)), (0, torch.zeros(3))
         parts = list(self._parts.values())
         reduced = [self._reduced.get(part.parameter, none) for part in parts]

@@ -113,13 +113,7 @@ class HandOn:
 
 
 class AdapterEvidence:
-    """Base and adapters, as they were attached and as they are. Methods are collectives, as the constructor is.
-
-    Args:
-        trainer: of the rank, with adapters that no step has moved.
-        adapters: of the trainer.
-        rank: this one.
-    """
+    """Base and adapters, as attached, before any step, and as they are. All methods are collectives."""
 
     def __init__(self, trainer: TrainerModel, adapters: Adapters, rank: int) -> None:
         self._trainer, self._adapters, self._rank = trainer, adapters, rank
@@ -183,13 +177,6 @@ def router_balance(
     chunk: once for each micro-batch. What is recomputed runs later, in the backward pass, and is not counted. Rows of
     padding count like others, as megatron-core counts them where it is given no mask of them. A rank whose routers have
     no score bias records nothing.
-
-    Args:
-        probe: this rank's recorder.
-        trainer: the model.
-        name: of the update, as its records have it.
-        version: of the weights.
-        rate: change of a bias in a step that the config asks for.
     """
     routers = {layer: router for chunk in trainer.chunks for layer, router in _biased(chunk).items()}
     if not routers:
@@ -241,5 +228,4 @@ def _biases(routers: dict[int, Any]) -> torch.Tensor:
 
 
 def _biased(chunk: torch.nn.Module) -> dict[int, Any]:
-    """Routers of a chunk that have a score bias, by global layer from 0."""
     return {layer: router for layer, router in routers_of(chunk).items() if router.expert_bias is not None}

@@ -79,7 +79,6 @@ def export_not_transferred(trace: Trace) -> Iterator[Comparison]:
 
 
 def _compare_delivered(version: int, rank: int, noun: str, got: int, want: int) -> Comparison:
-    """Number of things that an engine rank has of what was exported of a version, which is not nothing."""
     sentence = f"engine rank {rank} has {got} of the {want} {noun} of version {version}"
     at, right = At(Stage.TRANSPORT, version, f"engine rank {rank}"), want or f"an export of {noun}"
     sentence, absent = sentence if want else f"no {noun} of version {version} were exported", got < want or not want

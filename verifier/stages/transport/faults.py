@@ -38,17 +38,7 @@ def sync_reaches_one_of_two_engines(call: Call) -> Any:
 
 
 PACK = "verifier.engine.sender:pack(chunk, tensors, into)"
-BROADCAST = "verifier.transport.gloo:GlooGroup.broadcast(self, buffer, what)"
 in_transport = functools.partial(fault, stage=Stage.TRANSPORT, caught_by=("TPT001", "ENG002"))
-
-
-def _swapped(call: Call, tensors: Any, first: str, second: str) -> dict[str, Any]:
-    """Named tensors, of which two have changed places if both are there."""
-    found = dict(tensors)
-    if first in found and second in found:
-        call.fire()
-        found[first], found[second] = found[second], found[first]
-    return found
 
 
 @in_transport("PrimeIntellect-ai/prime-rl#3524", PACK)
@@ -65,17 +55,12 @@ def router_rounded_on_the_wire(call: Call) -> Any:
 @in_transport("NovaSky-AI/SkyRL#1581", PACK)
 def bytes_under_wrong_names(call: Call) -> Any:
     """Two experts' up projections, which have one shape, change places between metadata and bytes."""
-    names = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
-    return call.original(tensors=_swapped(call, call.tensors, *names))
-
-
-@in_transport("NVIDIA-NeMo/RL#3651 (found in review)", BROADCAST, caught_by=("TPT001",))
-def buffer_of_last_version_sent(call: Call) -> Any:
-    """One buffer still holds the version before, and is sent as the new one."""
-    if call.self.rank != 0 or not call.what.startswith("chunk 1 "):
-        return call.original()
-    before, call.state[call.what] = call.state.get(call.what), call.buffer
-    return call.original() if before is None else call.faulty(buffer=before)
+    sent = dict(call.tensors)
+    first, second = (f"model.layers.2.mlp.experts.{expert}.up_proj.weight" for expert in (4, 5))
+    if first in sent and second in sent:
+        call.fire()
+        sent[first], sent[second] = sent[second], sent[first]
+    return call.original(tensors=sent)
 
 
 @in_transport(
@@ -94,16 +79,3 @@ def sync_gated_off(call: Call) -> Any:
 def prefix_cache_in_use(call: Call) -> Any:
     """A request that nobody ended holds a block, so the engine refuses to drop its prefix cache, and says so."""
     return call.wrong(False)
-
-
-@fault(
-    "verl-project/verl#7495", "verifier.trainer.loop:StepLoop.sync(self, version, note, first)",
-    stage=Stage.TRANSPORT, side=Side.CONTROLLER, caught_by=("TPT002", "LGP009"), engine=TRAINING, model="tiny:add",
-    training=(
-        "algorithm=grpo", "data.rollouts=null", "data.batch_size=4", "grpo.entropy_weight=1.0",
-        "optimizer.warmup_steps=0", "lora.rank=8", "grpo.max_answer_tokens=8",
-    ),
-)  # fmt: skip
-def adapter_never_delivered(call: Call) -> Any:
-    """A sync of adapters returns at once, so the engine samples from the base."""
-    return None if call.version == 0 and call.original() else call.wrong(None)
