@@ -21,7 +21,7 @@ from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import open_checkpoint, read_config
-from verifier.model.families import num_experts_of
+from verifier.model.families import num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
 from verifier.platform.provenance import installed
@@ -165,6 +165,8 @@ def build(
         provider = bridge.to_megatron_provider(load_weights=load_weights)
         _configure(provider, mesh, dtype, tier)
         provider.apply_rope_fusion = not misfit(config)
+        if checkpoint is not None and not any(predicts_further(name, config) for name in checkpoint.names()):
+            provider.mtp_num_layers = None  # config.json states layers that the folder does not have
         if not num_experts_of(config):
             for name in _OF_EXPERTS:
                 setattr(provider, name, None)
@@ -275,6 +277,8 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_router_load_balancing_type": "none",
         "moe_z_loss_coeff": None,
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"), 0.0),
+        # Nothing that reads images is reached by text: without a gradient, a bucket that has its weights never fills.
+        **{name: True for name in ("freeze_vision_model", "freeze_vision_projection") if hasattr(provider, name)},
         # Granularity of activation recomputation (`recompute_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept, which MTP layers refuse. Adapters read these fields when they are attached.
         "recompute_method": "uniform",

@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
+from verifier.config_json import text_model
 from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example, batch_indices
 from verifier.data.recorded import RolloutRow, Routes
@@ -153,7 +154,7 @@ def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, J
     Raises:
         UsageError: names the rollout, and what its routes are and have to be.
     """
-    shape, num_experts = [len(moe_layers_of(sizes)), sizes["num_experts_per_tok"]], num_experts_of(sizes)
+    shape, num_experts = [len(moe_layers_of(sizes)), text_model(sizes)["num_experts_per_tok"]], num_experts_of(sizes)
     for row in rows:
         where = f"grpo.replay_routes is true, but rollout `{row.id}` of `{file}`"
         if row.routes is None:
