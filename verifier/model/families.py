@@ -401,7 +401,7 @@ def predicts_further(name: str, config: Mapping[str, JSON]) -> bool:
 
 def is_served(name: str, config: Mapping[str, JSON]) -> bool:
     """Test for a tensor that a policy of text has: of no layer for further tokens, and of no part that reads images."""
-    return not (predicts_further(name, config) or (config.get("vision_config") and name.startswith("model.visual.")))
+    return not (predicts_further(name, config) or name.startswith("model.visual."))
 
 
 def served(tensors: Mapping[str, T], config: Mapping[str, JSON]) -> dict[str, T]:

@@ -36,7 +36,8 @@ MAX_HOST_BYTES = 2**30
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
 _PLACED = re.compile(
-    r"lm_head|(model|backbone)\.(?!.*\.experts\.(?!\d+\.((gate|up|down)_proj|w[123])\.weight$|(gate_up|down)_proj(_bias)?$))"
+    r"lm_head|(model|backbone)\."
+    r"(?!.*\.experts\.(?!\d+\.((gate|up|down)_proj|w[123])\.weight$|(gate_up|down)_proj(_bias)?$))"
 )
 """Names of tensors that `checkpoint_places` finds in transformers' models."""
 _TEXT_TRAINED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
