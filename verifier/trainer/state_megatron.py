@@ -247,7 +247,8 @@ def _fsdp_of(options: MegatronOptions) -> FullySharded | None:
 
 def settings_of(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[Part, list[Any]]:
     """Return the live objects that hold settings, each once: layers may have copies of the model's config."""
-    modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+    named = [item for chunk in trainer.chunks for item in chunk.named_modules()]
+    modules = [module for name, module in named if not name.replace("module.", "").startswith(READS_IMAGES)]
     configs = {id(item): item for module in modules if hasattr(item := getattr(module, "config", None), "num_layers")}
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
     return {
