@@ -81,7 +81,8 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
             found.setdefault(f"backward {name}", []).append(_beside(slopes))
     whole = {name: torch.cat(parts).float().contiguous() for name, parts in found.items()}
     save_file(whole, Path(folder) / "activations.safetensors")
-    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model, open_checkpoint(checkpoint).names())}
+    names = open_checkpoint(checkpoint).names()
+    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model, names)}
     theirs = Path(folder) / "gradients-1"
     rows = []
     if theirs.is_dir():

@@ -23,7 +23,7 @@ from verifier.megatron import fsdp_megatron
 from verifier.megatron.checkpoint_megatron import rng_states
 from verifier.megatron.optimizer_megatron import owned_masters, steps_of
 from verifier.megatron.step_megatron import params_synced
-from verifier.model.provider_megatron import DataParallel, FullySharded, TrainerModel
+from verifier.model.provider_megatron import READS_IMAGES, DataParallel, FullySharded, TrainerModel
 from verifier.plan.digest import described, digest_tensors
 from verifier.trainer.upstream_fields import Part
 
