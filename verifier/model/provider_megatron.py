@@ -39,7 +39,7 @@ _OF_EXPERTS = (
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 """Fields that a hybrid's bridge sets of the defaults of transformers' config, where no layer has experts."""
-READS_IMAGES = "vision_model."
+READS_IMAGES = "vision_model"
 """Begin of the names of what reads images, which has a config of its own and is frozen."""
 _UNMAPPED = "No mapping found for megatron_param: "
 """Begin of megatron-bridge's warning on a parameter that its load ends at."""
