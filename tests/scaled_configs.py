@@ -87,13 +87,35 @@ def _specs(config: Mapping[str, Any]) -> list[TensorSpec]:
         copies = [replace(by_name[whole], name=copy) for copy, whole in copies_of(config).items()]
         return [*by_name.values(), *copies]
     if config["model_type"] != "nemotron_h":
-        return specs_of(CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)), config)
+        specs = specs_of(CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)), config)
+        return _as_qwen35(config, specs) if "text_config" in config else specs
     main = {**config, "num_nextn_predict_layers": 0}
     specs = [
         replace(spec, name=spec.name.replace("backbone.embedding.", "backbone.embeddings."))
         for spec in specs_of(CONFIG_MAPPING["nemotron_h"].from_dict(copy.deepcopy(main)), main)
     ]
     return [*specs, *_hybrid_further(config, specs)]
+
+
+def _as_qwen35(config: Mapping[str, Any], specs: list[TensorSpec]) -> list[TensorSpec]:
+    """All experts of a layer in one tensor, as published, and the layer `mtp` like the last one, expert by expert."""
+    last, hidden = config["text_config"]["num_hidden_layers"] - 1, config["text_config"]["hidden_size"]
+    like = f"model.language_model.layers.{last}."
+    further = [replace(spec, name="mtp.layers.0." + spec.name[len(like) :]) for spec in specs if like in spec.name]
+    for leaf in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        further.append(TensorSpec(name=f"mtp.{leaf}.weight", shape=(hidden,), content=Content.NORM))
+    further.append(TensorSpec(name="mtp.fc.weight", shape=(hidden, 2 * hidden), content=Content.MATRIX))
+    count, found = config["text_config"].get("num_experts"), list[TensorSpec]()
+    for spec in specs:
+        head, is_expert, leaf = spec.name.partition(".experts.")
+        if leaf in ("0.gate_proj.weight", "0.down_proj.weight"):
+            rows, columns = spec.shape
+            gate = leaf == "0.gate_proj.weight"
+            name, shape = ("gate_up_proj", (count, 2 * rows, columns)) if gate else ("down_proj", (count, *spec.shape))
+            found.append(replace(spec, name=f"{head}.experts.{name}", shape=shape))
+        elif not is_expert:
+            found.append(spec)
+    return [*found, *further]
 
 
 def _hybrid_further(config: Mapping[str, Any], specs: list[TensorSpec]) -> list[TensorSpec]:

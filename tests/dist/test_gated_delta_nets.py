@@ -2,7 +2,7 @@
 
 The oracle scans in chunks of 64 tokens in float32, the trainer's stand-in in float64 (tests/unit/platform).
 
-What this does not exercise: flash-linear-attention's kernels; vLLM; images.
+What this does not exercise: flash-linear-attention's kernels; vLLM; images, which no text reaches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.clean_case import compared, judge
+from tests.scaled_configs import write_scaled_down
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.mesh import Mesh
 from verifier.runs.runner import Runner
@@ -30,6 +31,17 @@ MIXED = (Mesh(tp=2), Mesh(cp=2), Mesh(pp=2), Mesh(dp=2, ep=2))
 )
 def test_weights_are_placed_and_exported(runner: Runner, name: str, mesh: Mesh, tmp_path: Path) -> None:
     assert compared(judge(runner.golden(GoldenConfig(model=f"tiny:{name}", trace=tmp_path / "t", mesh=mesh))), "WGT004")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(cp=2), Mesh(pp=2, dp=2, ep=2)], ids=Mesh.label)
+def test_a_round_trip_of_a_published_mixture_holds(runner: Runner, mesh: Mesh, tmp_path: Path) -> None:
+    """Beside parts that read images, with a layer for further tokens, and a layer's experts in one tensor."""
+    model = str(write_scaled_down("Qwen3.5-35B-A3B", tmp_path, "float32"))
+    config = RoundtripConfig(model=model, trace=tmp_path / "trace", mesh=mesh, cycles=1, engine=HF)
+    outcome = judge(runner.roundtrip(config))
+    assert compared(outcome, "LGP001")
+    assert compared(outcome, "LSS001")
 
 
 @pytest.mark.slow

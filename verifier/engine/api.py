@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from verifier.config import EngineOptions
-from verifier.config_json import has_delta_nets
+from verifier.config_json import has_delta_nets, text_model
 from verifier.core.seal import NO_SEAL
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.launch import failures
@@ -331,7 +331,7 @@ class Limits:
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any], config: EngineConfig) -> Limits:
         """Return the limits of a checkpoint, by its config.json, in an engine."""
-        return cls(int(checkpoint["vocab_size"]), config.max_model_len)
+        return cls(int(text_model(checkpoint)["vocab_size"]), config.max_model_len)
 
     def requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Sampling]:
         """Return the sampling parameters of each prompt, once all are checked."""
@@ -359,6 +359,7 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
     Raises:
         UsageError: vLLM has no class or no CPU kernels for it, or the tensor-parallel size does not divide its heads.
     """
+    kind, config = config.get("model_type"), text_model(config)
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
         raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads: use a size that does")
@@ -366,7 +367,7 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) 
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:
         raise UsageError("vLLM has no CPU kernels for state-space layers; use --engine hf")
-    if (kind := config.get("model_type")) in ("qwen3_5_text", "qwen3_5_moe_text"):
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         raise UsageError(f"vLLM has no class for a text model of Qwen3.5 alone (`{kind}`); use --engine hf")
 
 

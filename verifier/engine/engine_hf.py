@@ -24,7 +24,7 @@ from verifier.engine.shaping import shaped
 from verifier.engine.stored_tensors import poison_stored, restore, slice_of, stored_in_model
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.families import predicts_further
+from verifier.model.families import is_served
 from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.receiver import ChunkReceiver
@@ -43,9 +43,9 @@ class HfEngine(Engine):
         self.config = config
         self.model = load_model(config.checkpoint, getattr(torch, config.dtype), fixes=config.fixes)
         self.receiver = ChunkReceiver(0)
-        self._stated = open_checkpoint(config.checkpoint).config
-        self._limits = Limits.of(self._stated, config)
-        self._carried = frozenset(holder for holder, _ in checkpoint_places(self.model).values())
+        self._source = open_checkpoint(config.checkpoint)
+        self._limits = Limits.of(self._source.config, config)
+        self._carried = frozenset(holder for holder, _ in self._places().values())
         self._saved: dict[str, torch.Tensor] = {}
         self._batch: list[list[_Running]] = []
         self._updates = self._held = 0
@@ -79,7 +79,7 @@ class HfEngine(Engine):
 
     def checkpoint_view(self) -> list[list[EngineSlice]]:
         """See `Engine.checkpoint_view`: every tensor is whole; a tied one appears once per parameter."""
-        whole = [slice_of(name, *place) for name, place in checkpoint_places(self.model).items()]
+        whole = [slice_of(name, *place) for name, place in self._places().items()]
         tied = self.model.all_tied_weights_keys.items()
         return [[*whole, *(slice_of(source, name, self.model.get_parameter(name).data) for name, source in tied)]]
 
@@ -103,14 +103,14 @@ class HfEngine(Engine):
         return [self.receiver.receive(chunk, self.load)]
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> list[str]:
-        """Copy tensors, MTP layers aside, to their places by checkpoint name; return the engine's names of those.
+        """Copy tensors that it serves to their places by checkpoint name; return the engine's names of those.
 
         Raises:
             ContractError: the model has no such tensor or one of another shape.
         """
-        places = checkpoint_places(self.model)
+        places = self._places()
         written: set[int] = set()
-        tensors = [pair for pair in tensors if pair[0] in places or not predicts_further(pair[0], self._stated)]
+        tensors = [pair for pair in tensors if pair[0] in places or is_served(pair[0], self._source.config)]
         for name, tensor in tensors:
             if name not in places:
                 raise ContractError(f"the engine's model has no place for `{name}`")
@@ -130,6 +130,9 @@ class HfEngine(Engine):
     def shutdown(self) -> None:
         """Leave the transfer group."""
         self.receiver.close()
+
+    def _places(self) -> dict[str, tuple[str, torch.Tensor]]:
+        return checkpoint_places(self.model, self._source.names())
 
     def _begun(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[_Running]]:
         pairs = zip(prompts, self._limits.requests(prompts, sampling), strict=True)

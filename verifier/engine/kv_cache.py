@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verifier.config_json import keeps_states
+from verifier.config_json import keeps_states, text_model
 from verifier.engine.api import LEAST_KV_CACHE_BYTES
 from verifier.errors import UsageError
 from verifier.model.families import size_if_any
@@ -69,6 +69,7 @@ def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, tp: int) -> 
 
 
 def _keeps_all(sizes: Mapping[str, Any]) -> bool:
+    sizes = text_model(sizes)
     return sizes.get("sliding_window") is None and not {*(sizes.get("layer_types") or ())} - {"full_attention"}
 
 

@@ -316,7 +316,7 @@ def _forward(
     shard, moved = next(data_iterator)
     output = model(
         input_ids=moved.tokens_T[None],
-        position_ids=moved.positions_T[None],
+        position_ids=_positions(trainer, moved.positions_T),
         attention_mask=None,
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
@@ -345,6 +345,12 @@ def _forward(
         return finish(logprob_T, entropy_T, moved)
 
     return output, on_logits
+
+
+def _positions(trainer: TrainerModel, positions_T: torch.Tensor) -> torch.Tensor:
+    """[1, T]; [3, 1, T] of a model of images too, whose text has equal positions in time, height and width."""
+    by_parts = trainer.provider.position_embedding_type == "mrope"
+    return positions_T.expand(3, 1, -1) if by_parts else positions_T[None]
 
 
 def _detached(

@@ -70,7 +70,10 @@ def read_bridge(path: Path, names: Collection[str]) -> BridgeReading:
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         config = AutoConfig.from_pretrained(str(path))
-        registry = bridge_of(config)._model_bridge.mapping_registry()
+        bridge = bridge_of(config)._model_bridge
+        source = types.SimpleNamespace(get_all_keys=lambda: [*names])  # some mappings go by how experts are stored
+        bridge.hf_pretrained.state = types.SimpleNamespace(source=source)
+        registry = bridge.mapping_registry()
         tied = bool(getattr(config, "tie_word_embeddings", False))
         patterns = [name for item in registry for name in names_in(item.hf_param)]
         unmapped = unmapped_of(names, patterns)

@@ -268,6 +268,7 @@ def layer_scopes(config: Mapping[str, JSON]) -> tuple[frozenset[Scope], ...]:
     Raises:
         UsageError: a hybrid's pattern has an unknown letter, or another length than the model has layers.
     """
+    config = text_model(config)
     layers = _size(config, "num_hidden_layers")
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
@@ -398,9 +399,14 @@ def predicts_further(name: str, config: Mapping[str, JSON]) -> bool:
     return name.startswith("mtp.") or (found is not None and int(found[1]) in _further_layers(config))
 
 
+def is_served(name: str, config: Mapping[str, JSON]) -> bool:
+    """Test for a tensor that a policy of text has: of no layer for further tokens, and of no part that reads images."""
+    return not (predicts_further(name, config) or name.startswith("model.visual."))
+
+
 def served(tensors: Mapping[str, T], config: Mapping[str, JSON]) -> dict[str, T]:
-    """Tensors by checkpoint name that an engine is to hold of what is exported; see `predicts_further`."""
-    return {name: tensor for name, tensor in tensors.items() if not predicts_further(name, config)}
+    """Tensors by checkpoint name that an engine is to hold of what is exported; see `is_served`."""
+    return {name: tensor for name, tensor in tensors.items() if is_served(name, config)}
 
 
 def _further_layers(config: Mapping[str, JSON]) -> range:

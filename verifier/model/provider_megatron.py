@@ -21,7 +21,7 @@ from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import open_checkpoint, read_config
-from verifier.model.families import num_experts_of
+from verifier.model.families import num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
 from verifier.platform.provenance import installed
@@ -39,6 +39,8 @@ _OF_EXPERTS = (
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 """Fields that a hybrid's bridge sets of the defaults of transformers' config, where no layer has experts."""
+READS_IMAGES = "vision_model"
+"""Begin of the names of what reads images, which has a config of its own and is frozen."""
 _UNMAPPED = "No mapping found for megatron_param: "
 """Begin of megatron-bridge's warning on a parameter that its load ends at."""
 _FUSIONS = (
@@ -165,6 +167,8 @@ def build(
         provider = bridge.to_megatron_provider(load_weights=load_weights)
         _configure(provider, mesh, dtype, tier)
         provider.apply_rope_fusion = not misfit(config)
+        if checkpoint is not None and not any(predicts_further(name, config) for name in checkpoint.names()):
+            provider.mtp_num_layers = None  # config.json states layers that the folder does not have
         if not num_experts_of(config):
             for name in _OF_EXPERTS:
                 setattr(provider, name, None)
@@ -275,6 +279,8 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         "moe_router_load_balancing_type": "none",
         "moe_z_loss_coeff": None,
         **dict.fromkeys(("moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"), 0.0),
+        # Nothing that reads images is reached by text: without a gradient, a bucket that has its weights never fills.
+        **{name: True for name in ("freeze_vision_model", "freeze_vision_projection") if hasattr(provider, name)},
         # Granularity of activation recomputation (`step_megatron.recomputed`): with two layers at a time the
         # second one's input is not kept, which MTP layers refuse. Adapters read these fields when they are attached.
         "recompute_method": "uniform",

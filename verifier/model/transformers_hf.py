@@ -18,7 +18,7 @@ from transformers.utils import logging
 from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.delta_rule_hf import scan_by_token
-from verifier.model.families import Content, TensorSpec, predicts_further
+from verifier.model.families import Content, TensorSpec, is_served
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
 from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
 from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
@@ -44,6 +44,8 @@ _RENAMED = {
     **dict.fromkeys(_WITH_W, (r"\.mlp\.", ".block_sparse_moe.")),
 }
 """Model type -> (part of a tensor's name in transformers, what stands for it in checkpoints)."""
+_WITHIN = "model.language_model."
+"""Begin of the names of a text model that a checkpoint has beside parts that read images."""
 _EXPERT_LEAVES = {kind: {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} for kind in _WITH_W}
 """Model type -> names of an expert's matrices in checkpoints, where they are others."""
 
@@ -66,7 +68,7 @@ def load_model(path: Path | str, dtype: torch.dtype, *, fixes: Collection[str] =
         output_loading_info=True,
     )
     config = open_checkpoint(path).config
-    odd = [name for name in info["unexpected_keys"] if not predicts_further(name, config)]
+    odd = [name for name in info["unexpected_keys"] if is_served(name, config)]
     for what, names in (("is missing", info["missing_keys"]), ("has no place in it", odd)):
         if names:
             raise ContractError(f"transformers loads {path}, but `{sorted(names)[0]}` {what}")
@@ -118,7 +120,7 @@ def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:
     checkpoint = open_checkpoint(path)
     if all(meta.dtype == "float32" for meta in checkpoint.metas.values()):
         return
-    for name, (holder, tensor) in checkpoint_places(model).items():
+    for name, (holder, tensor) in checkpoint_places(model, checkpoint.names()).items():
         if checkpoint.meta(name).dtype == "float32" and tensor.dtype != torch.float32:
             owner, _, leaf = holder.rpartition(".")
             module, whole = model.get_submodule(owner), checkpoint.read(name).clone()
@@ -162,20 +164,28 @@ def token_logprobs(model: PreTrainedModel, tokens: Sequence[int], precision: tor
     return logprobs.gather(1, ids[0, 1:, None])[:, 0].float().cpu()
 
 
-def checkpoint_places(model: PreTrainedModel) -> dict[str, tuple[str, torch.Tensor]]:
+def checkpoint_places(model: PreTrainedModel, stored: Collection[str] = ()) -> dict[str, tuple[str, torch.Tensor]]:
     """Map each checkpoint tensor's name to (name of the parameter that holds it, view of its storage).
 
     transformers 5 keeps all experts of a layer in two parameters; their slices are the checkpoint's tensors, unless it
-    keeps them with inputs before outputs, as GPT-OSS does, whose checkpoints have the two as they are. Tied heads and
+    keeps them with inputs before outputs, as GPT-OSS does, or the checkpoint stores the two as they are. Tied heads and
     non-persistent buffers are left out.
+
+    Args:
+        model: of transformers.
+        stored: names in the checkpoint, where those tell how it names its experts, or a text model within another one.
     """
+    stored = frozenset(stored)
     places: dict[str, tuple[str, torch.Tensor]] = {}
     theirs, published = _RENAMED.get(model.config.model_type, ("", ""))
+    if not hasattr(model.base_model, "language_model") and any(name.startswith(_WITHIN) for name in stored):
+        theirs, published = r"^model\.", _WITHIN
     leaves = _EXPERT_LEAVES.get(model.config.model_type, {})
     tied = frozenset(model.all_tied_weights_keys)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        fused = dict(_fused_experts(prefix, module, leaves))
+        whole = re.sub(theirs, published, f"{prefix}down_proj") in stored
+        fused = {} if whole else dict(_fused_experts(prefix, module, leaves))
         places.update(fused)
         for name, tensor in module._parameters.items():
             if tensor is not None and prefix + name not in tied and not (fused and tensor.ndim == 3):

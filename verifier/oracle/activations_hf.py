@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verifier.errors import ContractError
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint
 from verifier.model.transformers_hf import checkpoint_places, load_model
 from verifier.oracle.gradients_hf import beside, groups_of, measured, tensors_of
@@ -80,7 +81,8 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
             found.setdefault(f"backward {name}", []).append(_beside(slopes))
     whole = {name: torch.cat(parts).float().contiguous() for name, parts in found.items()}
     save_file(whole, Path(folder) / "activations.safetensors")
-    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model)}
+    names = open_checkpoint(checkpoint).names()
+    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model, names)}
     theirs = Path(folder) / "gradients-1"
     rows = []
     if theirs.is_dir():
@@ -93,13 +95,13 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
     }  # fmt: skip
 
 
-def _gradients_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _gradients_of(model: Any, stored: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Gradients by checkpoint name, in the place of the weights, which are lost."""
     buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    for name, (holder, tensor) in checkpoint_places(model).items():
+    for name, (holder, tensor) in checkpoint_places(model, stored).items():
         if holder not in buffers:
             yield name, tensor
 

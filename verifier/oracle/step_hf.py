@@ -78,7 +78,8 @@ def judge_steps(
 
     Returns:
         Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
-        index. What has no gradient has a scale and a gap of 0, and may only decay.
+        index. What has no gradient has a scale and a gap of 0, and may only decay; what the trainer gives
+        none stays as it is.
     """
     folder = Path(work)
     adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
@@ -127,7 +128,7 @@ def judge_steps(
             name = row["name"]
             row["gradient_rounding"] = roundings.get(name, 0.0)
             if version and reduced is not None:
-                rates = _rates(rule, past, name)
+                rates = _rates(rule, past, name) | ({} if name in actual else {"decay": 0.0})
                 shift = (offsets or {}).get(name, 0.0)
                 row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, offset=shift, **rates)
             yield {**row, **whole}

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
-from verifier.model.families import predicts_further
+from verifier.model.families import is_served
 from verifier.model.transformers_hf import checkpoint_places, compute_the_definition, load_model
 
 ROOM_BYTES = 2**30
@@ -79,16 +79,16 @@ class StreamedModel:
         self.tape: Tape | None = None
         self.checkpoint = open_checkpoint(Path(path))
         self.model = _without_weights(path, dtype, device)
-        places = checkpoint_places(self.model)
+        places = checkpoint_places(self.model, self.checkpoint.names())
         base = getattr(self.model.base_model, "language_model", self.model.base_model)
         ignored = [*self.model.all_tied_weights_keys, *(self.model._keys_to_ignore_on_load_unexpected or ())]
-        held = (name for name in self.checkpoint.names() if not predicts_further(name, self.checkpoint.config))
+        held = (name for name in self.checkpoint.names() if is_served(name, self.checkpoint.config))
         more = {name for name in held if not any(re.search(each, name) for each in ignored)}
         known = more == set(places)
         self.streams = known and isinstance(getattr(base, "layers", None), nn.ModuleList)
         if not self.streams:
             self.model = load_model(path, dtype).to(device).requires_grad_(True)
-            places = checkpoint_places(self.model)
+            places = checkpoint_places(self.model, self.checkpoint.names())
         self.config: Any = self.model.config
         self.head: nn.Module = self.model.get_output_embeddings()
         self._dtypes = _dtypes(self.model, self.checkpoint, dtype)
@@ -489,7 +489,7 @@ def _dtypes(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[int,
     strict = model._keep_in_fp32_modules_strict or () if dtype.itemsize < 4 else ()
     found = {}
     stored = {meta.dtype for meta in checkpoint.metas.values()}
-    for name, (holder, _) in checkpoint_places(model).items():
+    for name, (holder, _) in checkpoint_places(model, checkpoint.names()).items():
         of_float32 = stored != {"float32"} and name in checkpoint.metas and checkpoint.meta(name).dtype == "float32"
         if of_float32 or any(re.search(rf"(^|\.){part}($|\.)", holder) for part in strict):
             found[id(_tensor(model, holder))] = torch.float32

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from verifier.config_json import text_model
 from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.outputs import work_folder
@@ -157,7 +158,7 @@ class _Recording:
                 tails = Sides(*(_tails(side, sampled.lengths) for side in sides))
                 whole = tuple(map(len, rows))
                 yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
-                size = int(json.loads((weights / "config.json").read_text()).get("vocab_size", 0))
+                size = int(text_model(json.loads((weights / "config.json").read_text())).get("vocab_size", 0))
                 if described := [*chain.from_iterable(places)]:  # greedy tokens are drawn from nothing
                     yield places_record(sampled, size or 1 << 30, described)
                 if sampled.version == step - 1:

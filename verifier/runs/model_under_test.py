@@ -20,7 +20,7 @@ from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
 from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
-from verifier.model.families import copies_of, family_of, layer_scopes, moe_layers_of, num_experts_of, predicts_further
+from verifier.model.families import copies_of, family_of, is_served, layer_scopes, moe_layers_of, num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import require_stored, resolve_model
 from verifier.platform import Tier, select
@@ -36,11 +36,12 @@ MAX_HOST_BYTES = 2**30
 MAX_SAVED_BYTES = 2**30
 """Largest checkpoint that megatron-bridge writes to files as well; the same code writes larger ones."""
 _PLACED = re.compile(
-    r"lm_head|(model|backbone)\.(?!language_model|.*\.experts\.(?!\d+\.((gate|up|down)_proj|w[123])\.weight$))"
+    r"lm_head|(model|backbone)\."
+    r"(?!.*\.experts\.(?!\d+\.((gate|up|down)_proj|w[123])\.weight$|(gate_up|down)_proj(_bias)?$))"
 )
 """Names of tensors that `checkpoint_places` finds in transformers' models."""
-_WHOLE_EXPERTS = re.compile(r"model\..*\.experts\.(gate_up|down)_proj(_bias)?$")
-"""Names of all experts of a layer in one tensor, which it finds for GPT-OSS."""
+_TEXT_TRAINED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Architectures with parts that read images, of which the text model is trained and the rest is exported as it is."""
 WRITTEN = "hand-written row"
 DERIVED = "derived from a numbered checkpoint, proven by tiling and the forward"
 
@@ -150,8 +151,7 @@ def _placed(name: str, sizes: Mapping[str, Any]) -> bool:
     """Test for a tensor that the hf engine has a place for, by its checkpoint name and the config."""
     if name == "lm_head.weight" and sizes.get("tie_word_embeddings"):
         return False
-    whole = sizes.get("model_type") == "gpt_oss" and _WHOLE_EXPERTS.match(name)
-    return bool(_PLACED.match(name) or whole)
+    return bool(_PLACED.match(name))
 
 
 def open_for_roundtrip(config: RoundtripConfig) -> ModelUnderTest:
@@ -192,7 +192,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
         UsageError: the engine, the tier or the model's own sizes do not allow what was asked.
     """
     on_cpu = tier == "cpu"
-    if sizes.get("text_config"):
+    if sizes.get("text_config") and architecture_of(sizes) not in _TEXT_TRAINED:
         raise UsageError(
             f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
             "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
@@ -200,7 +200,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
         refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp)
-    elif odd := [name for name in names if not (_placed(name, sizes) or predicts_further(name, sizes))]:
+    elif odd := [name for name in names if is_served(name, sizes) and not _placed(name, sizes)]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
     if config.engine.lora_rank:
         refuse_adapters(sizes)

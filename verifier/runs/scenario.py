@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from verifier.config import RoundtripConfig
+from verifier.config_json import text_model
 from verifier.data.recorded import RolloutRow
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.runs.workload import ScoringPass, Workload
@@ -64,7 +65,7 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
 
     The first batch alone has a long sequence. Every version scores one.
     """
-    vocabulary = int(sizes["vocab_size"])
+    vocabulary = int(text_model(sizes)["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
     scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary)
     prompts = _prompts(draw, vocabulary)
@@ -124,7 +125,7 @@ def long_one(seed: int, sizes: Mapping[str, Any]) -> list[int]:
     """One sequence for the trainer alone; none for experts, where in a thousand tokens some router has a tie."""
     if num_experts_of(sizes):
         return []
-    vocabulary = int(sizes["vocab_size"])
+    vocabulary = int(text_model(sizes)["vocab_size"])
     room = min(LONG, size_if_any(sizes, "max_position_embeddings") or LONG, LONG_LOGITS // vocabulary)
     return _sequences(random.Random(f"{seed} long"), 1, (room, room), vocabulary)[0]  # noqa: S311 - test tokens
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import convert, to_builtins
 
+from verifier.config_json import text_model
 from verifier.core.record import real
 from verifier.core.stage import Stage, in_stage
 from verifier.data.recorded import RolloutRow
@@ -263,8 +264,9 @@ class Session:
         if link.client is None or link.refused:
             return
         run.say(f"version {version}: engine scores and samples")
+        vocabulary = int(text_model(run.source.config)["vocab_size"])
         requests = EngineRequests(
-            link.client, run.engines[0], version, run.spec.roundtrip.seed, int(run.source.config["vocab_size"]),
+            link.client, run.engines[0], version, run.spec.roundtrip.seed, vocabulary,
             sorted(end_tokens(run.source)), more=version == run.spec.cycles,
         )  # fmt: skip
         with in_stage(Stage.ROLLOUT, version):

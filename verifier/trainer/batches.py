@@ -11,6 +11,7 @@ import numpy as np
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config import TrainConfig
+from verifier.config_json import text_model
 from verifier.data.encode import encode_example, require_kept
 from verifier.data.examples import Example, batch_indices
 from verifier.data.recorded import RolloutRow, Routes
@@ -144,7 +145,7 @@ SCORED = {"current": "old", "reference": "reference"}
 
 def require_routes(file: Path, rows: Sequence[RolloutRow], sizes: Mapping[str, JSON]) -> None:
     """Refuse recorded rollouts whose routes the routers of a model cannot take."""
-    shape, num_experts = [len(moe_layers_of(sizes)), sizes["num_experts_per_tok"]], num_experts_of(sizes)
+    shape, num_experts = [len(moe_layers_of(sizes)), text_model(sizes)["num_experts_per_tok"]], num_experts_of(sizes)
     for row in rows:
         where = f"grpo.replay_routes is true, but rollout `{row.id}` of `{file}`"
         if row.routes is None:

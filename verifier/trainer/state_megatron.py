@@ -23,7 +23,7 @@ from verifier.megatron import fsdp_megatron
 from verifier.megatron.checkpoint_megatron import rng_states
 from verifier.megatron.optimizer_megatron import owned_masters, steps_of
 from verifier.megatron.step_megatron import params_synced
-from verifier.model.provider_megatron import DataParallel, FullySharded, TrainerModel
+from verifier.model.provider_megatron import READS_IMAGES, DataParallel, FullySharded, TrainerModel
 from verifier.plan.digest import described, digest_tensors
 from verifier.trainer.upstream_fields import Part
 
@@ -234,7 +234,8 @@ def _fsdp_of(options: MegatronOptions) -> FullySharded | None:
 
 def settings_of(trainer: TrainerModel, optimizer: Any, scheduler: Any) -> dict[Part, list[Any]]:
     """Return the live objects that hold settings, each once: layers may have copies of the model's config."""
-    modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+    named = [item for chunk in trainer.chunks for item in chunk.named_modules()]
+    modules = [module for name, module in named if not name.replace("module.", "").startswith(READS_IMAGES)]
     configs = {id(item): item for module in modules if hasattr(item := getattr(module, "config", None), "num_layers")}
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
     return {

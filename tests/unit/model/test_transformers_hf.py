@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scaled_configs import write_scaled_down
 from verifier.model.architectures_hf import write_scaled
 from verifier.model.checkpoint import open_checkpoint
+from verifier.model.families import is_served
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import checkpoint_places, load_model
 
@@ -29,6 +31,18 @@ def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> N
     checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
     assert places.keys() == set(checkpoint.names())
     assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])
+def test_a_text_model_beside_parts_that_read_images_has_its_published_names(name: str, tmp_path: Path) -> None:
+    """Experts of a layer in one tensor; layers for further tokens and what reads images have no place."""
+    path = write_scaled_down(name, tmp_path, "float32")
+    checkpoint = open_checkpoint(path)
+    model = load_model(path, torch.float32)
+    places = checkpoint_places(model, checkpoint.names())
+    assert places.keys() == {tensor for tensor in checkpoint.names() if is_served(tensor, checkpoint.config)}
+    assert all(place.equal(checkpoint.read(tensor)) for tensor, (_, place) in places.items())
+    assert checkpoint_places(model).keys().isdisjoint(places.keys() - {"lm_head.weight"})
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])

@@ -131,6 +131,7 @@ class VllmEngine(Engine):
             # FlashInfer, which 0.21 takes on Hopper without a look at what is installed, is left out (ADR 0056).
             additional_config={"gdn_prefill_backend": "triton"},
             skip_tokenizer_init=True,
+            language_model_only=bool(checkpoint.config.get("vision_config")),
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             weight_transfer_config={"backend": BACKEND},

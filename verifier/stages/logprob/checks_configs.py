@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 import verifier.stages.logprob.checks_stated as stated
-from verifier.config_json import Config, epsilon, head_dim, is_latent, rope, rotary_dim
+from verifier.config_json import Config, epsilon, has_delta_nets, head_dim, is_latent, rope, rotary_dim
 from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.manifest import MeshSizes
@@ -131,6 +131,8 @@ TRAINER = (
     _same("qk_nope_head_dim", "qk_head_dim", is_latent),
     _same("qk_rope_head_dim", "qk_pos_emb_head_dim", is_latent),
     *(_same(key, only=stated.is_hybrid) for key in ("mamba_num_heads", "mamba_head_dim")),
+    *(_same(f"linear_{key}", only=has_delta_nets) for key in ("num_key_heads", "num_value_heads", "conv_kernel_dim")),
+    *(_same(f"linear_{key}_head_dim", only=has_delta_nets) for key in ("key", "value")),
     _same("ssm_state_size", "mamba_state_dim", stated.is_hybrid),
     _same("n_groups", "mamba_num_groups", stated.is_hybrid),
     _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),

@@ -14,7 +14,7 @@ from verifier.core.record import real
 from verifier.core.store import Recorder
 from verifier.megatron.optimizer_megatron import StepSettings, models_of, owned_masters
 from verifier.megatron.written_megatron import Stepped
-from verifier.model.provider_megatron import TrainerModel
+from verifier.model.provider_megatron import READS_IMAGES, TrainerModel
 from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment
 from verifier.stages.train.probe_gradient_sums_megatron import Places, Sums, UpdateSums
 from verifier.stages.train.records import ParameterGroup
@@ -104,13 +104,12 @@ class Audits:
         return contextlib.nullcontext() if self._sums is None else self._sums.left_ungathered(number)
 
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that are not trained; in an adapted model, of the adapters."""
-        named = [item for chunk in self._trainer.chunks for item in chunk.named_parameters()]
+        """Parameters that are not trained, those that read images aside; in an adapted model, of the adapters."""
+        every = [item for chunk in self._trainer.chunks for item in chunk.named_parameters()]
+        named = [(name.replace("module.", ""), parameter) for name, parameter in every]
         adapted = {name for name, _ in named if ".adapter." in name}
-        trained = adapted or {name for name, _ in named}
-        return tuple(
-            name.replace("module.", "") for name, parameter in named if name in trained and not parameter.requires_grad
-        )
+        trained = adapted or {name for name, _ in named if not name.startswith(READS_IMAGES)}
+        return tuple(name for name, parameter in named if name in trained and not parameter.requires_grad)
 
 
 class Audit:
