@@ -53,10 +53,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None, observer: RankObserver
-    ) -> None:
+        self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None, observer: RankObserver,
+        run: Path,
+    ) -> None:  # fmt: skip
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
-        self._observer = observer
+        self._observer, self._run = observer, run
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
         self.lost = ""
@@ -77,7 +78,7 @@ class WeightSync:
         met = partial(self._observer.on_connect, sleeps=bool(options.sleep_level))
         if self._rank == 0:
             try:
-                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met)
+                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met, shared=self._run)
             except EngineGone as problem:
                 self.lost = str(problem)
         else:
