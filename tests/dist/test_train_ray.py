@@ -269,7 +269,11 @@ def whole_of_two(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
 
 
 def killed_midway(run: Path, victim: str, cluster: tuple[str, dict[str, str]]) -> tuple[int, str]:
-    """Train with an engine on each of two nodes, and kill a process after the first step; exit code and words."""
+    """Train with an engine on each of two nodes, and kill a process and its children after the first step.
+
+    Returns:
+        Exit code and words.
+    """
     address, environment = cluster
     knobs = (*REPLICAS, f"ray.address={address}", "ray.nodes=2", "timeout_s=300")
     with subprocess.Popen(
@@ -280,8 +284,9 @@ def killed_midway(run: Path, victim: str, cluster: tuple[str, dict[str, str]]) -
         for line in driver.stdout:
             said.append(line)
             if victim and "step 1: loss" in line:
-                os.kill(pids_of(os.getpid(), [victim])[-1], signal.SIGKILL)
-                victim = ""
+                pid, victim = pids_of(os.getpid(), [victim])[-1], ""
+                for each in (pid, *descendants(pid)):
+                    os.kill(each, signal.SIGKILL)
         return driver.wait(60), "".join(said)
 
 
