@@ -304,6 +304,18 @@ def test_engines_on_two_nodes_sample_what_two_on_one_host_do(victim, two_nodes, 
 
 
 @pytest.mark.slow
+def test_a_sync_that_reaches_the_engine_of_one_node_is_caught(two_nodes, tmp_path):
+    address, environment = two_nodes
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.dist.ray_functions", "sync_of_one_engine", address, str(tmp_path / "trial")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    last = done.stdout.splitlines()[-1]
+    assert {"ENG001", "TPT002"} <= {*last.split(",")[0].split()}, done.stdout + done.stderr
+    assert last.endswith("first TRANSPORT, fired True")
+
+
+@pytest.mark.slow
 def test_a_node_that_dies_with_its_engine_ends_the_attempt_and_is_named(whole_of_two, tmp_path):
     with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
         cluster = address, {**os.environ, **environment}
