@@ -51,7 +51,7 @@ class Engines(abc.ABC):
 
     @property
     def sockets(self) -> list[str]:
-        """Where rank 0 reaches the processes that run now; see `EngineClient`."""
+        """Places at which rank 0 reaches the processes that run now; see `EngineClient`."""
         return [str(process.socket_path) for process in self._running]
 
     @property
