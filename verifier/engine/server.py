@@ -5,6 +5,7 @@ One thread accepts, reads and answers: one request at a time touches the engine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -203,14 +204,11 @@ class EngineServer:
     def _admit(self, door: socket.socket, key: bytes) -> NoReturn:
         """Let in who proves that he knows the key; a silent stranger keeps others waiting for `HELLO_S`."""
         while True:
-            guest = wrapped(door.accept()[0], HELLO_S)
-            try:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                guest = wrapped(door.accept()[0], HELLO_S)
                 connection.deliver_challenge(guest, key)
                 connection.answer_challenge(guest, key)
-            except (AuthenticationError, EOFError, OSError):
-                guest.close()
-                continue
-            self._selector.register(client := Channel(guest), selectors.EVENT_READ, client)
+                self._selector.register(client := Channel(guest), selectors.EVENT_READ, client)
 
     def _end_with_a_worker(self) -> None:
         """End this process when a signal has killed a worker, and leave the reason in a file.

@@ -45,6 +45,7 @@ class WeightSync:
         rank: this one; rank 0 talks to the engine.
         adapters: of the trainer, which an export adds to the base; None for a trainer without.
         observer: told of engines and transfers.
+        run: folder of the run, which all nodes see.
 
     Attributes:
         facts: metrics of the last sync.
