@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tests.meta.sources import ROOT
@@ -101,6 +102,27 @@ def hang_in_round_trip(address: str, folder: str) -> None:
             Runner(resources, print).roundtrip(config, phases=[phase], tokens_only=True)
         except VerifierError as error:
             print(error)
+
+
+def sync_of_one_engine(address: str, folder: str) -> None:
+    """Print what catches a sync that reaches the first of two engines, and its first bad stage, on two nodes."""
+    import verifier.checks  # noqa: F401  (fills the registry)
+    from verifier.faults.catalog import CATALOG
+    from verifier.faults.training_trial import run_training
+    from verifier.runs.resources import Deadline, Resources
+    from verifier.trainer.controller import PRELOAD
+
+    (run := Path(folder)).mkdir()
+    options, found = RayOptions(use=True, address=address, nodes=2), CATALOG["sync-reaches-one-of-two-engines"]
+    knobs = (*found.training, "ray.use=true", f"ray.address={address}", "ray.nodes=2")
+    fault = replace(found, mesh=Mesh(dp=2), training=knobs)
+    with (
+        Resources(preload=PRELOAD) as resources,
+        resources.on_nodes(options, run, 2, Deadline(300), print),
+    ):
+        outcome = run_training(fault, run, resources, print, inject=True)
+    stages = sorted({item.stage for item in outcome.bad})
+    print(f"caught {' '.join(outcome.caught)}, first {stages[0].name}, fired {outcome.fired > 0}")
 
 
 if __name__ == "__main__":

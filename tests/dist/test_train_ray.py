@@ -39,7 +39,7 @@ from verifier.runs.cluster_ray import Cluster
 from verifier.runs.join_ray import joined, require_answer
 from verifier.runs.node_servers import forwarded
 from verifier.runs.resources import Resources
-from verifier.stages.engine.records import EngineRestart
+from verifier.stages.engine.records import EngineRestart, SyncedTensor
 from verifier.trainer.controller import Launcher, Trainer
 
 CONFIG = ROOT / "configs" / "add-sft.yaml"
@@ -184,10 +184,10 @@ def test_nodes_of_one_host_share_its_gpus():
     assert cluster._on_host(0, 1) == range(1)
 
 
-def command(run: Path, *knobs: str) -> list[str]:
+def command(run: Path, *knobs: str, of: Sequence[str] = (str(CONFIG), *KNOBS)) -> list[str]:
     given = {text.partition("=")[0] for text in knobs}
-    kept = [text for text in KNOBS if text.partition("=")[0] not in given]
-    return [sys.executable, "-m", "verifier", "train", str(CONFIG), *kept, "ray.use=true", *knobs, "--run", str(run)]
+    kept = [text for text in of if text.partition("=")[0] not in given]
+    return [sys.executable, "-m", "verifier", "train", *kept, "ray.use=true", *knobs, "--run", str(run)]
 
 
 def pids_of(driver: int, words: Sequence[str]) -> list[int]:
@@ -254,6 +254,78 @@ def test_two_nodes_have_the_bits_of_one(two_nodes, trainer_launcher, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(tmp_path / "run") == trained(trainer_launcher, tmp_path / "plain", "mesh.dp=2")
+
+
+REPLICAS = ("mesh.dp=2", "engine.replicas=2", "checkpoint.every=1")
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
+    """Weights of a run with two engines on this host."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    with Resources(launcher=trainer_launcher) as resources:
+        sampled(trainer_launcher, run, *REPLICAS, resources=resources)
+    return weights(run)
+
+
+def killed_midway(run: Path, victim: str, cluster: tuple[str, dict[str, str]]) -> tuple[int, str]:
+    """Train with an engine on each of two nodes, and kill a process and its children after the first step.
+
+    Returns:
+        Exit code and words.
+    """
+    address, environment = cluster
+    knobs = (*REPLICAS, f"ray.address={address}", "ray.nodes=2", "timeout_s=300")
+    with subprocess.Popen(
+        command(run, *knobs, of=GRPO), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment,
+    ) as driver:  # fmt: skip
+        said = []
+        for line in driver.stdout:
+            said.append(line)
+            if victim and "step 1: loss" in line:
+                pid, victim = pids_of(os.getpid(), [victim])[-1], ""
+                for each in (pid, *descendants(pid)):
+                    os.kill(each, signal.SIGKILL)
+        return driver.wait(60), "".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["", "verifier.engine.server", "ray::EngineNode"])
+def test_engines_on_two_nodes_sample_what_two_on_one_host_do(victim, two_nodes, whole_of_two, tmp_path):
+    code, said = killed_midway(tmp_path / "run", victim, two_nodes)
+    assert (code, said.count("starting it again")) == (0, 1 if victim else 0), said
+    assert weights(tmp_path / "run") == whole_of_two
+    for step in range(1, 4):
+        trace = store.read(tmp_path / "run" / "steps" / f"{step:06d}")
+        assert report_of(trace, "").verdict is Verdict.HOLDS
+        assert {item.rank for item in trace.of(SyncedTensor)} == {0, 1}
+    assert not list((tmp_path / "run").glob("store-*"))
+
+
+@pytest.mark.slow
+def test_a_sync_that_reaches_the_engine_of_one_node_is_caught(two_nodes, tmp_path):
+    address, environment = two_nodes
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.dist.ray_functions", "sync_of_one_engine", address, str(tmp_path / "trial")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    last = done.stdout.splitlines()[-1]
+    assert {"ENG001", "TPT002"} <= {*last.split(",")[0].split()}, done.stdout + done.stderr
+    assert last.endswith("first TRANSPORT, fired True")
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_with_its_engine_ends_the_attempt_and_is_named(whole_of_two, tmp_path):
+    with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
+        cluster = address, {**os.environ, **environment}
+        code, said = killed_midway(tmp_path / "run", "/raylet ", cluster)
+    assert code == 3, said
+    assert "on node 1, " in said
+    with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
+        code, said = killed_midway(tmp_path / "run", "", (address, {**os.environ, **environment}))
+    assert code == 0, said
+    assert weights(tmp_path / "run") == whole_of_two
 
 
 @pytest.mark.slow

@@ -128,7 +128,6 @@ REFUSED = {
     "cache-of-no-engine": f"{ADD} engine.kv_cache_gib=1",
     "cache-of-nothing": f"{ADD} algorithm=grpo engine.kv_cache_gib=0",
     "cache-of-transformers": f"{ADD} algorithm=grpo engine.kv_cache_gib=1 engine.kind=hf",
-    "replicas-on-a-cluster": f"{ADD} algorithm=grpo engine.replicas=2 ray.use=true",
     "replicas-of-adapters": f"{ADD} algorithm=grpo engine.replicas=2 lora.rank=8 lora.sync=adapter",
     "replicas-without-prompts": f"{ADD} algorithm=grpo engine.replicas=3 data.batch_size=2 grpo.group_size=2",
     "staleness-without-correction": f"{ADD} algorithm=grpo grpo.max_staleness=1",

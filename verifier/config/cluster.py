@@ -18,7 +18,9 @@ class RayOptions(Knobs):
     use: bool = knob("Start trainer ranks, the engine of training, or the workers of a gate, from Ray actors.", False)
     address: str = knob("Ray cluster to join, HOST:PORT; `local` starts one on this host.", LOCAL)
     nodes: int = knob(
-        "Nodes that share the trainer's ranks, in blocks of the same size, or have a worker of a gate each.", 1, least=1
+        "Nodes for the trainer's ranks, in blocks of the same size, and engines in turn, or a worker of a gate each.",
+        1,
+        least=1,
     )
 
     def _contradictions(self) -> dict[str, object]:

@@ -301,7 +301,6 @@ class TrainConfig(RunConfig):
         several, cache = self.engine.replicas > 1, self.engine.kv_cache_gib is not None
         return {
             "{engine.replicas} and the run samples from no engine: leave it out": several and not self.samples,
-            "{engine.replicas} and {ray.use}: an engine of a cluster is alone so far, use 1": several and self.ray.use,
             "{engine.replicas} and {lora.sync}, which is handed to one engine: use lora.sync=merged": (
                 several and self.lora.engine_rank(samples=True)
             ),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import AuthenticationError, connection
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,30 @@ import msgspec
 
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, Sample, Sampling, value_of
 from verifier.errors import InternalError
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed, wrapped
 from verifier.launch.child import last_lines
 from verifier.launch.watchdog import Vigil
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt
 
+HELLO_S = 10.0
+"""Seconds that either side of a TCP connection may take to prove that it knows the key."""
 _DEATH_S = 0.5
 """Seconds from the end of a connection to the end of its process, which knows the signal."""
+
+
+def is_far(place: Path | str) -> bool:
+    """True for an engine on another node, which is reached by TCP, as KEY@HOST:PORT; others have a Unix socket."""
+    return not str(place).startswith("/")
+
+
+def _admitted(key: str, where: str) -> connection.Connection:
+    """Connect to a server at HOST:PORT; each side proves that it knows the key."""
+    host, _, port = where.rpartition(":")
+    wire = wrapped(socket.create_connection((host, int(port)), HELLO_S), HELLO_S)
+    connection.answer_challenge(wire, key.encode())
+    connection.deliver_challenge(wire, key.encode())
+    return wire
 
 
 class EngineGone(InternalError):
@@ -34,21 +51,23 @@ class EngineTimeout(InternalError):
 class EngineClient:
     """One connection to an engine server. Requests are answered in their order; not for several threads.
 
-    Errors call the engine `name`, and quote its log beside the socket. `deadline_s` holds for requests that name none.
-    The death of a process that `vigil` watches ends every wait.
+    The engine's `place` is its socket, or what its server has answered to `listen`. Errors call it `name`, and quote
+    its log beside the socket. `deadline_s` holds for requests that name none. The death of a process that `vigil`
+    watches ends every wait.
     """
 
     def __init__(
-        self, socket_path: Path | str, deadline_s: float = 300, name: str = "the engine", vigil: Vigil | None = None
+        self, place: Path | str, deadline_s: float = 300, name: str = "the engine", vigil: Vigil | None = None
     ) -> None:
         self._name, self._deadline_s, self._vigil = name, deadline_s, vigil or Vigil()
-        self._log = Path(socket_path).with_name("engine.log")
+        key, where = ("", str(place)) if not is_far(place) else str(place).split("@")
+        self._log = Path(where).with_name("engine.log") if not key else Path()
         self._channel: Channel | None = None
         try:
-            self._channel = Channel(connection.Client(str(socket_path), "AF_UNIX"))
-        except OSError as error:
-            why = f"{error.strerror}{last_lines(self._log)}"
-            raise EngineGone(f"{name} does not listen at {socket_path}: {why}") from error
+            self._channel = Channel(_admitted(key, where) if key else connection.Client(where, "AF_UNIX"))
+        except (AuthenticationError, EOFError, OSError) as error:
+            why = f"{getattr(error, 'strerror', None) or error}{last_lines(self._log)}"
+            raise EngineGone(f"{name} does not listen at {where}: {why}") from error
 
     def start(
         self, request: str, kind: Any = None, *, deadline_s: float | None = None, **arguments: Any

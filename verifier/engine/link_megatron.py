@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from verifier.engine import sender
 from verifier.engine.api import Poisoned
-from verifier.engine.client import EngineClient
+from verifier.engine.client import EngineClient, is_far
 from verifier.engine.replicas import clients_of
 from verifier.plan.chunk_plan import ChunkPlan
 
@@ -58,19 +59,27 @@ class EngineLink:
 
     def connect(
         self, stack: contextlib.ExitStack, sockets: Sequence[str], num_ranks: int, transport: str, deadline_s: float,
-        met: Callable[[EngineClient], None] = lambda client: None,
+        met: Callable[[EngineClient], None] = lambda client: None, *, shared: Path | None = None,
     ) -> None:  # fmt: skip
         """Connect rank 0 to the engines, and have them join a transfer group; both end with the stack.
 
         A request, or a rank of an engine, may take `deadline_s`. `met` is called with the client before the group is
-        made.
+        made. `shared` is a folder that all nodes see, for engines on other nodes than
+        this rank's.
         """
-        from verifier.transport.gloo import Listener
+        from verifier.transport.gloo import LOOPBACK, Listener
 
         client = self.client = stack.enter_context(contextlib.closing(clients_of(sockets, deadline_s)))
         met(client)
-        listener = Listener(num_ranks, deadline_s=deadline_s, kind=transport, folder=Path(sockets[0]).parent)
-        self.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, self.rounds)))
+        folder, host = Path(sockets[0]).parent, LOOPBACK
+        if far := shared is not None and any(map(is_far, sockets)):
+            folder, host = shared.absolute(), os.environ["MASTER_ADDR"]
+        listener = Listener(num_ranks, deadline_s=deadline_s, kind=transport, folder=folder, host=host)
+        try:
+            self.group = stack.enter_context(contextlib.closing(sender.connect(client, listener, self.rounds)))
+        finally:
+            if far:  # all have found each other, or will not
+                os.unlink(listener.address.store)
 
     def rest(self, level: int | None = None) -> None:
         """Have the engine give up its GPU memory until the next transfer, or `wake`. A collective.

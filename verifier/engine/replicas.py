@@ -55,7 +55,7 @@ class EngineReplicas(EngineClient):
             for number, (dealt, own) in enumerate(parts)
             if dealt
         }
-        return _in_turn(self._joined(answers)() if answers else [], len(prompts), len(self._clients))
+        return in_turn(self._joined(answers)() if answers else [], len(prompts), len(self._clients))
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`."""
@@ -69,7 +69,7 @@ class EngineReplicas(EngineClient):
     def finish_batch(self) -> list[list[Sample]]:
         """See `Engine.finish_batch`."""
         found = self.ask("finish_batch", list[list[Sample]])
-        return _in_turn(found, len(found), len(self._clients))
+        return in_turn(found, len(found), len(self._clients))
 
     def connect(self, address: Address) -> Callable[[], None]:
         """See `Engine.connect`; the ranks of an engine follow those of the engine before it."""
@@ -131,6 +131,11 @@ def clients_of(sockets: Sequence[Path | str], deadline_s: float, vigil: Vigil | 
     return EngineReplicas(sockets, deadline_s, vigil)
 
 
+def node_of(replica: int, nodes: int) -> int:
+    """Number of the node that an engine is on; rank 0 is on node 0."""
+    return replica % nodes
+
+
 def deal(prompts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[tuple[list[list[int]], Sampling]]:
     """Prompts of each of so many engines, by their place, and how each is sampled: as in the whole batch."""
     places = [range(number, len(prompts), count) for number in range(count)]
@@ -140,7 +145,8 @@ def deal(prompts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> li
     ]
 
 
-def _in_turn(found: list[list[Sample]], total: int, count: int) -> list[list[Sample]]:
+def in_turn(found: list[list[Sample]], total: int, count: int) -> list[list[Sample]]:
+    """Undo `deal`: answers, engine after engine, in the order of the whole batch."""
     order = [place for number in range(count) for place in range(number, total, count)]
     return [answers for _, answers in sorted(zip(order, found, strict=True), key=lambda item: item[0])]
 

@@ -5,9 +5,11 @@ One thread accepts, reads and answers: one request at a time touches the engine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import active_children, connection
+from multiprocessing import AuthenticationError, active_children, connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -23,10 +25,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from verifier.engine.api import CARRIED, Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
+from verifier.engine.client import HELLO_S
 from verifier.engine.process import DEATH, VLLM_ENVIRONMENT
 from verifier.engine.worker_failures import WorkerFailures
 from verifier.errors import InternalError, UsageError, VerifierError
-from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed
+from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed, wrapped
 from verifier.launch.child import described
 from verifier.launch.failures import StackFailed
 from verifier.model.checkpoint import open_checkpoint
@@ -192,6 +195,21 @@ class EngineServer:
         self._ending.set()
         sys.exit(0)
 
+    def _listen(self, host: str) -> str:
+        """Listen at an address of this host too, for clients who know a key; the `place` of an `EngineClient`."""
+        door, key = socket.create_server((host, 0), backlog=_MAX_WAITING), secrets.token_hex(32)
+        threading.Thread(target=self._admit, args=(door, key.encode()), daemon=True).start()
+        return f"{key}@{host}:{door.getsockname()[1]}"
+
+    def _admit(self, door: socket.socket, key: bytes) -> NoReturn:
+        """Let in who proves that he knows the key; a silent stranger keeps others waiting for `HELLO_S`."""
+        while True:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                guest = wrapped(door.accept()[0], HELLO_S)
+                connection.deliver_challenge(guest, key)
+                connection.answer_challenge(guest, key)
+                self._selector.register(client := Channel(guest), selectors.EVENT_READ, client)
+
     def _end_with_a_worker(self) -> None:
         """End this process when a signal has killed a worker, and leave the reason in a file.
 
@@ -217,6 +235,8 @@ class EngineServer:
     def _answer(self, request: str, arguments: dict[str, Any]) -> Any:
         if isinstance(self._engine, VerifierError):
             raise self._engine.with_traceback(None)  # else it grows by each request
+        if request == "listen":
+            return self._listen(**arguments)
         if request not in _REQUESTS:
             raise InternalError(f"the engine knows no request `{request}`")
         given = {name: _READ[name](value) if name in _READ else value for name, value in arguments.items()}

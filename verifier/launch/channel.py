@@ -89,6 +89,15 @@ def limited(wire: connection.Connection, deadline_s: float, option: int = socket
         same.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(part * 1e6)))
 
 
+def wrapped(sock: socket.socket, deadline_s: float) -> connection.Connection:
+    """The connection of a TCP socket, whose every read ends within the deadline; nothing waits to be sent with more."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setblocking(True)
+    wire = connection.Connection(sock.detach())
+    limited(wire, deadline_s)
+    return wire
+
+
 def spawned(function: str, arguments: Sequence[str], log: IO[bytes], **options: Any) -> tuple[Child, Channel]:
     """Call a function as `spawn` does, with the descriptor of the other end of a channel before its arguments."""
     ours, theirs = Pipe()

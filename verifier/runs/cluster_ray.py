@@ -1,6 +1,6 @@
-"""Ray around trainer ranks and engine: an actor per node that owns a launcher, and one that owns the engine.
+"""Ray around trainer ranks and engines: an actor per node that owns a launcher, and one per engine.
 
-Weights go from rank 0 to the engine as without Ray; a step's answers come back as one array of bytes; batches,
+Weights go from rank 0 to the engines as without Ray; a step's answers come back as one array of bytes; batches,
 checkpoints and traces are files of the run's folder, which all nodes share.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineGone
+from verifier.engine.replicas import node_of
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.failures import LaunchError
 from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
@@ -120,24 +120,29 @@ class ActorRanks:
 class ClusterEngine:
     """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client.
 
-    `started` has the socket and process id of the engine, on the actor's node.
+    `started` is what `EngineNode.start` returns.
     """
 
     def __init__(self, actor: Actor, started: tuple[str, int], deadline_s: float) -> None:
         self._actor, self._deadline_s = actor, deadline_s
-        self.socket_path, self.pid = Path(started[0]), started[1]
+        self.socket_path, self.pid = started
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`.
+    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Callable[[], list[list[Sample]]]:
+        """Start `Engine.generate`.
 
-        Raises:
-            EngineGone: the engine or its actor died.
+        Returns:
+            Waits for the answer; raises EngineGone if the engine or its actor died.
         """
-        try:
-            found = self._actor.ask("generate", [*prompts], sampling, within_s=self._deadline_s + _ACTOR_S)
+        reference = self._actor.start("generate", [*prompts], sampling)
+
+        def answer() -> list[list[Sample]]:
+            try:
+                found = self._actor.answer(reference, self._deadline_s + _ACTOR_S)
+            except LaunchError as problem:  # the kernel ends the engine of an actor that is gone
+                raise EngineGone(str(problem)) from problem
             return msgspec.msgpack.decode(found, type=list[list[Sample]])
-        except LaunchError as problem:  # the kernel ends the engine of an actor that is gone
-            raise EngineGone(str(problem)) from problem
+
+        return answer
 
     def ended(self, within_s: float) -> bool:
         """Wait at most so many seconds for its end; True if it has ended."""
@@ -202,19 +207,27 @@ class Cluster(Launcher):
         while self._trainers:
             self._trainers.pop().end("close")
 
-    def engine(
-        self, config: EngineConfig, deadline_s: float, request_deadline_s: float, *, watched: bool
-    ) -> ClusterEngine:
-        """Start an engine on the node of rank 0, which sends the weights, and wait until it has loaded its model.
+    def engines(
+        self, configs: Sequence[EngineConfig], deadline_s: float, request_deadline_s: float, *, watched: bool
+    ) -> list[ClusterEngine]:
+        """Start engines, see `node_of`, and wait until all have loaded their model.
 
-        Its start may take `deadline_s`, one request `request_deadline_s`. If it is `watched`, its death ends the waits
-        for ranks.
+        Their start may take `deadline_s`, one request `request_deadline_s`. If they are `watched`, the death of one
+        ends the waits for ranks.
         """
-        actor = self._actor(EngineNode, "engine", self._nodes[0])
-        started = actor.ask("start", config, deadline_s, request_deadline_s, within_s=deadline_s + _ACTOR_S)
-        if watched:
-            self._engines.append(actor)
-        return ClusterEngine(actor, started, request_deadline_s)
+        starting = []
+        for number, config in enumerate(configs):
+            place = node_of(number, len(self._nodes))
+            name = "the engine" if len(configs) == 1 else f"engine {number} ({self._name(place)})"
+            host = self._addresses[place] if place else ""
+            actor = self._actor(EngineNode, "engine", self._nodes[place])
+            starting.append((actor, actor.start("start", config, name, host, deadline_s, request_deadline_s)))
+        found = [
+            ClusterEngine(actor, actor.answer(reference, deadline_s + _ACTOR_S), request_deadline_s)
+            for actor, reference in starting
+        ]
+        self._engines += [actor for actor, _ in starting] if watched else []
+        return found
 
     def _on_host(self, place: int, world_size: int) -> range:
         """Ranks on the host of a node: those of all nodes with its address, which follow each other."""

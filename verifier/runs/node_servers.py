@@ -104,18 +104,32 @@ class TrainerNode(NodeServer):
 class EngineNode(NodeServer):
     """Engine process, and a client of it."""
 
-    def start(self, config: EngineConfig, deadline_s: float, request_deadline_s: float) -> tuple[str, int]:
-        """Start the engine and wait until it has loaded its model; return its socket and process id."""
+    def start(
+        self, config: EngineConfig, name: str, host: str, deadline_s: float, request_deadline_s: float
+    ) -> tuple[str, int]:
+        """Start the engine and wait until it has loaded its model.
+
+        Args:
+            config: of the engine.
+            name: of the engine, for errors.
+            host: address of this node, where ranks of other nodes reach the engine; empty on the node of rank 0.
+            deadline_s: seconds for the start.
+            request_deadline_s: seconds that one request may take.
+
+        Returns:
+            `place` of an `EngineClient` on the node of rank 0, and process id.
+        """
         self._stack, self._vigil = contextlib.ExitStack(), Vigil()
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(engine_fork_server(deadline_s, self._vigil))
-            self._process = stack.enter_context(EngineProcess(config, fork_server=server, vigil=self._vigil))
+            self._process = stack.enter_context(EngineProcess(config, server, name, self._vigil))
             self._client: EngineClient = stack.enter_context(
                 contextlib.closing(self._process.client(request_deadline_s))
             )
             self._client.wait_ready(deadline_s)
+            place = self._client.ask("listen", str, host=host) if host else str(self._process.socket_path)
             self._stack = stack.pop_all()
-        return str(self._process.socket_path), self._process.pid
+        return place, self._process.pid
 
     def ended(self, within_s: float) -> bool:
         """See `EngineProcess.ended`."""

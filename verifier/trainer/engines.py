@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifier.engine.api import EngineConfig
+from verifier.engine.api import EngineConfig, Sample, Sampling
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
-from verifier.engine.replicas import clients_of
+from verifier.engine.replicas import clients_of, deal, in_turn
 from verifier.errors import InternalError
 from verifier.runs.resources import Deadline, Resources
 from verifier.trainer.episodes import Sampler
@@ -41,17 +41,18 @@ class Engines(abc.ABC):
     ) -> None:  # fmt: skip
         self._asked, self._until, self._deadline_s = asked, until, deadline_s
         self._progress, self._restarts, self.restarted = progress, restarts, 0
+        self._running: Sequence[EngineProcess] | Sequence[ClusterEngine] = ()
         self._start()
 
     @property
-    @abc.abstractmethod
     def sockets(self) -> list[str]:
-        """Sockets of the processes that run now."""
+        """Places at which rank 0 reaches the processes that run now; see `EngineClient`."""
+        return [str(process.socket_path) for process in self._running]
 
     @property
-    @abc.abstractmethod
     def pids(self) -> list[int]:
-        """Process ids of the processes that run now."""
+        """Process ids of the processes that run now, on their nodes."""
+        return [process.pid for process in self._running]
 
     @abc.abstractmethod
     def client(self) -> Sampler:
@@ -86,9 +87,13 @@ class Engines(abc.ABC):
     def _stop(self) -> None:
         """End all of them, dead or alive."""
 
-    @abc.abstractmethod
     def _ended(self) -> bool:
         """Wait a little for the end of one of them; True if it has ended."""
+        until = time.monotonic() + DEATH_S
+        while not any(process.ended(0.02) for process in self._running):
+            if time.monotonic() > until:
+                return False
+        return True
 
 
 class HostEngines(Engines):
@@ -97,16 +102,6 @@ class HostEngines(Engines):
     def __init__(self, asked: Sequence[EngineConfig], resources: Resources, *given: Any, restarts: int) -> None:
         self._resources, self._open = resources, contextlib.ExitStack()
         super().__init__(asked, *given, restarts=restarts)
-
-    @property
-    def sockets(self) -> list[str]:
-        """See `Engines.sockets`."""
-        return [str(process.socket_path) for process in self._processes]
-
-    @property
-    def pids(self) -> list[int]:
-        """See `Engines.pids`."""
-        return [process.pid for process in self._processes]
 
     def client(self) -> EngineClient:
         """See `Engines.client`."""
@@ -123,7 +118,7 @@ class HostEngines(Engines):
             process.watch(True)
 
     def _start(self) -> None:
-        self._processes: list[EngineProcess] = []
+        self._processes = self._running = list[EngineProcess]()
         for config in self._asked:
             name = "the engine" if len(self._asked) == 1 else f"engine {config.replica}"
             self._processes.append(self._resources.engine(config, self._until, name).process)
@@ -134,47 +129,41 @@ class HostEngines(Engines):
         for config in self._asked:
             self._resources.stop_engine(config)
 
-    def _ended(self) -> bool:
-        until = time.monotonic() + DEATH_S
-        while not any(process.ended(0.02) for process in self._processes):
-            if time.monotonic() > until:
-                return False
-        return True
-
 
 class ClusterEngines(Engines):
-    """The one engine of a cluster, behind an actor of Ray on the node of rank 0; see `Engines`."""
+    """Engines of a cluster, each behind an actor of Ray on its node; see `Engines`."""
 
     def __init__(self, asked: Sequence[EngineConfig], cluster: Cluster, *given: Any, restarts: int) -> None:
         self._cluster = cluster
         super().__init__(asked, *given, restarts=restarts)
 
-    @property
-    def sockets(self) -> list[str]:
-        """See `Engines.sockets`; on the node of rank 0."""
-        return [str(self._engine.socket_path)]
-
-    @property
-    def pids(self) -> list[int]:
-        """See `Engines.pids`; on the node of rank 0."""
-        return [self._engine.pid]
-
-    def client(self) -> ClusterEngine:
+    def client(self) -> Sampler:
         """See `Engines.client`."""
-        return self._engine
+        return self
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """See `Engine.generate`; prompts are dealt to the engines as on one host.
+
+        Raises:
+            EngineGone: an engine or its actor died.
+        """
+        parts = deal(prompts, sampling, len(self._engines))
+        answers = [engine.start(*part) for engine, part in zip(self._engines, parts, strict=True) if part[0]]
+        found = [samples for answer in answers for samples in answer()]
+        return in_turn(found, len(prompts), len(self._engines))
 
     def close(self) -> None:
-        """Leave it to the cluster."""
+        """Leave them to the cluster."""
 
     def _start(self) -> None:
         left = self._until.left("the engine was started")
-        self._engine = self._cluster.engine(self._asked[0], left, self._deadline_s, watched=not self._restarts)
+        self._engines = self._running = self._cluster.engines(
+            self._asked, left, self._deadline_s, watched=not self._restarts
+        )
 
     def _stop(self) -> None:
-        self._engine.end()
-
-    def _ended(self) -> bool:
-        return self._engine.ended(DEATH_S)
+        for engine in self._engines:
+            engine.end()
 
 
 class Revival:

@@ -23,6 +23,7 @@ from verifier.engine.kv_cache import (
     cache_bytes,
     most_on_gpu,
 )
+from verifier.engine.replicas import node_of
 from verifier.errors import UsageError
 from verifier.knob import refuse
 from verifier.launch.fork_launcher import require_ranks
@@ -85,12 +86,16 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
 
 
 def _of_host(config: TrainConfig, tier: Tier) -> dict[str, object]:
-    """More engines than this machine can hold."""
-    count, ranks, cores = config.engine.replicas, config.engine.tp, os.cpu_count() or 1
+    """More engines than this machine, or each node like it, can hold."""
+    count, nodes, cores = config.engine.replicas, config.ray.nodes, os.cpu_count() or 1
+    ranks, host = -(-count // nodes) * config.engine.tp, "this host" if nodes == 1 else f"a node of {nodes} like this"
     computes = tier == "cpu" or config.engine.kind == "hf"
     return {
-        f"{{engine.replicas}} and {{engine.tp}}, {count * ranks} processes that compute at once, and this host has "
-        f"{cores} cores: use fewer": count > 1 and count * ranks > cores and computes,
+        f"{{engine.replicas}} and {{engine.tp}}, {ranks} processes that compute at once, and {host} has {cores} cores: "
+        "use fewer": count > 1 and ranks > cores and computes,
+        "{engine.replicas} and {ray.use}: engines on GPUs have those of the host of rank 0, use 1": (
+            count > 1 and config.ray.use and not computes
+        ),
     }
 
 
@@ -223,6 +228,9 @@ def dry_run(config: TrainConfig, owners: Mapping[str, str]) -> str:
             f"{config.steps:,} steps of {config.data.batch_size:,} are {epochs:.3g} epochs\n"
         )
     if config.samples:
+        if config.ray.use:
+            nodes = [f"{k} on node {node_of(k, config.ray.nodes)}" for k in range(config.engine.replicas)]
+            lines.append(f"engines: {', '.join(nodes)}; rank 0 is on node 0\n")
         lines.append(_rollout_line(config, sizes, tier, gpu_bytes() if has_gpu and alone is None else None))
         lines.append(_disk_line(config))
     lines += [_batch_line(config), "\nnot checked without torch and the tokenizer: weights, lengths in tokens, GPUs\n"]

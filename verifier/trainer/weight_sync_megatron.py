@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 class WeightSync:
     """Link of one rank to the engine, and the plan by which weights travel. Every method is a collective.
 
-    The engine began with `source`. An export adds `adapters`, if there are any, to the base.
+    The engine began with `source`. An export adds `adapters`, if there are any, to the base. `run` is the
+    folder that all nodes see.
 
     Attributes:
         facts: metrics of the last sync.
@@ -48,10 +49,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None, observer: RankObserver
-    ) -> None:
+        self, trainer: TrainerModel, source: Checkpoint, rank: int, adapters: Adapters | None, observer: RankObserver,
+        run: Path,
+    ) -> None:  # fmt: skip
         self._trainer, self._source, self._rank, self._adapters = trainer, source, rank, adapters
-        self._observer = observer
+        self._observer, self._run = observer, run
         self.facts: Mapping[str, float] = {}
         self.before_caches: Callable[[], None] = lambda: None
         self.lost = ""
@@ -72,7 +74,7 @@ class WeightSync:
         met = partial(self._observer.on_connect, sleeps=bool(options.sleep_level))
         if self._rank == 0:
             try:
-                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met)
+                self._link.connect(self._open, sockets, self._num_ranks, transport, deadline_s, met, shared=self._run)
             except EngineGone as problem:
                 self.lost = str(problem)
         else:

@@ -253,7 +253,7 @@ class TrainerWorker:
         if self._sync is None and adapters is not None and self._config.lora.sync == "adapter":
             self._sync = AdapterSync(adapters, rank, self._config.run / "adapters", self._observer)
         elif self._sync is None:
-            self._sync = WeightSync(self._trainer, self._source, rank, adapters, self._observer)
+            self._sync = WeightSync(self._trainer, self._source, rank, adapters, self._observer, self._config.run)
         self._sync.connect(sockets, engine, transport, self._spec.deadline_s)
         if engine.sleep_level and isinstance(self._sync, WeightSync):
             device = step_megatron.device_of(self._trainer)

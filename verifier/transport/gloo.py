@@ -16,7 +16,8 @@ from typing import Any
 
 from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
 
-from verifier.launch.channel import limited
+from verifier.launch.channel import limited, wrapped
+from verifier.launch.rank import LOOPBACK
 from verifier.transport.group import BroadcastGroup
 from verifier.transport.wire import Address, Agreement, TransferFailed, overdue
 
@@ -42,7 +43,7 @@ class GlooGroup(BroadcastGroup):
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self._control = ControlChannel(store, rank, address)
         options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=address.host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._control.host)]
         options._timeout = timedelta(seconds=address.deadline_s)
         self._group = self.tried(
             "the others to join",
@@ -73,18 +74,18 @@ class Listener:
         num_receivers: number of the engine's ranks.
         deadline_s: of every single wait in the group, seconds.
         kind: of the transport; see `Address`.
-        folder: folder that no other user can enter, for the file; None makes one, which goes with the group.
+        folder: for the file, which no other user can read; None makes one, which goes with the group.
+        host: address of this host, at which the members meet.
     """
 
     def __init__(
-        self, num_receivers: int, *, deadline_s: float, kind: str = "gloo", folder: Path | None = None
-    ) -> None:
+        self, num_receivers: int, *, deadline_s: float, kind: str = "gloo", folder: Path | None = None,
+        host: str = LOOPBACK,
+    ) -> None:  # fmt: skip
         self._own = tempfile.TemporaryDirectory(prefix="verifier-transfer-") if folder is None else None
         handle, store = tempfile.mkstemp(prefix="store-", dir=self._own.name if self._own else folder)
         os.close(handle)
-        self.address = Address(
-            host="127.0.0.1", store=store, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind
-        )
+        self.address = Address(host=host, store=store, world_size=num_receivers + 1, deadline_s=deadline_s, kind=kind)
 
     def accept(self) -> GlooGroup:
         """Wait for every engine rank; raises TransferFailed after the deadline."""
@@ -116,12 +117,15 @@ class ControlChannel:
     Every receiver sends its message to the sender, which sends all of them back together. A wait is one read of a
     socket. Agreements end in the order in which they were proposed.
 
+    Attributes:
+        host: address of this member's host, by which it reaches the others.
+
     Raises:
         TransferFailed: a member did not join before the deadline.
     """
 
     def __init__(self, store: FileStore, rank: int, address: Address) -> None:
-        self._rank, self._address = rank, address
+        self._rank, self._address, self.host = rank, address, address.host
         self._others: list[connection.Connection] = []
         """The receivers in their order; on a receiver, the sender."""
         try:
@@ -156,7 +160,7 @@ class ControlChannel:
             while len(members) < self._address.world_size - 1:
                 ready: list[Any] = connection.wait([door, *guests], min(_HELLO_S, max(until - time.monotonic(), 0)))
                 if door in ready:
-                    guests[_wrap(door.accept()[0], _PART_S)] = time.monotonic() + _HELLO_S
+                    guests[wrapped(door.accept()[0], _PART_S)] = time.monotonic() + _HELLO_S
                 for guest in [guest for guest, leaves in guests.items() if guest in ready or leaves < time.monotonic()]:
                     del guests[guest]
                     hello = _first_message(guest).split() if guest in ready else []
@@ -174,7 +178,9 @@ class ControlChannel:
 
     def _connect(self, store: FileStore) -> connection.Connection:
         address = self._address.host, int(store.get(_PORT))
-        sender = _wrap(socket.create_connection(address, self._address.deadline_s), self._address.deadline_s)
+        wire = socket.create_connection(address, self._address.deadline_s)
+        self.host = str(wire.getsockname()[0])
+        sender = wrapped(wire, self._address.deadline_s)
         sender.send_bytes(b"%s %d" % (store.get(_KEY), self._rank))
         return sender
 
@@ -208,11 +214,3 @@ def _first_message(wire: connection.Connection) -> bytes:
         return wire.recv_bytes(_MAX_HELLO)
     except (OSError, EOFError):
         return b""
-
-
-def _wrap(sock: socket.socket, deadline_s: float) -> connection.Connection:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setblocking(True)
-    wire = connection.Connection(sock.detach())
-    limited(wire, deadline_s)
-    return wire

@@ -23,7 +23,7 @@ class Address:
 
     host: str
     store: str
-    """File by which the members find each other, in a folder that no other user can enter."""
+    """File by which the members find each other, which no other user can read."""
     world_size: int
     """Number of members: the sender and all engine ranks."""
     deadline_s: float

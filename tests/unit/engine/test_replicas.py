@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verifier.engine.api import Sample, Sampling
-from verifier.engine.replicas import _in_turn, deal
+from verifier.engine.replicas import deal, in_turn
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -23,4 +23,4 @@ def test_answers_come_back_in_the_order_of_the_batch(count):
         for dealt, _ in deal(prompts, Sampling(seed=1, max_tokens=1), count)
         for prompt in dealt
     ]
-    assert [list(samples[0].tokens) for samples in _in_turn(answers, 5, count)] == prompts
+    assert [list(samples[0].tokens) for samples in in_turn(answers, 5, count)] == prompts

@@ -6,6 +6,7 @@ What this does not exercise: loading a model, and the server's process (tests/di
 from __future__ import annotations
 
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,6 +114,16 @@ def test_who_gives_up_waiting_disturbs_nobody(socket_path: Path, engine: StillEn
         client.wait_ready(1)
     engine.may_go_on.set()
     assert EngineClient(socket_path, deadline_s=20).wait_ready(20) == 2
+
+
+def test_who_knows_the_key_is_let_in_by_a_network(socket_path: Path) -> None:
+    place = EngineClient(socket_path, deadline_s=20).ask("listen", str, host="127.0.0.1")
+    host, _, port = place.partition("@")[2].rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"\0\0\0\2{}")
+        assert EngineClient(place, deadline_s=20).wait_ready(20) == 2
+    with pytest.raises(EngineGone, match=rf"does not listen at {host}:{port}: digest"):
+        EngineClient(f"{'0' * 64}@{host}:{port}")
 
 
 def test_an_engine_that_could_not_be_loaded_says_why_to_everyone(

@@ -87,6 +87,17 @@ def test_a_budget_below_the_longest_answer_is_refused_before_an_engine_starts(tm
     )
 
 
+def test_several_engines_under_ray_are_on_nodes_in_turn(monkeypatch):
+    words = ("algorithm=grpo", "mesh.dp=2", "ray.use=true", "ray.address=h:1", "ray.nodes=2")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    asked = config("engine.replicas=3", *words)
+    assert "engines: 0 on node 0, 1 on node 1, 2 on node 0; rank 0 is on node 0\n" in dry_run(asked, {})
+    with pytest.raises(UsageError, match=r"replicas is 5 and engine.tp is 1, 3 processes .* a node of 2 like this"):
+        dry_run(config("engine.replicas=5", *words), {})
+    with pytest.raises(UsageError, match=r"engine.replicas is 3 and ray.use is true: engines on GPUs"):
+        require_fit(config("engine.replicas=3", *words), config_of("tiny:add"), "cuda")
+
+
 def test_turns_count_in_the_longest_rollout(tmp_path):
     checkpoint = open_checkpoint(write_tiny("add", tmp_path))
     words = ("algorithm=grpo", "data.source=calculator", "data.num_examples=64", "evaluation.num_problems=0",
