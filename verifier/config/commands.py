@@ -141,6 +141,10 @@ class EngineOptions(Knobs):
     place = "engine."
     kind: str = knob("Where the weights go: vLLM, or transformers.", "vllm", flag="--engine", choices=("vllm", "hf"))
     tp: int = knob("Tensor parallel size of the engine.", 1, flag="--engine-tp", least=1)
+    ep: int = knob(
+        "Expert parallel size of the engine: its tensor parallel size, or 1 for a part of each expert on each rank.", 1,
+        flag="--engine-ep", least=1,
+    )  # fmt: skip
     cuda_graphs: bool | None = knob(
         "vLLM replays captured CUDA graphs, or runs eagerly; by default it does in training on a GPU.", None,
         flag="--cuda-graphs/--enforce-eager",
@@ -161,7 +165,11 @@ class EngineOptions(Knobs):
     def _contradictions(self) -> dict[str, object]:
         asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
         one_rank = f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm"
-        rows: dict[str, object] = {one_rank: self.kind == "hf" and self.tp != 1}
+        rows: dict[str, object] = {
+            one_rank: self.kind == "hf" and self.tp != 1,
+            f"--engine-ep {self.ep} and --engine-tp {self.tp}: vLLM divides experts over all ranks or over none, use "
+            "the same size, or 1": self.ep not in (1, self.tp),
+        }
         rows |= {
             _beside_an_adapter(name): self.lora_rank and is_asked
             for name, is_asked in asked.items()

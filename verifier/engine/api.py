@@ -353,16 +353,18 @@ class Limits:
                     )
 
 
-def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1) -> None:
+def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, ep: int = 1) -> None:
     """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start.
 
     Raises:
-        UsageError: vLLM has no class or no CPU kernels for it, or the tensor-parallel size does not divide its heads.
+        UsageError: vLLM has no class or no CPU kernels for it, or a parallel size does not divide what it has.
     """
     kind, config = config.get("model_type"), text_model(config)
     heads = config.get("num_attention_heads")
     if heads is not None and heads % tp:
         raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads: use a size that does")
+    if ep > 1 and not num_experts_of(config):
+        raise UsageError(f"--engine-ep is {ep} and this model has no experts to divide: leave it out")
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:

@@ -110,7 +110,7 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
     import torch
 
     on_cpu = not torch.cuda.is_available()
-    refuse_unsupported(checkpoint.config, on_cpu=on_cpu)
+    refuse_unsupported(checkpoint.config, on_cpu=on_cpu, tp=config.tp, ep=config.ep)
     engine_vllm = _vllm()
     if on_cpu and checkpoint.num_bytes <= ONE_THREAD_BYTES:
         os.environ.update(UNBOUND_THREAD)

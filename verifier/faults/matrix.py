@@ -100,7 +100,8 @@ def run_trials(
 
 def _resources(fault: Fault) -> tuple[object, ...]:
     """Sort key: trials that can share an engine or a clean run follow each other, the engine first."""
-    return (fault.engine, fault.model, fault.dtype, fault.engine_tp, fault.lora_rank, fault.mesh.label())
+    ranks = fault.engine_tp, fault.engine_ep
+    return (fault.engine, fault.model, fault.dtype, *ranks, fault.lora_rank, fault.mesh.label())
 
 
 def line_of(result: TrialResult) -> str:
@@ -349,7 +350,7 @@ def _linked(source: str) -> str:
 
 def _configuration(fault: Fault) -> str:
     engine = "no engine" if fault.engine == "none" else fault.engine
-    engine += f" tp{fault.engine_tp}" if fault.engine_tp > 1 else ""
+    engine += "".join(f" {axis}{size}" for axis, size in (("tp", fault.engine_tp), ("ep", fault.engine_ep)) if size > 1)
     adapter = [f"adapter of rank {fault.lora_rank}"] if fault.lora_rank else []
     gpu = [f"{fault.gpus} GPU"] if fault.gpus else []
     fixes = [f"with the fix {name}" for name in fault.fixes]

@@ -56,6 +56,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
             yield "the host for the device that vLLM's CPU worker lacks"
             if experts:
                 yield "a function for the activation module that vLLM's CPU experts make in each pass (vllm #45447)"
+                if run.engine_ep > 1:
+                    yield "a choice of the rank's own experts for that of all by vLLM's CPU kernels (vllm #57837)"
                 if run.routes:
                     yield "a record of the CPU experts' choice for vLLM's capture of routes by CUDA streams"
     if run.engine == "hf":

@@ -106,10 +106,11 @@ class EngineRollouts:
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
         num_seqs = self._num_seqs
         return EngineConfig(
-            kind=engine.kind, tp=engine.tp, cuda_graphs=engine.replays_graphs(tier), sleep_level=engine.sleep_level,
-            quantization=engine.quantization, lora_rank=config.lora.engine_rank(samples=True),
-            lora_targets=config.lora.targets, checkpoint=str(self._checkpoint.path),
-            dtype=config.dtype, max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
+            kind=engine.kind, tp=engine.tp, ep=engine.ep, cuda_graphs=engine.replays_graphs(tier),
+            sleep_level=engine.sleep_level, quantization=engine.quantization, dtype=config.dtype,
+            lora_rank=config.lora.engine_rank(samples=True), lora_targets=config.lora.targets,
+            checkpoint=str(self._checkpoint.path),
+            max_model_len=longest + options.max_answer_tokens, max_num_seqs=num_seqs,
             max_batch_tokens=max(640, num_seqs * at_once), gpus=gpus, fixes=tuple(fixes), routes=options.replay_routes,
             inflight=inflight, replica=replica, kv_cache_bytes=self._cache_bytes,
             kv_cache_share=0.0 if engine.kv_cache_gib is not None else LENT_SHARE if lent else OWN_SHARE,

@@ -33,6 +33,11 @@ from verifier.errors import UsageError
             "--engine hf has one rank, --engine-tp is 2: leave it out, or use --engine vllm",
         ),
         ({"kind": "vllm", "tp": 3}, "--engine-tp 3 is not one of 1, 2, 4, 8"),
+        (
+            {"kind": "vllm", "tp": 4, "ep": 2},
+            "--engine-ep 2 and --engine-tp 4: vLLM divides experts over all ranks or over none, use the same size, or "
+            "1",
+        ),
     ],
 )
 def test_config_refuses(settings: dict[str, object], sentence: str) -> None:
@@ -84,6 +89,13 @@ def test_latent_attention_is_refused_on_cpu_only() -> None:
     with pytest.raises(UsageError) as caught:
         refuse_unsupported({"kv_lora_rank": 40}, on_cpu=True)
     assert str(caught.value) == "vLLM has no CPU kernels for multi-head latent attention; use --engine hf"
+
+
+def test_experts_are_divided_where_there_are_some() -> None:
+    refuse_unsupported({"num_experts": 16}, on_cpu=True, tp=2, ep=2)
+    with pytest.raises(UsageError) as caught:
+        refuse_unsupported({"num_attention_heads": 8}, on_cpu=True, tp=2, ep=2)
+    assert str(caught.value) == "--engine-ep is 2 and this model has no experts to divide: leave it out"
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -102,6 +102,7 @@ class VllmEngine(Engine):
             model=config.checkpoint,
             dtype=config.dtype,
             tensor_parallel_size=config.tp,
+            enable_expert_parallel=config.ep > 1,
             distributed_executor_backend=_executor(),
             seed=config.seed,
             max_model_len=config.max_model_len,

@@ -151,12 +151,13 @@ def _experts(path: str, module: nn.Module) -> Iterator[EngineSlice]:
     rounded = _rounded(module.w13_weight)
     copies, rank = list(_expert_weights(path, module)), module.moe_config.moe_parallel_config.tp_rank
     for expert, place in enumerate(places):
-        for (first, fc1), (second, fc2) in copies if place >= 0 else ():
+        for (first, fc1), (second, fc2) in copies:
             rows = zip(firsts, fc1[place].chunk(len(firsts)), strict=True)
             pieces = [(leaf, first, fc1, piece, 0) for leaf, piece in rows]
             for leaf, holder, whole, piece, dim in [*pieces, ("down_proj", second, fc2, fc2[place], 1)]:
                 name, begin = f"{path}.{expert}.{leaf}.weight", rank * piece.shape[dim]
-                yield slice_of(name, holder, whole if rounded else piece, dim, begin, quantized=rounded)
+                held = piece if place >= 0 else piece.narrow(dim, 0, 0)  # another rank's expert: no element of it
+                yield slice_of(name, holder, whole if rounded else held, dim, begin, quantized=rounded)
 
 
 def _expert_weights(

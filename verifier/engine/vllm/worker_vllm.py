@@ -28,10 +28,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.utils import replace_parameter
 
 from verifier.engine import worker_failures
 from verifier.engine.api import EngineSlice, EngineTensor, Poisoned, reply_of
 from verifier.engine.stored_tensors import adapter_places, restore
+from verifier.engine.vllm.experts_vllm import CPU_KERNELS, KERNEL_TAKES, of_rank
 from verifier.engine.vllm.stored_tensors_vllm import model_tensors, poison_model
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.errors import ContractError
@@ -241,7 +243,13 @@ def _install() -> None:
         from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
         cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
-        apply([Patch(_ROUTES, _record_routes(current(_ROUTES)), "self")])
+        # Packed experts lose their loader, which tells another rank's experts, and a reload offers those to a rank
+        # that has all of its own. On a GPU vLLM packs by the function that keeps it.
+        cpu_fused_moe.replace_parameter = replace_parameter
+        apply([
+            Patch(_ROUTES, _record_routes(current(_ROUTES)), "self"),
+            *(Patch(kernel, of_rank(current(kernel)), KERNEL_TAKES) for kernel in CPU_KERNELS),
+        ])  # fmt: skip
 
 
 def _record_routes(begin: Callable[[Any], None]) -> Callable[[Any], None]:

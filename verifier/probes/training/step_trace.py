@@ -64,7 +64,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
     """
     bugs = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
-        tp=config.mesh.tp, sleep_level=config.engine.sleep_level, training=True,
+        tp=config.mesh.tp, engine_ep=config.engine.ep, sleep_level=config.engine.sleep_level, training=True,
         quantization=config.engine.quantization, cuda_graphs=config.engine.replays_graphs(model.tier),
         balanced=bool(config.megatron.moe_bias_update_rate),
     )  # fmt: skip

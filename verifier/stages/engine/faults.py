@@ -14,6 +14,7 @@ from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
 MOE = f"{LAYERS}.fused_moe"
+PLACES = f"{MOE}.layer:FusedMoE._map_global_expert_id_to_local_expert_id(self, expert_id)"
 LORA = "vllm.lora"
 LOAD = "verifier.engine.engine_hf:HfEngine.load(self, tensors)"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
@@ -71,6 +72,15 @@ def same_shape_repack_missed(call: Call) -> None:
         weight = call.layer.w2_weight.data
         weight.copy_(weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
     call.original()
+
+
+@in_vllm("vllm-project/vllm#28715", PLACES, engine_tp=2, engine_ep=2)
+def experts_of_the_rank_before(call: Call) -> int:
+    """The first expert of a rank is that of the rank before it, whose experts a reload puts in this one's places."""
+    layer = call.self
+    if not layer.ep_rank:
+        return int(call.original())
+    return int(call.faulty(expert_id=(call.expert_id + layer.local_num_experts) % layer.global_num_experts))
 
 
 @on_names("vllm-project/vllm#42803")
