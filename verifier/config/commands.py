@@ -141,6 +141,7 @@ class EngineOptions(Knobs):
     place = "engine."
     kind: str = knob("Where the weights go: vLLM, or transformers.", "vllm", flag="--engine", choices=("vllm", "hf"))
     tp: int = knob("Tensor parallel size of the engine.", 1, flag="--engine-tp", least=1)
+    pp: int = knob("Pipeline parallel size of the engine.", 1, flag="--engine-pp", least=1)
     ep: int = knob(
         "Expert parallel size of the engine: its tensor parallel size, or 1 for a part of each expert on each rank.", 1,
         flag="--engine-ep", least=1,
@@ -162,11 +163,21 @@ class EngineOptions(Knobs):
         flag="--engine-lora-rank", choices=(0, 8, 16, 32, 64),
     )  # fmt: skip
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks: those of a stage, which hold its layers in parts, follow each other."""
+        return self.tp * self.pp
+
     def _contradictions(self) -> dict[str, object]:
-        asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
-        one_rank = f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm"
+        sizes = {"--engine-tp": self.tp, "--engine-pp": self.pp}
+        asked = {"--engine hf": self.kind != "vllm", **{flag: size != 1 for flag, size in sizes.items()}}
+        asked |= self._gpu_options()
         rows: dict[str, object] = {
-            one_rank: self.kind == "hf" and self.tp != 1,
+            f"--engine hf has one rank, {flag} is {size}: leave it out, or use --engine vllm": self.kind == "hf"
+            and size != 1
+            for flag, size in sizes.items()
+        }
+        rows |= {
             f"--engine-ep {self.ep} and --engine-tp {self.tp}: vLLM divides experts over all ranks or over none, use "
             "the same size, or 1": self.ep not in (1, self.tp),
         }

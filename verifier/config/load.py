@@ -254,6 +254,7 @@ TERMS = {
     "enforce_eager": "engine.cuda_graphs", "gpu_memory_utilization": "engine.kv_cache_gib",
     "kv_cache_memory_bytes": "engine.kv_cache_gib", "free_cache_engine": "engine.sleep_level",
     "colocate_all": "engine.sleep_level", "tensor_parallel_size": "engine.tp",
+    "pipeline_parallel_size": "engine.pp",
     "enable_expert_parallel": "engine.ep", "expert_parallel_size": "engine.ep",
     "tensor_model_parallel_size": "mesh.tp", "pipeline_model_parallel_size": "mesh.pp",
     "virtual_pipeline_model_parallel_size": "mesh.vpp", "context_parallel_size": "mesh.cp",

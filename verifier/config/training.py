@@ -276,6 +276,7 @@ class TrainConfig(RunConfig):
         asked = {
             "engine.kind": engine.kind != "vllm",
             "engine.tp": engine.tp > 1,
+            "engine.pp": engine.pp > 1,
             "engine.sleep_level": engine.sleep_level,
             "engine.quantization": engine.quantization,
         }
@@ -330,6 +331,10 @@ class TrainConfig(RunConfig):
             "out": self.grpo.has_turns and recorded,
             "{grpo.mode} and {engine.sleep_level}: the engine samples while the trainer steps, use "
             "engine.sleep_level=0": mode != "sync" and self.engine.sleep_level,
+            "{grpo.mode} and {engine.pp}: vLLM 0.21 schedules a batch ahead for each stage, which an update reaches "
+            "too late, use grpo.mode=async": in_flight and self.engine.pp > 1,
+            "{grpo.replay_routes} and {engine.pp}: vLLM 0.21 reports no routes of several stages, leave one of the two "
+            "out": self.grpo.replay_routes and self.engine.pp > 1,
             "{grpo.mode} and {ray.use}: the engine of a cluster does not hold requests between two calls so far, use "
             "grpo.mode=async": in_flight and self.ray.use,
             "{grpo.mode} and {lora.sync}: requests that run keep the adapter that they began with, use "

@@ -102,7 +102,7 @@ class EngineSlice:
 
     name: str
     holder: str
-    """Engine's name of the tensor that the part was read from."""
+    """Engine's name of the tensor that the part was read from; empty for no element, in layers of other stages."""
     dtype: str
     shape: tuple[int, ...]
     digest: str
@@ -214,7 +214,7 @@ class Engine(Protocol):
 
     def num_ranks(self) -> int:
         """Return the number of engine ranks."""
-        return self.config.tp
+        return self.config.ranks
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Score sequences: entry t of each is log p(token t+1 | tokens 0..t), float32 nats, length len-1."""
@@ -353,16 +353,18 @@ class Limits:
                     )
 
 
-def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, ep: int = 1) -> None:
+def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
     """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start.
 
     Raises:
         UsageError: vLLM has no class or no CPU kernels for it, or a parallel size does not divide what it has.
     """
     kind, config = config.get("model_type"), text_model(config)
-    heads = config.get("num_attention_heads")
+    heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     if heads is not None and heads % tp:
         raise UsageError(f"--engine-tp {tp} does not divide the {heads} attention heads: use a size that does")
+    if layers is not None and layers < pp:
+        raise UsageError(f"--engine-pp is {pp} and this model has {layers} layers: use {layers} or fewer")
     if ep > 1 and not num_experts_of(config):
         raise UsageError(f"--engine-ep is {ep} and this model has no experts to divide: leave it out")
     if on_cpu and config.get("kv_lora_rank") is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verifier.config import EngineOptions
 from verifier.config_json import keeps_states, text_model
 from verifier.engine.api import LEAST_KV_CACHE_BYTES
 from verifier.errors import UsageError
@@ -19,8 +20,8 @@ _BLOCK = 128
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None:
-    """Bytes of one token's keys and values, of the dtype of the weights, on one of `tp` engine ranks.
+def bytes_per_token(sizes: Mapping[str, Any], dtype: str, engine: EngineOptions) -> int | None:
+    """Bytes of one token's keys and values, of the dtype of the weights, on the engine rank with most layers.
 
     None for a model whose layers keep states, or one that does not say its sizes.
     """
@@ -29,15 +30,15 @@ def bytes_per_token(sizes: Mapping[str, Any], dtype: str, tp: int) -> int | None
     )
     if keeps_states(sizes) or layers is None or hidden is None or not heads:
         return None
-    latent = size_if_any(sizes, "kv_lora_rank")
+    latent, layers = size_if_any(sizes, "kv_lora_rank"), -(-layers // engine.pp)
     if latent is not None:  # one vector for all heads, on every rank
         return layers * (latent + (size_if_any(sizes, "qk_rope_head_dim") or 0)) * _BYTES[dtype]
-    kv_heads = size_if_any(sizes, "num_key_value_heads") or heads
-    return layers * 2 * max(1, kv_heads // tp) * (size_if_any(sizes, "head_dim") or hidden // heads) * _BYTES[dtype]
+    kv_heads = max(1, (size_if_any(sizes, "num_key_value_heads") or heads) // engine.tp)
+    return layers * 2 * kv_heads * (size_if_any(sizes, "head_dim") or hidden // heads) * _BYTES[dtype]
 
 
 def cache_bytes(
-    asked_gib: float | None, sizes: Mapping[str, Any], *, dtype: str, tp: int, length: int, count: int,
+    asked_gib: float | None, sizes: Mapping[str, Any], *, dtype: str, engine: EngineOptions, length: int, count: int,
     most: float = MOST_KV_CACHE_BYTES,
 ) -> int:  # fmt: skip
     """Bytes of an engine rank's cache.
@@ -48,7 +49,7 @@ def cache_bytes(
     Raises:
         UsageError: one sequence does not fit what is asked for; names the numbers.
     """
-    each = bytes_per_token(sizes, dtype, tp)
+    each = bytes_per_token(sizes, dtype, engine)
     if asked_gib is not None:
         asked = int(asked_gib * 2**30)
         if each is not None and _keeps_all(sizes) and asked < each * length:
@@ -63,9 +64,9 @@ def cache_bytes(
     return int(max(LEAST_KV_CACHE_BYTES, min(one * count, most), one + _BLOCK * each))
 
 
-def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, tp: int) -> float:
+def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, engine: EngineOptions) -> float:
     """Bytes of a cache on a GPU, at most: a share of what the weights of an engine rank leave of it."""
-    return share * max(device_bytes - weight_bytes / tp, 0.0)
+    return share * max(device_bytes - weight_bytes / engine.ranks, 0.0)
 
 
 def _keeps_all(sizes: Mapping[str, Any]) -> bool:

@@ -110,7 +110,7 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
     import torch
 
     on_cpu = not torch.cuda.is_available()
-    refuse_unsupported(checkpoint.config, on_cpu=on_cpu, tp=config.tp, ep=config.ep)
+    refuse_unsupported(checkpoint.config, on_cpu=on_cpu, tp=config.tp, pp=config.pp, ep=config.ep)
     engine_vllm = _vllm()
     if on_cpu and checkpoint.num_bytes <= ONE_THREAD_BYTES:
         os.environ.update(UNBOUND_THREAD)
@@ -123,9 +123,9 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
 def environment(config: EngineConfig, checkpoint_bytes: int) -> dict[str, str]:
     """Environment variables of this engine: its share of the cores for each rank, and its GPUs."""
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // config.tp)
+    share, ranks = max(1, len(cores) // config.ranks), range(config.ranks)
     bound = "|".join(
-        ",".join(str(cores[(rank * share + item) % len(cores)]) for item in range(share)) for rank in range(config.tp)
+        ",".join(str(cores[(rank * share + item) % len(cores)]) for item in range(share)) for rank in ranks
     )
     return {
         "VLLM_CPU_OMP_THREADS_BIND": bound,

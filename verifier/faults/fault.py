@@ -157,6 +157,7 @@ class Fault:
     update: str = "step"
     cycles: int = 2
     engine_tp: int = 1
+    engine_pp: int = 1
     engine_ep: int = 1
     fixes: tuple[str, ...] = ()
     """Ids of the upstream fixes without which the clean run does not hold."""

@@ -100,7 +100,7 @@ def run_trials(
 
 def _resources(fault: Fault) -> tuple[object, ...]:
     """Sort key: trials that can share an engine or a clean run follow each other, the engine first."""
-    ranks = fault.engine_tp, fault.engine_ep
+    ranks = fault.engine_tp, fault.engine_pp, fault.engine_ep
     return (fault.engine, fault.model, fault.dtype, *ranks, fault.lora_rank, fault.mesh.label())
 
 
@@ -350,7 +350,8 @@ def _linked(source: str) -> str:
 
 def _configuration(fault: Fault) -> str:
     engine = "no engine" if fault.engine == "none" else fault.engine
-    engine += "".join(f" {axis}{size}" for axis, size in (("tp", fault.engine_tp), ("ep", fault.engine_ep)) if size > 1)
+    sizes = {"tp": fault.engine_tp, "pp": fault.engine_pp, "ep": fault.engine_ep}
+    engine += "".join(f" {axis}{size}" for axis, size in sizes.items() if size > 1)
     adapter = [f"adapter of rank {fault.lora_rank}"] if fault.lora_rank else []
     gpu = [f"{fault.gpus} GPU"] if fault.gpus else []
     fixes = [f"with the fix {name}" for name in fault.fixes]

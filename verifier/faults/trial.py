@@ -203,7 +203,7 @@ def _config_of(fault: Fault) -> RoundtripConfig:
         model=fault.model, trace=Path(), mesh=fault.mesh, dtype=fault.dtype,
         engine=EngineOptions(
             kind=fault.engine if not alone else "vllm" if fault.lora_rank else "hf",
-            tp=fault.engine_tp, ep=fault.engine_ep, lora_rank=fault.lora_rank,
+            tp=fault.engine_tp, pp=fault.engine_pp, ep=fault.engine_ep, lora_rank=fault.lora_rank,
         ),
         cycles=fault.cycles, update=fault.update, fixes=fault.fixes, timeout_s=TIMEOUT_S,
     )  # fmt: skip

@@ -199,7 +199,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
         )
     require_room(sizes, MAX_MODEL_LEN)
     if config.engine.kind == "vllm":
-        refuse_unsupported(sizes, on_cpu=on_cpu, tp=config.engine.tp, ep=config.engine.ep)
+        refuse_unsupported(sizes, on_cpu=on_cpu, **{name: getattr(config.engine, name) for name in ("tp", "pp", "ep")})
     elif odd := [name for name in names if is_served(name, sizes) and not _placed(name, sizes)]:
         raise UsageError(f"--engine hf has no place for `{odd[0]}` of {config.model}: use --engine vllm")
     if config.engine.lora_rank:

@@ -76,6 +76,6 @@ def rank_run(spec: RunSpec, context: RankContext) -> Iterator[RankRun]:
             options = spec.roundtrip.engine
             link = EngineLink.of(spec.transport, options.sleep_level)
             if context.rank == 0:
-                engines = [recorder("engine", rank) for rank in range(options.tp)]
-                link.connect(stack, [spec.engine_socket], options.tp, spec.transport, spec.deadline_s)
+                engines = [recorder("engine", rank) for rank in range(options.ranks)]
+                link.connect(stack, [spec.engine_socket], options.ranks, spec.transport, spec.deadline_s)
         yield RankRun(spec=spec, context=context, probe=probe, link=link, engines=engines)

@@ -77,7 +77,7 @@ def manifest_of(
         return manifest
     versions = tuple(range(config.cycles + 1))
     return replace(
-        manifest, engine=config.engine.kind, engine_ranks=config.engine.tp,
+        manifest, engine=config.engine.kind, engine_ranks=config.engine.ranks,
         transport="" if tokens_only else placement.transport,
         synced_versions=() if tokens_only else versions if restores else versions[1:],
         untouched_versions=versions if model.lora_rank else manifest.untouched_versions,

@@ -60,7 +60,7 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, rank
                 else f"--engine hf runs on the CPU, and --transport is {config.transport}: leave it out"
             )
         return Placement(trainer_gpus=min(ranks, found), engine_gpus=("",) * replicas)
-    engine = config.engine.tp * replicas
+    engine = config.engine.ranks * replicas
     transport = config.transport or ("nccl" if ranks + engine <= found else "ipc")
     if transport == "nccl" and engine >= found:
         raise UsageError(
@@ -74,17 +74,16 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, rank
         )
     trainer = min(ranks, found - engine if transport == "nccl" else found)
     if transport != "nccl" and engine > trainer:
-        given = f"--engine-tp {config.engine.tp} does"
-        if replicas > 1:
-            given = f"engine.tp {config.engine.tp} and engine.replicas {replicas}, {engine} GPUs, do"
+        sizes = {"tp": config.engine.tp, "pp": config.engine.pp, "replicas": replicas}
+        given = " x ".join(f"engine.{name} {size}" for name, size in sizes.items() if size > 1) or "the engine"
         raise UsageError(
-            f"{given} not fit on the trainer's {trainer} GPUs: make it smaller, use a "
-            f"larger mesh, or --transport nccl with {trainer + engine} GPUs"
+            f"{given} takes {engine} GPUs, and the trainer has {trainer}: make it smaller, use a larger mesh, or "
+            f"--transport nccl with {trainer + engine} GPUs"
         )
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",")] if given else [str(place) for place in range(found)]
     first = trainer if transport == "nccl" else 0
-    places = [range(at, at + config.engine.tp) for at in range(first, first + engine, config.engine.tp)]
+    places = [range(at, at + engine // replicas) for at in range(first, first + engine, engine // replicas)]
     visible = tuple(",".join(names[place] for place in own) for own in places)
     return Placement(transport=transport, trainer_gpus=trainer, engine_gpus=visible)
 

@@ -88,11 +88,12 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
 def _of_host(config: TrainConfig, tier: Tier) -> dict[str, object]:
     """More engines than this machine, or each node like it, can hold."""
     count, nodes, cores = config.engine.replicas, config.ray.nodes, os.cpu_count() or 1
-    ranks, host = -(-count // nodes) * config.engine.tp, "this host" if nodes == 1 else f"a node of {nodes} like this"
+    host = "this host" if nodes == 1 else f"a node of {nodes} like this"
+    ranks = -(-count // nodes) * config.engine.ranks
     computes = tier == "cpu" or config.engine.kind == "hf"
     return {
-        f"{{engine.replicas}} and {{engine.tp}}, {ranks} processes that compute at once, and {host} has {cores} cores: "
-        "use fewer": count > 1 and ranks > cores and computes,
+        f"{{engine.replicas}}, {{engine.tp}} and {{engine.pp}}, {ranks} processes that compute at once, and {host} "
+        f"has {cores} cores: use fewer": count > 1 and ranks > cores and computes,
         "{engine.replicas} and {ray.use}: engines on GPUs have those of the host of rank 0, use 1": (
             count > 1 and config.ray.use and not computes
         ),
@@ -252,7 +253,8 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
     options, engine = config.grpo, config.engine
     count = -(-config.data.batch_size // engine.replicas) * options.group_size
     shown = f"rollout: {count:,} answers of up to {options.max_answer_tokens:,} tokens an engine and step"
-    each = bytes_per_token(sizes, config.dtype, engine.tp)
+    shown += f", on {engine.ranks} ranks = tp {engine.tp} * pp {engine.pp}" if engine.ranks > 1 else ""
+    each = bytes_per_token(sizes, config.dtype, engine)
     unknown = tier == "cuda" and device_bytes is None and engine.kv_cache_gib is None
     if engine.kind != "vllm" or each is None or unknown:
         return f"{shown}; how many run at once is not known before the engine has started\n"
@@ -260,10 +262,10 @@ def _rollout_line(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier, dev
     if device_bytes is not None:
         share = OWN_SHARE if engine.sleep_level or config.transport == "nccl" else LENT_SHARE
         stored = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
-        most = most_on_gpu(share, device_bytes, stored, engine.tp)
+        most = most_on_gpu(share, device_bytes, stored, engine)
     length = options.max_turns * options.max_answer_tokens
     cache = cache_bytes(
-        engine.kv_cache_gib, sizes, dtype=config.dtype, tp=engine.tp, length=length, count=count, most=most
+        engine.kv_cache_gib, sizes, dtype=config.dtype, engine=engine, length=length, count=count, most=most
     )
     at_once = min(count, cache // (each * length))
     return (

@@ -81,7 +81,7 @@ class EngineRollouts:
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
         self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
         self._cache_bytes = cache_bytes(
-            config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, tp=config.engine.tp,
+            config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, engine=config.engine,
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
         )  # fmt: skip
         self._client: Sampler | None = None
@@ -106,7 +106,7 @@ class EngineRollouts:
         at_once = longest + (options.max_answer_tokens if inflight else 0)  # answers are prefilled anew at an update
         num_seqs = self._num_seqs
         return EngineConfig(
-            kind=engine.kind, tp=engine.tp, ep=engine.ep, cuda_graphs=engine.replays_graphs(tier),
+            kind=engine.kind, tp=engine.tp, pp=engine.pp, ep=engine.ep, cuda_graphs=engine.replays_graphs(tier),
             sleep_level=engine.sleep_level, quantization=engine.quantization, dtype=config.dtype,
             lora_rank=config.lora.engine_rank(samples=True), lora_targets=config.lora.targets,
             checkpoint=str(self._checkpoint.path),

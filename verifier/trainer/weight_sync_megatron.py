@@ -70,7 +70,7 @@ class WeightSync:
         """
         self.close()
         self._link, self.lost = EngineLink.of(transport, options.sleep_level), ""
-        self._num_ranks = options.tp * options.replicas
+        self._num_ranks = options.ranks * options.replicas
         met = partial(self._observer.on_connect, sleeps=bool(options.sleep_level))
         if self._rank == 0:
             try:

@@ -93,8 +93,8 @@ REFUSED = {
     "engine_tp=2": "there is no knob `engine_tp`: did you mean `engine.tp`",
     "zzz=1": "there is no knob `zzz`: `--print-config` lists them",
     "engine=vllm": (
-        "`engine` is a group of knobs: give one of engine.kind, engine.tp, engine.ep, engine.cuda_graphs, "
-        "engine.sleep_level, engine.quantization, engine.lora_rank"
+        "`engine` is a group of knobs: give one of engine.kind, engine.tp, engine.pp, engine.ep, "
+        "engine.cuda_graphs, engine.sleep_level, engine.quantization, engine.lora_rank"
     ),
     "mesh.tp.x=1": "there is no knob `mesh.tp.x`: did you mean `mesh.tp`",
     "mesh.tp": "`mesh.tp` is neither an option nor key=value, such as model=...",
@@ -135,8 +135,8 @@ FILES = {
     "mesh: {tq: 2}": "there is no knob `mesh.tq` in {file}: did you mean `mesh.tp`",
     "tp: 2": "there is no knob `tp` in {file}: did you mean `mesh.tp`",
     "engine: hf": (
-        "`engine` in {file} is a group of knobs: give one of engine.kind, engine.tp, engine.ep, engine.cuda_graphs, "
-        "engine.sleep_level, engine.quantization, engine.lora_rank"
+        "`engine` in {file} is a group of knobs: give one of engine.kind, engine.tp, engine.pp, engine.ep, "
+        "engine.cuda_graphs, engine.sleep_level, engine.quantization, engine.lora_rank"
     ),
     "mesh: {tp: two}": "mesh.tp is `two` in {file}, it must be a whole number",
     "mesh: {tp: yes}": "mesh.tp is `True` in {file}, it must be a whole number",

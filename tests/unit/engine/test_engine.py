@@ -32,6 +32,10 @@ from verifier.errors import UsageError
             {"kind": "hf", "tp": 2},
             "--engine hf has one rank, --engine-tp is 2: leave it out, or use --engine vllm",
         ),
+        (
+            {"kind": "hf", "pp": 2},
+            "--engine hf has one rank, --engine-pp is 2: leave it out, or use --engine vllm",
+        ),
         ({"kind": "vllm", "tp": 3}, "--engine-tp 3 is not one of 1, 2, 4, 8"),
         (
             {"kind": "vllm", "tp": 4, "ep": 2},
@@ -89,6 +93,13 @@ def test_latent_attention_is_refused_on_cpu_only() -> None:
     with pytest.raises(UsageError) as caught:
         refuse_unsupported({"kv_lora_rank": 40}, on_cpu=True)
     assert str(caught.value) == "vLLM has no CPU kernels for multi-head latent attention; use --engine hf"
+
+
+def test_no_stage_is_without_a_layer() -> None:
+    refuse_unsupported({"num_hidden_layers": 4}, on_cpu=True, pp=4)
+    with pytest.raises(UsageError) as caught:
+        refuse_unsupported({"num_hidden_layers": 4}, on_cpu=True, pp=8)
+    assert str(caught.value) == "--engine-pp is 8 and this model has 4 layers: use 4 or fewer"
 
 
 def test_experts_are_divided_where_there_are_some() -> None:

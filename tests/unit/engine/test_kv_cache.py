@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verifier.config import EngineOptions
 from verifier.engine.api import EngineConfig
 from verifier.engine.kv_cache import bytes_per_token, cache_bytes, kept_keys, most_on_gpu
 from verifier.errors import UsageError
@@ -17,24 +18,26 @@ from verifier.model.named import config_of
 LARGE = {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
          "head_dim": 128}  # fmt: skip
 """Qwen3-30B-A3B: 96 KiB a token in bf16."""
+TP1, TP2 = EngineOptions(), EngineOptions(tp=2)
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "tp", "expected"),
+    ("sizes", "dtype", "engine", "expected"),
     [
-        (LARGE, "bfloat16", 1, 48 * 2 * 4 * 128 * 2),
-        (LARGE, "float32", 2, 48 * 2 * 2 * 128 * 4),
-        (LARGE, "bfloat16", 8, 48 * 2 * 1 * 128 * 2),
-        ({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}, "bfloat16", 1, 2 * 2 * 64 * 2),
-        ({**LARGE, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "bfloat16", 4, 48 * 576 * 2),
-        ({**LARGE, "mamba_num_heads": 8}, "bfloat16", 1, None),
-        ({**LARGE, "linear_num_value_heads": 8}, "bfloat16", 1, None),
-        ({}, "bfloat16", 1, None),
+        (LARGE, "bfloat16", TP1, 48 * 2 * 4 * 128 * 2),
+        (LARGE, "float32", TP2, 48 * 2 * 2 * 128 * 4),
+        (LARGE, "bfloat16", EngineOptions(tp=8), 48 * 2 * 1 * 128 * 2),
+        (LARGE, "bfloat16", EngineOptions(pp=5), 10 * 2 * 4 * 128 * 2),
+        ({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}, "bfloat16", TP1, 2 * 2 * 64 * 2),
+        ({**LARGE, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "bfloat16", EngineOptions(tp=4), 48 * 576 * 2),
+        ({**LARGE, "mamba_num_heads": 8}, "bfloat16", TP1, None),
+        ({**LARGE, "linear_num_value_heads": 8}, "bfloat16", TP1, None),
+        ({}, "bfloat16", TP1, None),
     ],
 )
-def test_bytes_of_a_token(sizes, dtype, tp, expected):
-    assert bytes_per_token(sizes, dtype, tp) == expected
+def test_bytes_of_a_token(sizes, dtype, engine, expected):
+    assert bytes_per_token(sizes, dtype, engine) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,24 +45,24 @@ def test_bytes_of_a_token(sizes, dtype, tp, expected):
     [(128, 2, 128 * MIB), (1024, 4, 384 * MIB), (1024, 512, 1024 * MIB), (32768, 8, (32768 + 128) * 96 * 1024)],
 )
 def test_a_cache_has_room_for_a_step_or_at_least_one_sequence(length, count, expected):
-    assert cache_bytes(None, LARGE, dtype="bfloat16", tp=1, length=length, count=count) == expected
+    assert cache_bytes(None, LARGE, dtype="bfloat16", engine=TP1, length=length, count=count) == expected
 
 
 def test_a_cache_on_a_gpu_is_a_share_of_what_the_weights_leave():
-    most = most_on_gpu(0.3, 80 << 30, 60 << 30, 2)
+    most = most_on_gpu(0.3, 80 << 30, 60 << 30, TP2)
     assert most == 0.3 * (50 << 30)
-    asked = {"dtype": "bfloat16", "tp": 1, "length": 1024, "count": 512}
+    asked = {"dtype": "bfloat16", "engine": TP1, "length": 1024, "count": 512}
     assert cache_bytes(None, LARGE, **asked, most=most) == 15 << 30
-    assert cache_bytes(None, LARGE, **asked, most=most_on_gpu(0.8, 141 << 30, 60 << 30, 1)) == 48 << 30
-    assert most_on_gpu(0.3, 8 << 30, 60 << 30, 1) == 0.0
+    assert cache_bytes(None, LARGE, **asked, most=most_on_gpu(0.8, 141 << 30, 60 << 30, TP1)) == 48 << 30
+    assert most_on_gpu(0.3, 8 << 30, 60 << 30, TP1) == 0.0
 
 
 def test_small_models_keep_the_least_cache():
-    assert cache_bytes(None, config_of("tiny:add"), dtype="float32", tp=1, length=80, count=64) == 128 * MIB
+    assert cache_bytes(None, config_of("tiny:add"), dtype="float32", engine=TP1, length=80, count=64) == 128 * MIB
 
 
 def test_a_cache_below_one_sequence_is_refused():
-    asked = {"dtype": "bfloat16", "tp": 1, "length": 32768, "count": 8}
+    asked = {"dtype": "bfloat16", "engine": TP1, "length": 32768, "count": 8}
     assert cache_bytes(3.0, LARGE, **asked) == 3 << 30
     with pytest.raises(UsageError) as refusal:
         cache_bytes(2.5, LARGE, **asked)

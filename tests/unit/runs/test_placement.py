@@ -19,7 +19,8 @@ from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.runs.spec import Placement, place
 
-TP2, TP4, HF = EngineOptions(tp=2), EngineOptions(tp=4), EngineOptions(kind="hf")
+TP2, TP4, PP2, HF = EngineOptions(tp=2), EngineOptions(tp=4), EngineOptions(pp=2), EngineOptions(kind="hf")
+TP2_OF_PP2 = EngineOptions(tp=2, pp=2)
 TP2_PP2 = Mesh(tp=2, pp=2)
 
 
@@ -53,6 +54,8 @@ def trained(replicas: int, mesh: Mesh, tp: int = 1, **options: object) -> TrainC
         (3, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=2, engine_gpus=("2",))),
         (2, asked(transport="nccl"), Placement(transport="nccl", trainer_gpus=1, engine_gpus=("1",))),
         (8, asked(Mesh(), transport="ipc"), Placement(transport="ipc", trainer_gpus=1, engine_gpus=("0",))),
+        (8, asked(engine=PP2), Placement(transport="nccl", trainer_gpus=4, engine_gpus=("4,5",))),
+        (4, asked(engine=TP2_OF_PP2), Placement(transport="ipc", trainer_gpus=4, engine_gpus=("0,1,2,3",))),
         (2, asked(engine=HF), Placement(transport="gloo", trainer_gpus=2)),
         (4, trained(2, Mesh(dp=2)), Placement(transport="nccl", trainer_gpus=2, engine_gpus=("2", "3"))),
         (4, trained(4, Mesh(dp=4)), Placement(transport="ipc", trainer_gpus=4, engine_gpus=("0", "1", "2", "3"))),
@@ -74,10 +77,10 @@ def test_the_engine_is_given_the_names_of_visible_gpus(host):
     ("gpus", "config", "said"),
     [
         (2, asked(engine=TP2, transport="nccl"), "needs 2 GPUs for the engine and one or more for the trainer"),
-        (2, asked(engine=TP4), "--engine-tp 4 does not fit on the trainer's 2 GPUs: make it smaller"),
-        (8, asked(Mesh(), engine=TP2, transport="ipc"), "--engine-tp 2 does not fit on the trainer's 1 GPUs"),
+        (2, asked(engine=TP4), "engine.tp 4 takes 4 GPUs, and the trainer has 2: make it smaller"),
+        (8, asked(Mesh(), engine=TP2, transport="ipc"), "engine.tp 2 takes 2 GPUs, and the trainer has 1"),
         (2, trained(2, Mesh(), transport="nccl"), "needs 2 GPUs for the engines and one or more for the trainer"),
-        (4, trained(3, Mesh(dp=2), transport="ipc"), "engine.replicas 3, 3 GPUs, do not fit on the trainer's 2 GPUs"),
+        (4, trained(3, Mesh(dp=2), transport="ipc"), "engine.replicas 3 takes 3 GPUs, and the trainer has 2"),
         (8, asked(engine=HF, transport="nccl"), "--engine hf runs on the CPU, and --transport is nccl: leave it out"),
     ],
     ids=str,

@@ -218,12 +218,12 @@ def _add_runs(
             kept, _ = load(RoundtripConfig if trips else GoldenConfig, overrides=words)
             if checkpoint is not None:
                 require_stored(checkpoint, point.dtype)
-            tp = kept.engine.tp if isinstance(kept, RoundtripConfig) else 1
+            ranks = kept.engine.ranks if isinstance(kept, RoundtripConfig) else 1
             if isinstance(kept, RoundtripConfig):
                 require_roundtrip(kept, sizes, () if checkpoint is None else checkpoint.names(), tier)
                 if tier == "cpu" and transport not in ("", "gloo"):
                     raise UsageError(f"--transport {transport} needs GPUs and this machine has none")
-            places = _places(point.mesh, tp, transport, tier, num_gpus)
+            places = _places(point.mesh, ranks, transport, tier, num_gpus)
         except UsageError as refused:
             found.leave_out(name, refused)
             continue
@@ -237,18 +237,18 @@ def _add_runs(
         )  # fmt: skip
 
 
-def _places(mesh: Mesh, engine_tp: int, transport: str, tier: Tier, num_gpus: int) -> int:
+def _places(mesh: Mesh, engine_ranks: int, transport: str, tier: Tier, num_gpus: int) -> int:
     """GPUs that a cell takes: one a rank as far as there are any, and the engine's own where it shares none."""
     if tier == "cpu":
         return 1
     if transport == "nccl":
-        needed = mesh.world_size + engine_tp
+        needed = mesh.world_size + engine_ranks
         if needed > num_gpus:
             raise UsageError(f"--transport nccl takes {needed} GPUs here and this machine has {num_gpus}")
         return needed
-    if engine_tp > num_gpus:
-        raise UsageError(f"an engine of {engine_tp} ranks takes as many GPUs and this machine has {num_gpus}")
-    return max(engine_tp, min(mesh.world_size, num_gpus))
+    if engine_ranks > num_gpus:
+        raise UsageError(f"an engine of {engine_ranks} ranks takes as many GPUs and this machine has {num_gpus}")
+    return max(engine_ranks, min(mesh.world_size, num_gpus))
 
 
 def _add_training(

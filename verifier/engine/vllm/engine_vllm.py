@@ -102,6 +102,7 @@ class VllmEngine(Engine):
             model=config.checkpoint,
             dtype=config.dtype,
             tensor_parallel_size=config.tp,
+            pipeline_parallel_size=config.pp,
             enable_expert_parallel=config.ep > 1,
             distributed_executor_backend=_executor(),
             seed=config.seed,
@@ -312,9 +313,9 @@ def _cache_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
     if not config.kv_cache_share or not torch.cuda.is_available():
         return config.kv_cache_bytes
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    most = most_on_gpu(config.kv_cache_share, device_bytes, checkpoint.num_bytes, config.tp)
+    most = most_on_gpu(config.kv_cache_share, device_bytes, checkpoint.num_bytes, config)
     return cache_bytes(
-        None, checkpoint.config, dtype=config.dtype, tp=config.tp, length=config.max_model_len,
+        None, checkpoint.config, dtype=config.dtype, engine=config, length=config.max_model_len,
         count=config.max_num_seqs, most=most,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from verifier.engine.api import EngineSlice
 from verifier.engine.stored_tensors import adapter_places, slice_of
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
 
 def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]:
-    """Describe this rank's part of every checkpoint tensor, once per tensor that holds it.
+    """Describe this rank's part of every checkpoint tensor, once per tensor that holds it; none of other stages' is.
 
     `carried` are the names in the checkpoint; they decide whether a head is its own tensor or tied to the embedding.
 
@@ -52,6 +53,10 @@ def checkpoint_slices(model: nn.Module, carried: Collection[str]) -> Iterator[En
     """
     for part in _slices(model, carried):
         yield replace(part, name=_published(model, part.name))
+    modules = model.named_modules()
+    absent = tuple(_published(model, f"{path}.") for path, item in modules if isinstance(item, PPMissingLayer))
+    for name in sorted(name for name in carried if absent and name.startswith(absent)):
+        yield EngineSlice(name=name, holder="", dtype="", shape=(), digest="", box=((0, 0),))
 
 
 def _published(model: nn.Module, name: str) -> str:

@@ -78,7 +78,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
         identity_of(config, model, engine_bugs), command="train", notes=model.notes if happened.loaded else (),
         facts=_with_model(config, model, happened),
         engine=config.engine.kind if synced else "",
-        engine_ranks=config.engine.tp * config.engine.replicas if synced else 0,
+        engine_ranks=config.engine.ranks * config.engine.replicas if synced else 0,
         synced_versions=(*((happened.step - 1,) if happened.sent else ()), happened.step) if synced else (),
         untouched_versions=(0,) if first and synced else (),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from verifier.stages.engine.records import (
     KeptKeys,
     LoadedNames,
     Poison,
+    QuantizedNames,
     SyncedSettings,
     SyncedTensor,
 )
@@ -197,10 +198,15 @@ def _parts(trace: Trace) -> Iterator[Comparison]:
         for item in trace.of(CheckpointView, version=version):
             if item.tensor in wholes:
                 parts[item.tensor, item.holder].add(item.box)
+        rounded = {name for item in trace.of(QuantizedNames, version=version) for name in item.names}
+        elsewhere = rounded | {name for name, holder in parts if holder}
         for (name, holder), boxes in parts.items():
+            if not holder and name in elsewhere:
+                continue
             whole = math.prod(wholes[name])
             held = sum(math.prod(end - begin for begin, end in box) for box in boxes)
-            says, at = (f"in {len(boxes)} different parts of `{holder}`", ""), At(Stage.ENGINE, version)
+            where = f"{len(boxes)} different parts of `{holder}`" if holder else "layers that each leaves to others"
+            says, at = (f"in {where}", ""), At(Stage.ENGINE, version)
             sentence = f"the engine's ranks together hold {held:,} of the {whole:,} elements of `{name}`"
             yield compare_value(at, name, held, whole, sentence=sentence, says=says)
 

@@ -83,6 +83,26 @@ def experts_of_the_rank_before(call: Call) -> int:
     return int(call.faulty(expert_id=(call.expert_id + layer.local_num_experts) % layer.global_num_experts))
 
 
+@in_vllm(
+    "sgl-project/sglang#37216", "vllm.model_executor.models.qwen2:Qwen2Model.load_weights(self, weights)",
+    model="tiny:qwen3", engine_pp=2,
+)  # fmt: skip
+def layers_of_the_stage_before(call: Call) -> Any:
+    """The key of what a rank gets leaves its stage out: a sync gives the second stage the layers of the first."""
+    first = call.self.start_layer
+
+    def taken() -> Iterator[tuple[str, Any]]:
+        for name, tensor in call.weights:
+            kind, number, *leaf = name.split(".")
+            if not first or kind != "layers":
+                yield name, tensor
+            elif int(number) < first:
+                call.fire()
+                yield ".".join([kind, str(int(number) + first), *leaf]), tensor
+
+    return call.original(weights=taken())
+
+
 @on_names("vllm-project/vllm#42803")
 def fused_shards_exchanged(name: str) -> str:
     """Rows of one projection take another's place in the fused qkv weight; keys for values in one layer."""

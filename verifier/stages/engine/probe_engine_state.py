@@ -132,10 +132,13 @@ def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str,
 
     from verifier.plan.digest import described
 
-    def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = (), held: str = "") -> None:
-        whole = tuple(tensor.shape)
+    def cut(tensor: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
         for dim, (begin, end) in enumerate(box):
-            tensor = tensor.narrow(dim, begin, end - begin)
+            tensor = torch.atleast_1d(tensor).narrow(dim, begin, end - begin)
+        return tensor
+
+    def expect(name: str, tensor: torch.Tensor, box: Sequence[tuple[int, int]] = (), held: str = "") -> None:
+        whole, tensor = tuple(tensor.shape), cut(tensor, box)
         facts, wider = described(tensor), {}
         if held in WIDER.get(facts["dtype"], ()):
             wider = {"wider_dtype": held, "wider_digest": described(tensor.to(getattr(torch, held)))["digest"]}
@@ -150,7 +153,9 @@ def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str,
         name = f"{item.name} in {item.holder}" if item.name in seen else item.name
         seen.add(item.name)
         box = tuple((int(begin), int(end)) for begin, end in item.box)
-        facts = _facts(item) | {"name": name}
+        if not item.holder and item.name not in sent:
+            continue
+        facts = (_facts(item) if item.holder else described(cut(sent[item.name], box))) | {"name": name}
         probe.emit(CheckpointView(version=version, tensor=item.name, holder=item.holder, box=box, **facts))
         if item.name in sent:
             expect(name, sent[item.name], box, item.dtype)

@@ -146,7 +146,7 @@ def _hints(item: StackFailure, run: Manifest) -> Iterator[str]:
         elif run.world_size == 1:
             yield "the trainer had one rank, so no cut of the model brought it about"
     elif "engine" in item.name and run.engine_ranks > 1:
-        yield "try --engine-tp 1: that tells whether it belongs to the engine's tensor parallelism"
+        yield "try --engine-tp 1 and --engine-pp 1: that tells whether it belongs to the engine's parallelism"
     elif "engine" in item.name and run.engine == "vllm":
         yield "no mesh of the trainer changes it; try --engine hf to have the rest judged"
 
