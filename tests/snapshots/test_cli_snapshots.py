@@ -64,7 +64,7 @@ BAD_USAGE = {
     "gate-no-cell": ["gate", "--model", "tiny:qwen3", "--mesh", "tp=3", "--kind", "golden", "--dry-run"],
     "gate-dtype": ["gate", "--model", "tiny:qwen3", "--dtype", "fp16"],
     "gate-engine": ["gate", "--model", "tiny:qwen3", "--engine", "sglang", "--dry-run"],
-    "gate-engine-option": ["gate", "--model", "tiny:qwen3", "--engine", "vllm,pp=2", "--dry-run"],
+    "gate-engine-option": ["gate", "--model", "tiny:qwen3", "--engine", "vllm,cp=2", "--dry-run"],
     "gate-fault": ["gate", "--model", "tiny:qwen3", "--fault", "absent", "--dry-run"],
     "gate-fix": ["gate", "--model", "tiny:qwen3", "--fix", "absent"],
     "gate-budget": ["gate", "--model", "tiny:qwen3", "--budget", "0"],

@@ -117,7 +117,7 @@ def test_gpus_that_a_cell_takes():
     ("knobs", "said"),
     [
         ({"engines": ("sglang",)}, "engine.kind is `sglang`"),
-        ({"engines": ("vllm,pp=2",)}, "there is no knob `engine.pp`"),
+        ({"engines": ("vllm,cp=2",)}, "there is no knob `engine.cp`"),
         ({"engines": ("vllm,2",)}, "--engine is `vllm,2`, it must be a kind and options, such as vllm,tp=2"),
         ({"meshes": ("tp2",)}, "--mesh is `tp2`"),
         ({"faults": ("absent",)}, "there is no fault `absent`"),

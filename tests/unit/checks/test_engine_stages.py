@@ -1,6 +1,6 @@
 """Tensors of an engine of several stages, by ENG001: each rank holds those of its own stage.
 
-What this does not exercise: what vLLM's ranks say that they hold (tests/dist/test_engine_stages.py).
+What this does not exercise: what vLLM's ranks say that they hold (tests/dist/test_roundtrip.py).
 """
 
 from __future__ import annotations
