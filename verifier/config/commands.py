@@ -169,37 +169,25 @@ class EngineOptions(Knobs):
         return self.tp * self.pp
 
     def _contradictions(self) -> dict[str, object]:
+        other, asked = self.kind != "vllm", self.gpu_options()
         sizes = {"--engine-tp": self.tp, "--engine-pp": self.pp}
-        asked = {"--engine hf": self.kind != "vllm", **{flag: size != 1 for flag, size in sizes.items()}}
-        asked |= self._gpu_options()
-        rows: dict[str, object] = {
-            f"--engine hf has one rank, {flag} is {size}: leave it out, or use --engine vllm": self.kind == "hf"
-            and size != 1
-            for flag, size in sizes.items()
-        }
-        rows |= {
+        cut = {flag: size for flag, size in sizes.items() if size != 1}
+        plain = [*["--engine hf"][: int(other)], *cut, *(name for name in asked if name != "--cuda-graphs")]
+        return {
             f"--engine-ep {self.ep} and --engine-tp {self.tp}: vLLM divides experts over all ranks or over none, use "
             "the same size, or 1": self.ep not in (1, self.tp),
-        }
-        rows |= {
-            _beside_an_adapter(name): self.lora_rank and is_asked
-            for name, is_asked in asked.items()
-            if name != "--cuda-graphs"
-        }
-        return rows | {
-            f"{name} is an option of vLLM, --engine is {self.kind}: leave one of the two out": self.kind != "vllm"
-            for name in self.gpu_options()
-        }
+            **{f"--engine hf has one rank, {flag} is {size}: leave it out, or use --engine vllm": other
+               for flag, size in cut.items()},
+            **{_beside_an_adapter(flag): self.lora_rank for flag in plain},
+            **{f"{flag} is an option of vLLM, --engine is {self.kind}: leave one of the two out": other
+               for flag in asked},
+        }  # fmt: skip
 
     def gpu_options(self) -> list[str]:
         """Return the flags of what was asked for that only vLLM on a GPU has."""
-        return [name for name, is_asked in self._gpu_options().items() if is_asked]
-
-    def _gpu_options(self) -> dict[str, bool]:
-        return {
-            "--cuda-graphs": bool(self.cuda_graphs), "--sleep-level": self.sleep_level != 0,
-            "--engine-quantization": self.quantization is not None,
-        }  # fmt: skip
+        flags = {"--cuda-graphs": self.cuda_graphs, "--sleep-level": self.sleep_level}
+        flags["--engine-quantization"] = self.quantization is not None
+        return [flag for flag, is_asked in flags.items() if is_asked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,10 +307,7 @@ class PlanConfig(CommandConfig):
         flag="--gather-gb-s", metavar="GB_S", unit="GB/s", above=0,
     )  # fmt: skip
 
-    def _fill(self) -> None:
-        require_known(self.fixes)
-        if not self.dtype:
-            object.__setattr__(self, "dtype", stored_dtype(self.model))
+    _fill = RunConfig._fill
 
     @property
     def rounds_decay(self) -> bool:

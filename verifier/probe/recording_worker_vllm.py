@@ -17,7 +17,7 @@ import torch
 from verifier.engine.settings import settings_of
 from verifier.engine.vllm.view_vllm import checkpoint_slices
 from verifier.probe.recorder import LoopRecorder, attach
-from verifier.stages.engine.records import CheckpointView
+from verifier.stages.engine.probe_engine_state import views_of
 
 
 class RecordingWorker:
@@ -49,7 +49,7 @@ class RecordingWorker:
     def verifier_received(self, held: int | None = None, carried: list[str] | None = None) -> None:
         """End the record of a transfer; with `held`, a version, and the checkpoint's names record what is held too.
 
-        A rank that holds parts of tensors, as in tensor parallelism, records them, and they are not judged.
+        A rank that holds parts of tensors, or those of a pipeline stage, records them, and they are not judged.
         """
         recorder, self._verifier_recorder = self._verifier_recorder, None
         model = self.model_runner.get_model()
@@ -57,25 +57,13 @@ class RecordingWorker:
         if recorder is None:
             return
         if held is not None:
-            self._verifier_record_held(recorder, held, carried or [])
+            for record in views_of([*checkpoint_slices(model, frozenset(carried or ()))], held):
+                recorder.emit(record)
             state = dict(model.named_parameters())
             buffers = {name: tensor for name, tensor in _held_by(model).items() if name not in state}
             recorder.engine_held(held, state, buffers=buffers, settings=dict(settings_of(model)))
             self._verifier_synced = recorder.synced
         recorder.close()
-
-    def _verifier_record_held(self, recorder: LoopRecorder, version: int, carried: list[str]) -> None:
-        seen: set[str] = set()
-        for item in checkpoint_slices(self.model_runner.get_model(), frozenset(carried)):
-            if item.quantized:
-                continue
-            name = f"{item.name} in {item.holder}" if item.name in seen else item.name
-            seen.add(item.name)
-            record = CheckpointView(
-                name=name, version=version, tensor=item.name, holder=item.holder, digest=item.digest, dtype=item.dtype,
-                shape=tuple(item.shape), box=tuple((int(begin), int(end)) for begin, end in item.box),
-            )  # fmt: skip
-            recorder.emit(record)
 
 
 def _held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -35,8 +35,7 @@ class Rank:
 
 def held(*names: str, of: dict[str, torch.Tensor] = SENT) -> list[EngineSlice]:
     own = [slice_of(name, f"model.{name}", of[name]) for name in names]
-    nothing = {"holder": "", "dtype": "", "shape": (), "digest": "", "box": ((0, 0),)}
-    return own + [EngineSlice(name=name, **nothing) for name in of if name not in names]
+    return own + [slice_of(name, "", torch.empty(0)) for name in of if name not in names]
 
 
 def wrong(*stages: Sequence[EngineSlice], rounded: tuple[str, ...] = ()) -> list[tuple[str, str]]:

@@ -92,7 +92,7 @@ def test_several_engines_under_ray_are_on_nodes_in_turn(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     asked = config("engine.replicas=3", *words)
     assert "engines: 0 on node 0, 1 on node 1, 2 on node 0; rank 0 is on node 0\n" in dry_run(asked, {})
-    with pytest.raises(UsageError, match=r"replicas is 5, engine.tp is 1 and engine.pp is 1, 3 processes .* a node of 2 like this"):
+    with pytest.raises(UsageError, match=r"replicas is 5, .* 3 processes .* a node of 2 like this"):
         dry_run(config("engine.replicas=5", *words), {})
     with pytest.raises(UsageError, match=r"engine.replicas is 3 and ray.use is true: engines on GPUs"):
         require_fit(config("engine.replicas=3", *words), config_of("tiny:add"), "cuda")

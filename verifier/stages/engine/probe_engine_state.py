@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from verifier.core import store
 from verifier.core.record import Probe
@@ -126,6 +128,18 @@ def held_by(client: EngineClient) -> EngineState:
     return EngineState(tensors=client.state(), settings=client.call("verifier.engine.settings:read_settings"))
 
 
+def views_of(slices: Sequence[EngineSlice], version: int) -> Iterator[CheckpointView]:
+    """The checkpoint slices that one engine rank holds, but for those that it quantized."""
+    seen = {item.name for item in slices if item.quantized}
+    for item in slices:
+        if not item.quantized:
+            name = f"{item.name} in {item.holder}" if item.name in seen else item.name
+            seen.add(item.name)
+            box = tuple((int(begin), int(end)) for begin, end in item.box)
+            facts = _facts(item) | {"name": name}
+            yield CheckpointView(version=version, tensor=item.name, holder=item.holder, box=box, **facts)
+
+
 def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str, torch.Tensor], version: int) -> None:
     """The checkpoint slices that one engine rank holds, beside what was sent, whole and by name, cut to them."""
     import torch
@@ -147,18 +161,15 @@ def record_views(probe: Probe, slices: Sequence[EngineSlice], sent: Mapping[str,
     seen = {item.name for item in slices if item.quantized}
     if seen:
         probe.emit(QuantizedNames(name="quantized by the engine", version=version, names=tuple(sorted(seen))))
-    for item in slices:
-        if item.quantized:
-            continue
-        name = f"{item.name} in {item.holder}" if item.name in seen else item.name
-        seen.add(item.name)
-        box = tuple((int(begin), int(end)) for begin, end in item.box)
-        if not item.holder and item.name not in sent:
-            continue
-        facts = (_facts(item) if item.holder else described(cut(sent[item.name], box))) | {"name": name}
-        probe.emit(CheckpointView(version=version, tensor=item.name, holder=item.holder, box=box, **facts))
-        if item.name in sent:
-            expect(name, sent[item.name], box, item.dtype)
+    for view in views_of(slices, version):
+        seen.add(view.tensor)
+        whole = sent.get(view.tensor)
+        if not view.holder and whole is not None:
+            view = replace(view, **described(cut(whole, view.box)))
+        if view.holder or whole is not None:
+            probe.emit(view)
+        if whole is not None:
+            expect(view.name, whole, view.box, view.dtype)
     for name in sent.keys() - seen:
         expect(name, sent[name])
 
