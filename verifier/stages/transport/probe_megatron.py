@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,13 +54,17 @@ class AdapterTransfer(TransferProbe):
         probe: this rank's recorder of the trace; None records nothing.
         held: what the engines held after the last one; rank 0's alone.
         done: called at the end.
+        live: weights of this rank, which an export of weights is compared with; None where it is not.
     """
+
+    _sends = "adapter"
 
     def __init__(
         self, rank: RankEvidence, transfer: Transfer, probe: Recorder | None, held: HeldEngine | None,
-        done: Callable[[], None],
+        done: Callable[[], None], live: LiveWeights | None = None,
     ) -> None:  # fmt: skip
         self._rank, self._transfer, self._probe, self._held, self._done = rank, transfer, probe, held, done
+        self._live = live
         super().__init__((), transfer.version, keeps=probe is not None)
         self._open = contextlib.ExitStack()
         trace = None if probe is None else str(probe.path)
@@ -95,10 +99,13 @@ class AdapterTransfer(TransferProbe):
         if self._held is not None:
             self._held.synced(self.version, self._ranks)
         client = self._transfer.client
-        if client is None or self._probe is None:
-            return
+        if client is not None and self._probe is not None:
+            self._record_sent(client, refused)
+            what = f"{self._sends} of version {self.version}"
+            self._probe.emit(Handover(name=what, version=self.version, refused=refused))
+
+    def _record_sent(self, client: EngineClient, refused: str) -> None:
         self._record_views(client, held_adapter(self._rank.parts, self._adapter))
-        self._probe.emit(Handover(name=f"adapter of version {self.version}", version=self.version, refused=refused))
 
     def on_lost(self) -> None:
         """Remove what was recorded of engines that died meanwhile."""
@@ -114,28 +121,16 @@ class AdapterTransfer(TransferProbe):
 
 
 class WeightTransfer(AdapterTransfer):
-    """Evidence of one transfer of weights.
+    """Evidence of one transfer of weights."""
 
-    Args:
-        live: weights of this rank, which the export is compared with; None where it is not.
-        rank, transfer, probe, held, done: see `AdapterTransfer`.
-    """
-
-    def __init__(
-        self, rank: RankEvidence, transfer: Transfer, probe: Recorder | None, held: HeldEngine | None,
-        done: Callable[[], None], live: LiveWeights | None,
-    ) -> None:  # fmt: skip
-        super().__init__(rank, transfer, probe, held, done)
-        self._live = live
+    _sends = "transfer"
 
     def exported(self, stream: Stream) -> Stream:
         """The export stream, digested; each live shard is cut from it where it has to be compared."""
         probe, rank = self._probe, self._rank
         if probe is None or self._transfer.again:
-            return stream
-        return self._recorded(probe, rank, stream)
-
-    def _recorded(self, probe: Recorder, rank: RankEvidence, stream: Stream) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from stream
+            return
         assert self._transfer.plan is not None
         if rank.planned != probe.path:
             for item in rank.expected:
@@ -155,11 +150,9 @@ class WeightTransfer(AdapterTransfer):
         """Record what ranks hold after the export, what engines hold, and which keys of requests they kept."""
         if self._probe is not None:
             self._record_shards(self._probe)
-        if self._held is not None:
-            self._held.synced(self.version, self._ranks)
-        client = self._transfer.client
-        if client is None or self._probe is None:
-            return
+        super().on_sent(refused)
+
+    def _record_sent(self, client: EngineClient, refused: str) -> None:
         self._record_views(client, served(self.sent, self._rank.parts.source.config))
         if not refused:
             blocks, tokens = zip(*client.call_driver(KEPT_KEYS), strict=True)
@@ -169,4 +162,3 @@ class WeightTransfer(AdapterTransfer):
                     kept=self._transfer.running == "kept",
                 )
             )  # fmt: skip
-        self._probe.emit(Handover(name=f"transfer of version {self.version}", version=self.version, refused=refused))
