@@ -299,8 +299,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         store.create(
             path,
             Manifest(
-                **origin_of(shlex.join(map(str, sys.argv)), _tier()), command="probe", began=store.now(), model=str(model),
-                dtype=dtype, mesh=sizes, world_size=size, engine=engine,
+                **origin_of(shlex.join(map(str, sys.argv)), _tier()), command="probe", began=store.now(),
+                model=str(model), dtype=dtype, mesh=sizes, world_size=size, engine=engine,
                 config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip
