@@ -132,7 +132,10 @@ def test_a_damaged_run_ends_with_the_right_bits_or_is_refused(seed, request, end
     what = f"{file.relative_to(run)}: {kind}"
     DAMAGES[kind](file, chosen, outside)
     before = digests(run / "checkpoints")
-    done = subprocess.run(command(run), cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    try:
+        done = subprocess.run(command(run), cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    except subprocess.TimeoutExpired as problem:
+        pytest.fail(f"{what}\nno end within {RUN_S} s\n{(problem.stderr or b'').decode()[-2000:]}")
     told = f"{what}\nexit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert digests(outside) == {"theirs": hashlib.sha256(b"a file of somebody else\n").hexdigest()}, told
     assert done.returncode in {0, 4}, told
