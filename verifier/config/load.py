@@ -270,9 +270,9 @@ TERMS = {
     "model_path": "model", "hf_checkpoint": "model", "output_dir": "run", "default_local_dir": "run",
 }  # fmt: skip
 """Last word of a key in verl, SkyRL, slime or TRL -> key here; docs/coming-from.md says what differs."""
-_DRAFTS = "no run with drafted tokens is judged; vLLM has reported log-probabilities of 0 for some (vllm #17876)"
+_DRAFTS = "beside drafted tokens vLLM 0.21 reports other log-probabilities than its model's on a CPU"
 NOT_SUPPORTED = {
-    "kv_cache_dtype": "keys and values of fewer bits move the engine's log-probabilities further than any bound allows",
+    "kv_cache_dtype": "keys and values of fewer bits change the engine's log-probabilities by more than any bound knows",
     "speculative": _DRAFTS, ".enable_mtp": _DRAFTS,
 }  # fmt: skip
 """Part of a key in another trainer that no knob stands for -> why."""

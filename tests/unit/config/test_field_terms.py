@@ -45,8 +45,8 @@ def test_an_unknown_key_names_the_knob_that_the_term_stands_for(given, meant):
     ("given", "why"),
     [
         ("rollout.kv_cache_dtype", "keys and values"), ("--kv-cache-dtype", "keys and values"),
-        ("engine.speculative_config.method", "no run with drafted tokens"),
-        ("num_speculative_tokens", "no run with drafted tokens"), ("mtp.enable_mtp", "no run with drafted tokens"),
+        ("engine.speculative_config.method", "beside drafted tokens"),
+        ("num_speculative_tokens", "beside drafted tokens"), ("mtp.enable_mtp", "beside drafted tokens"),
     ],
 )  # fmt: skip
 def test_a_key_that_nothing_stands_for_is_refused_with_the_reason(given, why):
