@@ -272,7 +272,7 @@ TERMS = {
 """Last word of a key in verl, SkyRL, slime or TRL -> key here; docs/coming-from.md says what differs."""
 _DRAFTS = "beside drafted tokens vLLM 0.21 reports other log-probabilities than its model's on a CPU"
 NOT_SUPPORTED = {
-    "kv_cache_dtype": "keys and values of fewer bits change the engine's log-probabilities by more than any bound knows",
+    "kv_cache_dtype": "keys and values of fewer bits change the engine's log-probabilities, which no bound allows",
     "speculative": _DRAFTS, ".enable_mtp": _DRAFTS,
 }  # fmt: skip
 """Part of a key in another trainer that no knob stands for -> why."""
