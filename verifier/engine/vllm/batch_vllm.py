@@ -104,8 +104,7 @@ def shaped_by(asked: SamplingParams) -> str:
 def sample_of(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
     """Convert one of vLLM's completions of a request, as far as it has come.
 
-    Source of the seed:
-        vLLM 0.21, `ParentRequest`: parameters of a child of a request for several completions.
+    The seed is that of a child of vLLM 0.21's `ParentRequest`.
     """
     logprobs = (nats_of(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
     return Sample(
