@@ -163,18 +163,15 @@ class EngineOptions(Knobs):
     )  # fmt: skip
 
     def _contradictions(self) -> dict[str, object]:
-        asked = {"--engine hf": self.kind != "vllm", "--engine-tp": self.tp != 1, **self._gpu_options()}
+        not_beside = {"--sleep-level": self.sleep_level, "--engine-quantization": self.quantization}
         one_rank = f"--engine hf has one rank, --engine-tp is {self.tp}: leave it out, or use --engine vllm"
         rows: dict[str, object] = {
             one_rank: self.kind == "hf" and self.tp != 1,
             f"--engine-ep {self.ep} and --engine-tp {self.tp}: vLLM divides experts over all ranks or over none, use "
             "the same size, or 1": self.ep not in (1, self.tp),
         }
-        rows |= {
-            _beside_an_adapter(name): self.lora_rank and is_asked
-            for name, is_asked in asked.items()
-            if name != "--cuda-graphs"
-        }
+        for name, is_asked in {"--engine hf": self.kind != "vllm", **not_beside}.items():
+            rows[_beside_an_adapter(name)] = self.lora_rank and is_asked
         return rows | {
             f"{name} is an option of vLLM, --engine is {self.kind}: leave one of the two out": self.kind != "vllm"
             for name in self.gpu_options()
