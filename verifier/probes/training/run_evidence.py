@@ -72,7 +72,7 @@ RANKS = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A step that has ended and is not judged yet."""
+    """Step that has ended and is not judged yet."""
 
     step: int
     trace: Path
