@@ -35,7 +35,7 @@ COMMANDS = [
     ("roundtrip", "--model", "tiny:qwen3-tied", "--engine-pp", "2"),
     ("roundtrip", "--model", "tiny:qwen3-moe", "--engine-tp", "2", "--engine-pp", "2", "--engine-ep", "2"),
     ("roundtrip", "--model", "tiny:qwen3", "--tp", "2", "--pp", "2", "--engine-lora-rank", "8", "--fix", "bridge-5840"),
-    ("roundtrip", "--model", "tiny:llama", "--dp", "2", "--engine-lora-rank", "8", "--dtype", "bf16"),
+    ("roundtrip", "--model", "tiny:llama", "--dp", "2", "--engine-lora-rank=8", "--engine-tp=2", "--dtype", "bf16"),
     ("roundtrip", "--model", "tiny:deepseek-v3", "--tp", "2", "--ep", "2", "--engine", "hf"),
     ("roundtrip", "--model", "tiny:deepseek-v3", "--ep", "2", "--engine", "hf", "--dtype", "bf16"),
 ]

@@ -68,7 +68,7 @@ def test_two_thousand_judged_steps_take_no_more_at_their_end(tmp_path):
                 seen.setdefault(what, []).append(value)
             time.sleep(EVERY_S)
     assert driver.returncode == 0, said.read_text()[-3000:]
-    assert f"{STEPS} steps judged, all hold" in said.read_text()
+    assert f"{STEPS:,} steps judged, all hold" in said.read_text()
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seen["step"] = [line["time_s"] for line in steps]
     grown = {what: growth(values) for what, values in seen.items()}

@@ -373,7 +373,7 @@ BROKEN: dict[str, list[Record]] = {
     "ENG001": change(CheckpointView, bits_of_b, name="a"),
     "ENG002": change(SyncedTensor, other_bits, name="a"),
     "ENG003": change(Poison, having(outcomes={"a": "nan", "rotary.inv_freq": "left"})),
-    "ENG004": change(LoadedNames, having(names=("b",))),
+    "ENG004": change(LoadedNames, having(names=("b",), refused="AttributeError while loading: no attribute `a`")),
     "ENG005": change(SyncedSettings, lambda item: altered(item, variance_epsilon="1e-05")),
     "ENG007": change(SyncedSettings, lambda item: altered(item, **{"impl.scale": "0.25"})),
     "ENG009": change(EngineServed, having(changed=("a",))),

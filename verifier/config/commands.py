@@ -172,13 +172,14 @@ class EngineOptions(Knobs):
         other, asked = self.kind != "vllm", self.gpu_options()
         sizes = {"--engine-tp": self.tp, "--engine-pp": self.pp}
         cut = {flag: size for flag, size in sizes.items() if size != 1}
-        plain = [*["--engine hf"][: int(other)], *cut, *(name for name in asked if name != "--cuda-graphs")]
+        alone = {"--engine hf": other, "--engine-pp": self.pp > 1, "--sleep-level": self.sleep_level}
+        alone["--engine-quantization"] = self.quantization is not None
         return {
             f"--engine-ep {self.ep} and --engine-tp {self.tp}: vLLM divides experts over all ranks or over none, use "
             "the same size, or 1": self.ep not in (1, self.tp),
             **{f"--engine hf has one rank, {flag} is {size}: leave it out, or use --engine vllm": other
                for flag, size in cut.items()},
-            **{_beside_an_adapter(flag): self.lora_rank for flag in plain},
+            **{_beside_an_adapter(flag): self.lora_rank and is_asked for flag, is_asked in alone.items()},
             **{f"{flag} is an option of vLLM, --engine is {self.kind}: leave one of the two out": other
                for flag in asked},
         }  # fmt: skip

@@ -127,6 +127,9 @@ def _require_known(known: Mapping[str, Any], key: str, where: str) -> None:
         raise UsageError(f"`{key}`{where} is a group of knobs: give one of {', '.join(inside)}")
     word = key.rpartition(".")[2]
     last = [name for name in known if name.rpartition(".")[2] == word]
+    for part, why in NOT_SUPPORTED.items():
+        if part in f".{key}".lower().replace("-", "_"):
+            raise UsageError(f"`{key}`{where} is not supported: {why}")
     term = TERMS.get(word.lower().replace("-", "_"))
     near = [term] if term in known else last or difflib.get_close_matches(key, known, n=1)
     raise UsageError(
@@ -268,3 +271,9 @@ TERMS = {
     "model_path": "model", "hf_checkpoint": "model", "output_dir": "run", "default_local_dir": "run",
 }  # fmt: skip
 """Last word of a key in verl, SkyRL, slime or TRL -> key here; docs/coming-from.md says what differs."""
+_DRAFTS = "beside drafted tokens vLLM 0.21 reports other log-probabilities than its model's on a CPU"
+NOT_SUPPORTED = {
+    "kv_cache_dtype": "keys and values of fewer bits change the engine's log-probabilities, which no bound allows",
+    "speculative": _DRAFTS, ".enable_mtp": _DRAFTS,
+}  # fmt: skip
+"""Part of a key in another trainer that no knob stands for -> why."""

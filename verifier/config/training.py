@@ -273,16 +273,11 @@ class TrainConfig(RunConfig):
     def _of_adapters(self) -> dict[str, object]:
         """An engine that does not take the adapters."""
         rank, engine = self.lora.engine_rank(samples=self.samples), self.engine
-        asked = {
-            "engine.kind": engine.kind != "vllm",
-            "engine.tp": engine.tp > 1,
-            "engine.pp": engine.pp > 1,
-            "engine.sleep_level": engine.sleep_level,
-            "engine.quantization": engine.quantization,
-        }
+        asked = {"kind": engine.kind != "vllm", "pp": engine.pp > 1, "sleep_level": engine.sleep_level}
+        asked["quantization"] = engine.quantization is not None
         plain = {
-            f"{{{name}}} and {{lora.sync}}, which takes an awake vLLM of one rank with weights as they are: leave it "
-            "out, or choose lora.sync=merged": rank and is_asked
+            f"{{engine.{name}}} and {{lora.sync}}, which takes an awake vLLM with weights as they are: leave it out, "
+            "or choose lora.sync=merged": rank and is_asked
             for name, is_asked in asked.items()
         }
         ranks = ", ".join(map(str, ENGINE_RANKS))

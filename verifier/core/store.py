@@ -209,7 +209,8 @@ def _keep(trace: Path, logs: Mapping[str, bytes]) -> None:
             (trace / "logs" / f"{name}.log").write_bytes(contents)
 
 
-def _now() -> str:
+def now() -> str:
+    """Time in UTC, as in ISO 8601."""
     return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
@@ -228,10 +229,10 @@ def recording(
     failure of the stack under test. `notes` are read at the end, so that the run may add to them.
     """
     incomplete: list[Path] = []
-    manifest = replace(manifest, began=_now())
+    manifest = replace(manifest, began=now())
 
     def finish(trace: Path) -> None:
-        complete(trace, replace(manifest, ended=_now(), notes=tuple(notes)))
+        complete(trace, replace(manifest, ended=now(), notes=tuple(notes)))
         incomplete.remove(trace)
 
     try:
@@ -247,5 +248,5 @@ def recording(
         for trace in incomplete:
             _keep(trace, found)
             facts = replace(manifest.facts, stack_failed=broke(trace, problem))
-            fail(trace, replace(manifest, ended=_now(), facts=facts, notes=tuple(notes)), str(problem))
+            fail(trace, replace(manifest, ended=now(), facts=facts, notes=tuple(notes)), str(problem))
         raise

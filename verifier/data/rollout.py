@@ -227,7 +227,7 @@ def load_rollouts(batch: Path | bytes) -> tuple[list[Rollout], dict[str, list[np
     from safetensors.numpy import load
 
     contents = batch.read_bytes() if isinstance(batch, Path) else batch
-    arrays = load(contents)
+    arrays = dict(sorted(load(contents).items()))  # safetensors' own order differs from process to process
     header = json.loads(contents[8 : 8 + int.from_bytes(contents[:8], "little")])
     about = json.loads(header["__metadata__"]["rollouts"])
     arrays["tokens"] = arrays["tokens"].astype(np.int64)

@@ -54,6 +54,8 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
             yield "vLLM's other kernels for FlashInfer's"
         if run.tier == "cpu":
             yield "the host for the device that vLLM's CPU worker lacks"
+            if run.adapter_tp > 1:
+                yield "the rank's own product with an adapter's A for a gather of the ranks' (vllm #45691)"
             if experts:
                 yield "a function for the activation module that vLLM's CPU experts make in each pass (vllm #45447)"
                 if run.engine_ep > 1:

@@ -47,6 +47,8 @@ class RunFacts:
     sleep_level: int = 0
     lora_rank: int = 0
     tp: int = 1
+    adapter_tp: int = 1
+    """Tensor parallel size of an engine that is given adapters."""
     engine_ep: int = 1
     steps: int = 0
     """Optimizer steps; before the second, the optimizer's state is written and read again."""

@@ -29,7 +29,7 @@ from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.state import EngineRecorder, Named, pairs_of
-from verifier.probe.tokens import mark_of, now, seal
+from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.records import ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
 from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
@@ -299,8 +299,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         store.create(
             path,
             Manifest(
-                **origin_of(shlex.join(map(str, sys.argv)), _tier()), command="probe", began=now(), model=str(model),
-                dtype=dtype, mesh=sizes, world_size=size, engine=engine,
+                **origin_of(shlex.join(map(str, sys.argv)), _tier()), command="probe", began=store.now(),
+                model=str(model), dtype=dtype, mesh=sizes, world_size=size, engine=engine,
                 config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip

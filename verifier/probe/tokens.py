@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ def _declared(seen: Trace) -> Manifest:
         sent |= {version for version in seen.versions(ExportedTensor) if version}
     ranks = [item.rank for kind in (ReceivedTensor, CheckpointView, SyncedTensor) for item in seen.of(kind)]
     return replace(
-        manifest, dtype=dtype, ended=now(), facts=facts_of(seen, promised), synced_versions=tuple(sorted(sent)),
+        manifest, dtype=dtype, ended=store.now(), facts=facts_of(seen, promised), synced_versions=tuple(sorted(sent)),
         engine_ranks=max(ranks, default=0) + 1 if sent or ranks else 0,
         untouched_versions=(0,) if 0 in seen.versions(ExportedTensor) and seen.has(SourceTensor) else (),
     )  # fmt: skip
@@ -215,8 +214,3 @@ def _expect_views(path: Path, seen: Trace) -> bool:
                         )  # fmt: skip
                         recorder.emit(record)
     return True
-
-
-def now() -> str:
-    """Time in UTC, as in ISO 8601."""
-    return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"

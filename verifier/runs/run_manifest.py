@@ -91,6 +91,6 @@ def _facts_of(model: ModelUnderTest, config: GoldenConfig | RoundtripConfig) -> 
     engine = config.engine
     return dataclasses.replace(
         shared, lora_rank=engine.lora_rank, tp=model.mesh.tp, engine=engine.kind, quantization=engine.quantization,
-        engine_ep=engine.ep, cuda_graphs=bool(engine.cuda_graphs), sleep_level=engine.sleep_level,
-        steps=config.cycles if config.update == "step" else 0,
+        adapter_tp=engine.tp if engine.lora_rank else 1, engine_ep=engine.ep, sleep_level=engine.sleep_level,
+        cuda_graphs=bool(engine.cuda_graphs), steps=config.cycles if config.update == "step" else 0,
     )  # fmt: skip

@@ -327,11 +327,11 @@ class AdapterSync:
     def __init__(self, adapters: Adapters, rank: int, folder: Path, observer: RankObserver) -> None:
         self._adapters, self._rank, self._folder, self._observer = adapters, rank, folder, observer
         self._client: EngineClient | None = None
-        self.lost = ""
+        self._ranks, self.lost = 0, ""
 
     def connect(self, sockets: Sequence[str], options: EngineOptions, transport: str, deadline_s: float) -> None:
         """Connect to the engine; an adapter travels as a file, by no transport."""
-        self.lost = ""
+        self._ranks, self.lost = options.tp, ""
         if self._rank:
             self._observer.on_connect(None, sleeps=bool(options.sleep_level))
             return
@@ -351,7 +351,7 @@ class AdapterSync:
         The adapter is named by its version, and requests keep theirs.
         """
         client, path, refused = self._client, self._folder / f"version-{version:06d}", ""
-        transfer = Transfer(version=version, note=note, client=client, num_ranks=1, again=again, first=first)
+        transfer = Transfer(version=version, note=note, client=client, num_ranks=self._ranks, again=again, first=first)
         watch = self._observer.on_transfer(transfer)
         with label("export of the adapter"):
             watch.on_adapter(path, self._adapters.save(path))

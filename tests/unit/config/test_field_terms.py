@@ -39,3 +39,17 @@ def test_an_unknown_key_names_the_knob_that_the_term_stands_for(given, meant):
     with pytest.raises(UsageError) as refusal:
         load(TrainConfig, overrides=["model=tiny:add", f"{given}=1"])
     assert str(refusal.value) == f"there is no knob `{given}`: did you mean `{meant}`"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("rollout.kv_cache_dtype", "keys and values"), ("--kv-cache-dtype", "keys and values"),
+        ("engine.speculative_config.method", "beside drafted tokens"),
+        ("num_speculative_tokens", "beside drafted tokens"), ("mtp.enable_mtp", "beside drafted tokens"),
+    ],
+)  # fmt: skip
+def test_a_key_that_nothing_stands_for_is_refused_with_the_reason(given, why):
+    with pytest.raises(UsageError) as refusal:
+        load(TrainConfig, overrides=["model=tiny:add", f"{given}=1"])
+    assert str(refusal.value).startswith(f"`{given}` is not supported: {why}")

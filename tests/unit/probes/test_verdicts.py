@@ -14,6 +14,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.reader import has_evidence
 from verifier.errors import ContractError, InternalError, UsageError, ViolationFound
 from verifier.probes.training import verdicts
+from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.verdicts import Judged, Suspicions, Verdicts, require_held
 
 
@@ -102,18 +103,24 @@ def test_records_of_steps_that_hold_go_but_for_the_last_ones(tmp_path: Path, kee
                 store.read(traces[name])
 
 
+def blaming(found: Verdicts, until: int) -> contextlib.AbstractContextManager[None]:
+    evidence = RunEvidence(found.judge)
+    evidence._verdicts = found
+    return evidence.blaming(until)
+
+
 def test_a_violation_goes_before_an_error_that_came_after_it(tmp_path: Path) -> None:
     found = asked(tmp_path, one=1)
-    with pytest.raises(ViolationFound, match="report of one") as raised, found.first(1):
+    with pytest.raises(ViolationFound, match="report of one") as raised, blaming(found, 1):
         raise ContractError("the engine answers nothing")
     assert isinstance(raised.value.__context__, ContractError)
 
 
 def test_an_error_stays_where_all_holds(tmp_path: Path) -> None:
     found = asked(tmp_path, one=0, two=1)
-    with pytest.raises(ContractError, match="the engine answers nothing"), found.first(1):
+    with pytest.raises(ContractError, match="the engine answers nothing"), blaming(found, 1):
         raise ContractError("the engine answers nothing")
-    with found.first(2):
+    with blaming(found, 2):
         pass
     assert found.num_judged == 1
 

@@ -39,6 +39,7 @@ from verifier.config.load import resolved
 from verifier.core.outputs import sweep as sweep_work_folders
 from verifier.core.outputs import write_whole
 from verifier.core.plugins import installed_plugins
+from verifier.core.store import now
 from verifier.errors import InternalError, UsageError
 from verifier.launch.channel import ChannelClosed, DeadlinePassed, spawned
 from verifier.launch.child import last_lines
@@ -226,7 +227,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     tier = select()
     gpus = gpu_names(tier)
     matrix = planned(config, tier, len(gpus))
-    began = _now()
+    began = now()
     versions = installed_versions() | installed_plugins()
     machine = {"code": code_digest(), "versions": versions, "tier": tier, "gpus": gpus}
     identify = partial(identity_of, machine=machine)
@@ -242,7 +243,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
         cells, uses = waived(results, config.waivers, datetime.now(timezone.utc).date())
         decision, reasons, stage = decided(cells, uses)
         result = GateResult(
-            decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=_now(), host=host(),
+            decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=now(), host=host(),
             tier=tier, gpus=gpus, verifier=__version__, commit=this_code().commit, versions=installed_versions(),
             fixes=config.fixes, models=config.models, budget_minutes=config.budget_minutes,
             seconds=round(sum(item.seconds for item in cells), 1), folder=str(config.folder), cells=tuple(cells),
@@ -294,10 +295,6 @@ def _not_run(config: GateConfig, cell: Cell) -> CellResult:
     return CellResult(
         cell=cell, status="not run", reason=f"it does not fit into the budget of {config.budget_minutes:g} minutes"
     )
-
-
-def _now() -> str:
-    return f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
 _TURN_S = 0.5

@@ -54,9 +54,8 @@ class RunningBatch:
         while self._engine.has_unfinished_requests() and (count is None or taken < count):
             for output in self._engine.step():
                 for item in output.outputs:
-                    asked = self._asked[output.request_id]
                     key = output.request_id, item.index
-                    self._found[key] = seeded(sample_of(item, output), item, asked)
+                    self._found[key] = sample_of(item, output, self._asked[output.request_id])
                     if self._held is not None:
                         named = self._sampled_by.setdefault(key, [])
                         named += [self._held] * (len(item.token_ids) - len(named))
@@ -102,19 +101,13 @@ def shaped_by(asked: SamplingParams) -> str:
     return ", ".join(f"{name}={getattr(asked, name)!r}" for name in differ)
 
 
-def seeded(sample: Sample, item: CompletionOutput, asked: SamplingParams) -> Sample:
-    """Name the seed of one of vLLM's completions of a request: the request's plus the completion's number.
+def sample_of(item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
+    """Convert one of vLLM's completions of a request, as far as it has come.
 
-    Source:
-        vLLM 0.21, `ParentRequest`: parameters of a child of a request for several completions.
+    The seed is that of a child of vLLM 0.21's `ParentRequest`.
     """
-    return replace(sample, seed=NO_SEED if asked.seed is None else asked.seed + item.index)
-
-
-def sample_of(item: CompletionOutput, output: RequestOutput) -> Sample:
-    """Convert one of vLLM's completions of a request, as far as it has come."""
     logprobs = (nats_of(row, token) for token, row in zip(item.token_ids, item.logprobs, strict=True))
-    cached = output.num_cached_tokens or 0
     return Sample(
-        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "", cached_tokens=cached
-    )
+        tokens=tuple(item.token_ids), logprobs=tuple(logprobs), ended=item.finish_reason or "",
+        cached_tokens=output.num_cached_tokens or 0, seed=NO_SEED if asked.seed is None else asked.seed + item.index,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from verifier.config_json import keeps_states
@@ -38,7 +38,7 @@ from verifier.engine.api import (
     weights_of,
 )
 from verifier.engine.kv_cache import cache_bytes, most_on_gpu
-from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, seeded, words_of
+from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, words_of
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -168,11 +168,7 @@ class VllmEngine(Engine):
             return [[self._routed(*next(outputs)) for _ in range(asked.n)] for asked in requests]
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
-        return [
-            [self._named(replace(seeded(sample_of(item, output), item, own), shaped=words)) for item in output.outputs]
-            for output, own in outputs
-            for words in [words_of(own, output)]
-        ]
+        return [[self._named(item, output, own) for item in output.outputs] for output, own in outputs]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
@@ -273,14 +269,13 @@ class VllmEngine(Engine):
         of_prompt = getattr(output, "prompt_routed_experts", None)  # vLLM 0.22 has all routes in one array
         parts = [np.asarray(part) for part in (of_prompt, item.routed_experts) if part is not None]
         routes = np.concatenate(parts)[:, : self._routers].astype(np.int32)
-        return replace(
-            self._named(seeded(sample_of(item, output), item, asked)), shaped=words_of(asked, output),
-            routes=tuple(tuple(map(tuple, token)) for token in routes.tolist()), routes_seal=seal_of_array(routes),
-        )  # fmt: skip
+        rows = tuple(tuple(map(tuple, token)) for token in routes.tolist())
+        return replace(self._named(item, output, asked), routes=rows, routes_seal=seal_of_array(routes))
 
-    def _named(self, sample: Sample) -> Sample:
-        """Name the weights that are held, where no update comes before the sample's end."""
-        return replace(sample, weights=() if self._held is None else weights_of([self._held] * len(sample.tokens)))
+    def _named(self, item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
+        """Convert a completion, and name the weights that are held, where no update comes before its end."""
+        weights = () if self._held is None else weights_of([self._held] * len(item.token_ids))
+        return replace(sample_of(item, output, asked), shaped=words_of(asked, output), weights=weights)
 
     def _abandon_batch(self) -> None:
         batch, self._batch = self._batch, None
@@ -345,24 +340,13 @@ def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:
 def _params(sampling: Sampling) -> SamplingParams:
     shape = sampling.shape
     return SamplingParams(
-        n=sampling.n,
-        seed=sampling.seed if sampling.seeded else None,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        min_tokens=shape.least,
-        stop_token_ids=list(sampling.stop),
-        ignore_eos=sampling.ignore_end,
-        top_k=shape.top_k,
-        top_p=shape.top_p,
-        min_p=shape.min_p,
-        repetition_penalty=shape.repetition,
-        presence_penalty=shape.presence,
-        frequency_penalty=shape.frequency,
-        logit_bias=dict(shape.bias) or None,
-        allowed_token_ids=list(shape.allowed) or None,
-        logprobs=0,
+        n=sampling.n, seed=sampling.seed if sampling.seeded else None, temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens, min_tokens=shape.least, stop_token_ids=list(sampling.stop),
+        ignore_eos=sampling.ignore_end, top_k=shape.top_k, top_p=shape.top_p, min_p=shape.min_p,
+        repetition_penalty=shape.repetition, presence_penalty=shape.presence, frequency_penalty=shape.frequency,
+        logit_bias=dict(shape.bias) or None, allowed_token_ids=list(shape.allowed) or None, logprobs=0,
         detokenize=False,
-    )
+    )  # fmt: skip
 
 
 _SPIN_S = 0.005

@@ -34,8 +34,6 @@ _ROWS = 1024
 """Number of rows of the identity matrix that a linear is applied to at once."""
 _DIGIT_BITS = 8
 """Number of bits of an integer that every float dtype represents exactly."""
-
-
 _OF_ROUTES = "_routing_replay_out"
 """Attribute of a layer into which vLLM 0.21 writes the experts of each pass, where routes are reported."""
 

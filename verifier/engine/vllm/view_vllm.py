@@ -140,14 +140,18 @@ def _parts(path: str, module: LinearBase, model: nn.Module) -> list[Part]:
 
 
 def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[EngineSlice]:
-    """Yield the first slot's adapter, part by part of a fused layer; vLLM stores B times the adapter's scaling."""
-    if not isinstance(module.base_layer, LinearBase):
+    """Yield the first slot's adapter, part by part of a fused layer; vLLM stores B times the adapter's scaling.
+
+    A is cut where the layer cuts its inputs and B where it cuts its outputs; the other is whole on every rank.
+    """
+    base = module.base_layer
+    if not isinstance(base, LinearBase):
         return  # embeddings and logits have adapter memory too, which adapters of linears leave empty
-    parent, _, leaf = path.rpartition(".")
-    names = getattr(model, "packed_modules_mapping", {}).get(leaf, [leaf])
-    for matrix, stacks in (("lora_A", module.lora_a_stacked), ("lora_B", module.lora_b_stacked)):
-        for name, stack in zip(names, stacks, strict=True):
-            yield slice_of(f"{parent}.{name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0])
+    cut = int(isinstance(base, RowParallelLinear))
+    for part, *stacks in zip(_parts(path, base, model), module.lora_b_stacked, module.lora_a_stacked, strict=True):
+        for dim, (matrix, stack) in enumerate(zip(("lora_B", "lora_A"), stacks, strict=True)):
+            begin = part.begin if dim == cut else 0
+            yield slice_of(f"{part.name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0], dim, begin)
 
 
 def _experts(path: str, module: nn.Module) -> Iterator[EngineSlice]:

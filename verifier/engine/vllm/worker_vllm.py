@@ -49,6 +49,7 @@ BACKEND = "ipc"
 """Backend name that `ChunkTransferEngine` replaces; `WeightTransferConfig.backend` accepts only "nccl" and "ipc"."""
 _LEAVE_MEMORY = frozenset({"verifier_view", "verifier_begin", "verifier_finish"})
 """Requests that end a row of those that copy weights. Trainer ranks beside this process need the memory."""
+_ADAPTED = "vllm.lora.layers.column_parallel_linear:_mcp_apply"
 _ROUTES = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.init_routed_experts_capturer"
 
 
@@ -62,9 +63,7 @@ class ChunkTransferEngine(WeightTransferEngine[Address, dict[str, int]]):
     update_info_cls = dict
 
     def __init__(self, config: WeightTransferConfig, *given: Any) -> None:
-        super().__init__(
-            config, *given
-        )  # the parallel config; from vLLM 0.22 on also the model, and in 0.32 all configs
+        super().__init__(config, *given)  # the parallel config; from vLLM 0.22 on the model too, in 0.32 all configs
         worker_failures.listen_in_worker()
         upstream_fixes_vllm.install_asked()
         if threading.current_thread() is threading.main_thread():
@@ -246,9 +245,12 @@ def _install() -> None:
         # Packed experts lose their loader, which tells another rank's experts, and a reload offers those to a rank
         # that has all of its own. On a GPU vLLM packs by the function that keeps it.
         cpu_fused_moe.replace_parameter = replace_parameter
+        # Each rank has all of an adapter's A. vLLM 0.21 gathers the ranks' products with it for fused linears, of which
+        # Triton reads the first, and which a CPU does not multiply by B (vllm #45691).
         apply([
             Patch(_ROUTES, _record_routes(current(_ROUTES)), "self"),
             *(Patch(kernel, of_rank(current(kernel)), KERNEL_TAKES) for kernel in CPU_KERNELS),
+            Patch(_ADAPTED, lambda x, bias, layer: layer._apply_sync(x, bias), "x bias layer"),
         ])  # fmt: skip
 
 

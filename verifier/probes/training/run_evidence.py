@@ -6,6 +6,8 @@ import contextlib
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import msgspec
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
-from verifier.core.manifest import Facts
+from verifier.core.manifest import Facts, Manifest
 from verifier.core.record import Probe
 from verifier.core.store import Recorder, complete, create
+from verifier.errors import VerifierError
 from verifier.model.families import moe_layers_of
 from verifier.oracle.oracle import Oracle
 from verifier.probes.training.sampled_step import (
@@ -67,6 +70,19 @@ RANKS = "verifier.probes.training.rank_evidence_megatron:RankEvidence"
 """Observer of the ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Step that has ended and is not judged yet."""
+
+    step: int
+    trace: Path
+    manifest: Manifest
+    computed: Future[SampledNoise | None] | None
+    """What the oracle finds, which computes the step too; None where it does not."""
+    earlier: Mapping[int, Path]
+    """Weights that it may need, by version; removed behind it."""
+
+
 class RunEvidence(Observer):
     """Traces of a run's steps and of its export, each judged before more is built on it.
 
@@ -96,6 +112,7 @@ class RunEvidence(Observer):
         self._sampled: SampledStep | None = None
         self._earlier: Mapping[int, Path] = {}
         self._trace: Path | None = None
+        self._ended: Ended | None = None
 
     @property
     def judged(self) -> int:
@@ -112,6 +129,8 @@ class RunEvidence(Observer):
         """Leave a trace of the failure of the stack that ends the run."""
         with failure_traced(config, model, folder, self._judge), contextlib.ExitStack() as stack:
             stack.callback(self._close)
+            self._beside = ThreadPoolExecutor(1, "oracle")
+            stack.callback(self._beside.shutdown, wait=False)
             try:
                 yield
             except LogprobLost as problem:
@@ -183,10 +202,16 @@ class RunEvidence(Observer):
         told = {} if self._sampled is None else {"oracle": str(self._sampled.folder), "rollouts": self._sampled.places}
         return {"trace": str(self._trace), "oracle": None, **told}
 
-    def blaming(self, until: int) -> contextlib.AbstractContextManager[object]:
-        """Wait for verdicts before an error."""
+    @contextlib.contextmanager
+    def blaming(self, until: int) -> Iterator[None]:
+        """Let a step that does not hold, up to one, go before an error within, which it may be the cause of."""
         assert self._verdicts is not None
-        return self._verdicts.first(until)
+        try:
+            yield
+        except VerifierError:
+            self._judge_ended()
+            self._verdicts.settle(until)
+            raise
 
     def on_rollouts(self, step: int, batch: SampledBatch, sent: Sequence[int]) -> None:
         """Record the prompts and requests of a step."""
@@ -242,6 +267,7 @@ class RunEvidence(Observer):
 
     def on_updates(self, step: int, updates: Sequence[OptimizerUpdate]) -> None:
         """Record what else the step begins with, and declare what its trace has to show."""
+        self._judge_ended()
         run, probe = self.run, self._open
         config, first = run.config, step == run.done + 1
         stored = self.checkpoints.record_stored(probe)
@@ -286,23 +312,34 @@ class RunEvidence(Observer):
             self._restarts = self.run.engines.engines.restarted
 
     def on_step_end(self, step: int, reports: Sequence[Mapping[str, float]]) -> None:
-        """Have the oracle compute the step too, and have it judged."""
-        run, trace = self.run, self._trace
+        """Have the step judged; where the oracle computes it too, once the next one has been sampled meanwhile."""
+        run, trace, computed = self.run, self._trace, None
         assert trace is not None
-        assert self._verdicts is not None
         if self._sampled is not None:
             run.progress(f"step {step}: transformers computes it too")
             rates = [report["learning_rate"] for report in reports]
-            found = self._sampled.judge(trace, self._updates, rates, self._earlier, self.noise)
-            self.noise = found or self.noise
-        complete(trace, self._manifest)
-        self._verdicts.ask(step, trace)
-        if run.ahead is not None or self._sampled is not None:
-            self._verdicts.settle(step)
-        for weights in self._earlier.values():
-            shutil.rmtree(weights.parent)
+            given = (trace, self._updates, rates, self._earlier, self.noise)
+            computed = self._beside.submit(self._sampled.judge, *given)
+        self._ended = Ended(step, trace, self._manifest, computed, self._earlier)
+        if computed is None or run.ahead is not None or run.config.engine.sleep_level:  # who takes turns needs the room
+            self._judge_ended()
         self._last = PreviousStep(name="step", version=step, updated=bool(self._updates), here=True)
         self._trace, self._sampled = None, None
+
+    def _judge_ended(self) -> None:
+        """Have the step that has ended judged, if it is not; wait for the oracle, and the verdict on what it found."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        assert self._verdicts is not None
+        if ended.computed is not None:
+            self.noise = ended.computed.result() or self.noise
+        complete(ended.trace, ended.manifest)
+        self._verdicts.ask(ended.step, ended.trace)
+        if self.run.ahead is not None or ended.computed is not None:
+            self._verdicts.settle(ended.step)
+        for weights in ended.earlier.values():
+            shutil.rmtree(weights.parent)
 
     def on_evaluation(self, version: int, answered: Answered | None) -> None:
         """Keep the answers for the trace that comes next."""
@@ -311,6 +348,7 @@ class RunEvidence(Observer):
     def before_checkpoint(self, step: int) -> None:
         """Wait for the verdicts on every step up to the checkpoint."""
         assert self._verdicts is not None
+        self._judge_ended()
         self._verdicts.settle(step)
 
     def on_checkpoint(self, step: int, found: Sequence[Any]) -> None:

@@ -62,17 +62,16 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
 
     Facts of the config and the model are added to what `happened`.
     """
+    engine, adapted = config.engine, config.lora.engine_rank(samples=True)
     bugs = RunFacts(
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
-        tp=config.mesh.tp, engine_ep=config.engine.ep, sleep_level=config.engine.sleep_level, training=True,
-        quantization=config.engine.quantization, cuda_graphs=config.engine.replays_graphs(model.tier),
+        tp=config.mesh.tp, adapter_tp=engine.tp if adapted else 1, engine_ep=engine.ep, sleep_level=engine.sleep_level,
+        quantization=engine.quantization, cuda_graphs=engine.replays_graphs(model.tier), training=True,
         balanced=bool(config.megatron.moe_bias_update_rate),
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and bool(happened.updates)
-    engine_bugs = (
-        dataclasses.replace(bugs, engine=config.engine.kind, routes=config.grpo.replay_routes) if live else bugs
-    )
+    engine_bugs = dataclasses.replace(bugs, engine=engine.kind, routes=config.grpo.replay_routes) if live else bugs
     first = happened.sent and happened.step == 1 and not config.lora.rank
     return replace(
         identity_of(config, model, engine_bugs), command="train", notes=model.notes if happened.loaded else (),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
-from verifier.errors import InternalError, VerifierError, ViolationFound
+from verifier.errors import InternalError, ViolationFound
 from verifier.trainer.metrics import Metrics
 
 DEADLINE_S = 600.0
@@ -180,12 +179,3 @@ class Verdicts:
                 self.judge.pack(trace)
             while self.keep is not None and len(self.held) > self.keep:
                 self.judge.pack(self.held.popleft(), records=False)
-
-    @contextlib.contextmanager
-    def first(self, until: int) -> Iterator[None]:
-        """Let a step that does not hold, up to one, go before an error within, which it may be the cause of."""
-        try:
-            yield
-        except VerifierError:
-            self.settle(until)
-            raise

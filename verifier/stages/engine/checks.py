@@ -279,9 +279,10 @@ def engine_parameter_not_loaded(trace: Trace) -> Iterator[Comparison]:
     References: vLLM `receive_weights`, prime-rl#2326, slime debugging guide.
     """
     for version, rank in product(trace.versions(LoadedNames), range(trace.manifest.engine_ranks)):
-        loaded = _loaded(trace.of(LoadedNames, version=version, rank=rank))
+        reports = list(trace.of(LoadedNames, version=version, rank=rank))
+        loaded, why = _loaded(reports), next((f": {item.name}, {item.refused}" for item in reports if item.refused), "")
         for held in trace.of(SyncedTensor, version=version, rank=rank, sort="parameter"):
-            sentence = f"engine rank {rank} never loaded its parameter `{held.name}`"
+            sentence = f"engine rank {rank} never loaded its parameter `{held.name}`{why}"
             there = "loaded" if held.name in loaded else "not reported by the loader"
             yield compare_value(held, held.name, there, "loaded", sentence=sentence)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, kind
+from verifier.faults.fault import HF_SAMPLES, TRAINING, Call, Register, Side, fault, held, kind
 from verifier.stages.transport.faults import LIVE
 
 LAYERS = "vllm.model_executor.layers"
@@ -169,6 +169,19 @@ def adapter_of_first_version(call: Call) -> Any:
     if asked.lora_path == first:
         return call.original()
     return call.faulty(lora_request=LoRARequest(asked.lora_name, asked.lora_int_id, first))
+
+
+@in_adapter(
+    "vllm-project/vllm#25487",
+    f"{LORA}.layers.row_parallel_linear:RowParallelLinearWithLoRA.slice_lora_a(self, lora_a)", engine_tp=2,
+)  # fmt: skip
+def adapter_cut_as_rank_0(call: Call) -> Any:
+    """An adapter's layer has a rank of its own beside its linear's, and cuts A as rank 0 on every rank; one layer."""
+    layer = call.self
+    if not layer.tp_rank or layer.base_layer.prefix != "model.layers.1.self_attn.o_proj":
+        return call.original()
+    with held(layer, tp_rank=0):
+        return call.faulty()
 
 
 def _restore(buffer: Any, contents: Any) -> None:

@@ -289,6 +289,28 @@ def entropy_of_other_logits(call: Call) -> Any:
     return call.wrong((logprob, call.original(temperature=1.0)[1]))
 
 
+@in_logprobs(
+    "NVIDIA/Megatron-LM#7452 (section 13)",
+    "verifier.platform.cpu_attention:gather_from_sequence_parallel_region("
+    "input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)",
+    mesh=Mesh(tp=2, cp=2),
+)  # fmt: skip
+def keys_of_another_group(call: Call) -> Any:
+    """Attention gathers its keys over a group that it was not given, of as many ranks: other heads for other rows."""
+    from megatron.core import parallel_state
+
+    return call.faulty(group=parallel_state.get_tensor_model_parallel_group())
+
+
+@in_logprobs("NVIDIA/Megatron-LM#7452 (section 2)", LOGPROB, mesh=Mesh(tp=2))
+def gathered_logits_summed_over_ranks(call: Call) -> Any:
+    """Logits are gathered and go through the sum over vocabulary shards: the normaliser is log(tp) too large."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole_TV = gather_from_tensor_model_parallel_region(call.logits_TV, group=call.group)
+    return call.faulty(logits_TV=whole_TV, vocab_start=call.group.rank() * whole_TV.shape[1])
+
+
 @fault("areal-project/AReaL#1442", ATTEND, caught_by=("LGP013",), training=("verify.every=0",), **ROW)
 def attention_over_the_whole_pack(call: Call) -> Any:
     """The kernel does not read the boundaries of samples, and each attends to those before it in the pack."""
@@ -309,16 +331,6 @@ def scores_left_in_packed_order(call: Call) -> Any:
         return call.original()
     lengths = [len(row) for row in call.found]
     return call.faulty(found=torch.cat([*call.found[1:], call.found[0]]).split(lengths))
-
-
-@fault(
-    "huggingface/trl#1340 (kin: there the reference had no adapter that the policy began with)",
-    f"{WORKER}._new_reference(self)", caught_by=("LGP010",), **ROW,
-    training=("algorithm=grpo", "grpo.advantage=rloo", "grpo.kl_weight=0.1", "grpo.kl_in=reward", "verify.every=0"),
-)  # fmt: skip
-def reference_of_other_weights(call: Call) -> Any:
-    """The reference is made of other weights than the policy begins with: here of rounded ones."""
-    return call.wrong([tensor.bfloat16().to(tensor.dtype) for tensor in call.original()])
 
 
 @fault(

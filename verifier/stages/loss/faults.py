@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, tensors_named
 from verifier.mesh import Mesh
 from verifier.stages.logprob.faults import GATES, LOGPROB, STEP
 
@@ -248,6 +248,21 @@ def gradient_of_logits_summed_over_ranks(call: Call) -> Any:
     """Logits are gathered over tensor-parallel ranks, and their gradient, which all have whole, is summed over them."""
     logits_TV = call.logits_TV
     return call.faulty(logits_TV=2 * logits_TV - logits_TV.detach() if logits_TV.requires_grad else logits_TV)
+
+
+@fault(
+    "nyu-systems/Entangle, bug_missing_allreduce_under_wrong_config",
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward(self, input_, weight, runtime_gather_output)",
+    mesh=Mesh(tp=2), **BACKWARD,
+)  # fmt: skip
+def gradient_of_own_vocabulary(call: Call) -> Any:
+    """Hidden states get the gradient of their own rank's part of the vocabulary, and nothing sums it over ranks."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    layer, rows = call.self, call.input_
+    rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False, group=layer.tp_group)
+    with held(layer, explicit_expert_comm=True):
+        return call.faulty(input_=rows)
 
 
 @fault(

@@ -23,8 +23,8 @@ in_driver = functools.partial(in_client, side=Side.DRIVER)
 
 
 @in_driver(
-    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:sample_of(item, output)", caught_by=("LGP006",),
-    model="tiny:qwen3-504",
+    "OpenRLHF/OpenRLHF#1327", "verifier.engine.vllm.engine_vllm:sample_of(item, output, asked)",
+    caught_by=("LGP006",), model="tiny:qwen3-504",
 )  # fmt: skip
 def truncation_not_handed_on(call: Call) -> Any:
     """The reason of an end is dropped on its way, so that answers cut off by a limit count as whole."""

@@ -168,6 +168,22 @@ def passes_before_the_gather(call: Call) -> Any:
     return call.original()
 
 
+@in_sums(
+    "pytorch/pytorch#84803",
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync(self, force_sync)",
+    mesh=Mesh(dp=2), caught_by=("WGT002", "TRN005"),
+    training=("verify.every=0", "megatron.overlap_param_gather=false"),
+)  # fmt: skip
+def gather_lost_on_one_rank(call: Call) -> None:
+    """What a gather of weights sends to one rank is lost, which keeps the other's shard of the step before."""
+    group, before = call.self, [bucket.param_data.clone() for bucket in call.self.buckets]
+    call.original()
+    if group.intra_distributed_optimizer_instance_rank:
+        call.fire()
+        for bucket, kept in zip(group.buckets, before, strict=True):
+            bucket.param_data[: len(kept) // 2] = kept[: len(kept) // 2]
+
+
 @in_sums("NVIDIA/Megatron-LM#6624", SYNC, mesh=Mesh(dp=2), training=("verify.every=0", "dtype=bf16"))
 def gradients_rounded_between_ranks(call: Call) -> Any:
     """The gradients of each rank pass through bf16 on their way to the sum of all, in float32 buffers."""
