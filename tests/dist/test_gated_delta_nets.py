@@ -16,6 +16,7 @@ import pytest
 from tests.dist.clean_case import compared, judge
 from tests.scaled_configs import write_scaled_down
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
+from verifier.data.arithmetic import tokenizer_files
 from verifier.mesh import Mesh
 from verifier.runs.runner import Runner
 
@@ -95,7 +96,11 @@ def test_a_round_trip_holds_in_bfloat16_with_its_decay_in_float32(runner: Runner
 )
 def test_a_judged_training_run_holds(name: str, knobs: tuple[str, ...], tmp_path: Path) -> None:
     """Packs of several samples, with the last export: megatron-core's norm behind a delta net holds weights less 1."""
-    model = name if name.startswith("tiny:") else write_scaled_down(name, tmp_path, "float32")
+    model: str | Path = name
+    if not name.startswith("tiny:"):
+        model = write_scaled_down(name, tmp_path, "float32")
+        for file, content in tokenizer_files().items():
+            (model / file).write_text(content)
     words = ("data.source=arithmetic", "data.batch_size=8", "batch.max_tokens=512", "verify.every=2", *knobs)
     command = [sys.executable, "-m", "verifier", "train", "--model", model, "--run", tmp_path / "run", "--verify"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=900)

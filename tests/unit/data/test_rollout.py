@@ -1,11 +1,12 @@
 """Every rollout that cannot be trained on is refused by name."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verifier.data.rollout import NO_VERSION, Role, make_rollout
+from verifier.data.rollout import NO_VERSION, Role, load_rollouts, make_rollout, save_rollouts
 from verifier.errors import UsageError
 
 GOOD = make_rollout("good", [1, 2], [3, 4, 5], sampled=[True, False, True], logprobs=[-1, -2, -3], versions=6)
@@ -64,3 +65,10 @@ def test_no_prompt_and_nothing_at_all_are_refused() -> None:
         make_rollout("p", [], [1])
     with pytest.raises(UsageError, match="rollout `e` is empty"):
         make_rollout("e", [])
+
+
+def test_columns_of_a_batch_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
+    """The safetensors library gives another at each reading."""
+    values = {name: [np.ones(5, np.float32)] for name in ("weight", "divisor", "advantage", "reference")}
+    save_rollouts(tmp_path / "batch", [GOOD], values)
+    assert {tuple(load_rollouts(tmp_path / "batch")[1]) for _ in range(16)} == {tuple(sorted(values))}
