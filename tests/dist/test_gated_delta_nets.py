@@ -69,12 +69,16 @@ def test_a_round_trip_holds_in_float32(runner: Runner, mesh: Mesh, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MIXED[:3], ids=Mesh.label)
-def test_a_round_trip_holds_in_bfloat16_with_its_decay_in_float32(runner: Runner, mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*(("tiny:qwen3_next", mesh) for mesh in MIXED[:3]), ("Qwen3.5-35B-A3B", Mesh())]
+)
+def test_a_round_trip_holds_in_bfloat16_with_its_decay_in_float32(
+    runner: Runner, name: str, mesh: Mesh, tmp_path: Path
+) -> None:
+    model = name if name.startswith("tiny:") else str(write_scaled_down(name, tmp_path, "bfloat16"))
     config = RoundtripConfig(
-        model="tiny:qwen3_next", trace=tmp_path / "trace", mesh=mesh, cycles=1, engine=HF, dtype="bfloat16",
-        fixes=("miles-975",),
-    )  # fmt: skip
+        model=model, trace=tmp_path / "trace", mesh=mesh, cycles=1, engine=HF, dtype="bfloat16", fixes=("miles-975",)
+    )
     assert compared(judge(runner.roundtrip(config)), "LGP001")
 
 
