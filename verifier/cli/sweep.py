@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from verifier.campaign.sweep import summary
-from verifier.campaign.sweep.layouts import layouts_of, longest_of
+from verifier.campaign.sweep.layouts import fitting, layouts_of, longest_of
 from verifier.cli.results import show
 from verifier.config.sweep import SweepConfig
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
-from verifier.model.named import config_of
+from verifier.model.named import sizes_alone
 from verifier.platform.provenance import may_have_gpu
 from verifier.report.progress import Progress
 
 
 def dry_run(config: SweepConfig) -> int:
-    """Print the layouts that a sweep would try, and the others with their reasons; loads no torch."""
-    sizes = config_of(config.model, config.dtype)
+    """Print the layouts that a sweep would try, what a rank of each needs, and the others with their reasons.
+
+    Weights need not be there; no torch is loaded but for a model without a hand-written row.
+    """
+    sizes = sizes_alone(config.model, config.dtype)
     longest_of(config, sizes)
-    show(summary.listed(*layouts_of(config, sizes, "cuda" if may_have_gpu() else "cpu")))
+    valid, invalid = layouts_of(config, sizes, "cuda" if may_have_gpu() else "cpu")
+    fits, others, refused = fitting(config, sizes, valid)
+    show(summary.listed(config.gpu_gib, fits, others, invalid + refused))
     return ExitCode.HOLDS
 
 

@@ -1,11 +1,19 @@
 """Layouts of a sweep: which are tried, which are refused and with which numbers."""
 
+from pathlib import Path
+
 import pytest
 
-from verifier.campaign.sweep.layouts import layouts_of, longest_of, train_config
-from verifier.config import SweepConfig
+from verifier.campaign.sweep.layouts import fitting, layouts_of, longest_of, train_config
+from verifier.cli.app import run
+from verifier.config import PlanConfig, SweepConfig
+from verifier.config.megatron import MegatronOptions
 from verifier.errors import UsageError
-from verifier.model.named import config_of
+from verifier.mesh import Mesh
+from verifier.model.named import config_of, sizes_alone
+from verifier.plan.run_plan import GIB, run_plan
+
+PUBLISHED = Path(__file__).parents[1] / "plan" / "published"
 
 
 def found(sizes=None, **knobs):
@@ -63,3 +71,50 @@ def test_rollouts_are_no_longer_than_the_model_takes():
 def test_a_wide_model_has_its_published_dtype():
     config = SweepConfig(model="wide:qwen3-30b-a3b")
     assert (config.dtype, str(config.run)) == ("bfloat16", "runs/sweep-wide-qwen3-30b-a3b")
+
+
+def needed(model, **knobs):
+    config = SweepConfig(**{"model": str(model), "recompute": "none", "dtype": "bfloat16", **knobs})
+    sizes = sizes_alone(config.model, config.dtype)
+    valid, invalid = layouts_of(config, sizes, "cuda")
+    assert invalid == []
+    return fitting(config, sizes, valid)
+
+
+def test_layouts_that_do_not_fit_are_listed_apart():
+    """Qwen3-8B: 12 bytes a weight where two ranks share the optimizer, 9 where they share the weights too."""
+    fits, others, _ = needed(PUBLISHED / "qwen3-8b", ranks=2)
+    assert {item.layout.name for item in others} == {"dp2", "cp2"}
+    assert {item.layout.name for item in fits} == {"tp2", "pp2", "pp2 vpp2"}
+    assert {item.state for item in others} == {12 * 8_190_735_360}
+
+
+def test_the_largest_budget_fits_and_the_next_one_does_not():
+    (item,), *_ = needed("tiny:qwen3", memory_limit=0.5)
+    largest = item.largest(0.5 * GIB)
+    per_token = item.activations / item.budget
+    assert item.state + largest * per_token <= 0.5 * GIB < item.state + (largest + item.layout.multiple + 1) * per_token
+
+
+def test_memory_of_a_layout_is_that_of_its_plan():
+    """Of the rank that needs most, by the plan of all ranks, with what the sweep turns."""
+    knobs = {"optimizer_offload": 0.5, "grad_reduce_in_fp32": False}
+    options = MegatronOptions(**knobs)
+    model, mesh = "tiny:qwen3-moe", Mesh(tp=2, pp=2, ep=2)
+    (item,), *_ = needed(model, meshes=("tp=2,pp=2,ep=2",), megatron=options, busiest=2.0)
+    asked = PlanConfig(model=model, dtype="bfloat16", mesh=mesh, tokens=1024, busiest=2.0, **knobs)
+    memory = run_plan(asked, config_of(model)).made.memory
+    assert item.state + item.activations == max(one.total - one.transfer for one in memory)
+
+
+def test_a_config_json_alone_is_enough_for_a_dry_run(capsys):
+    model = Path(__file__).parents[1] / "plan" / "published" / "qwen3-8b" / "config.json"
+    assert (
+        run(["sweep", "--model", str(model), "--mesh", "dp=1", "--mesh", "tp=4", "--recompute", "full", "--dry-run"])
+        == 0
+    )
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("1 layouts to try")
+    assert said[1].split(", ")[0] == "  tp4"
+    assert said[2] == "1 that do not fit 80 GiB:"
+    assert said[3].startswith("  1 rank, recompute full")
