@@ -80,9 +80,7 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
 
 MIB = 1 << 20
 _PARTS = ("weights", "gradients", "optimizer", "transfer", "activations")
-_ESTIMATE = (
-    "Korthikanti et al. 2022, section 4.1, and gradients of a layer or of the logits; routing by --busiest; 1F1B"
-)
+_ESTIMATE = "Korthikanti et al. 2022, section 4.1, and gradients of a layer or of the logits; `--busiest`; 1F1B"
 
 
 def _transfer(found: RunPlan, made: Made) -> Iterator[str]:

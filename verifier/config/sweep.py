@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, GPU_GIB, ModelConfig, folder_name, stored_dtype, timeout_knob
+from verifier.config.commands import DTYPES, ModelConfig, folder_name, stored_dtype, timeout_knob
 from verifier.config.megatron import MegatronOptions
 from verifier.knob import group, knob
 
@@ -49,10 +49,6 @@ class SweepConfig(ModelConfig):
         "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all, 80 in --dry-run.",
         None, flag="--memory-limit", metavar="GIB", unit="GiB", above=0,
     )  # fmt: skip
-    busiest: float = knob(
-        "--dry-run: routed tokens of the rank whose experts get most, over an even share.", 1.0, flag="--busiest",
-        least=1,
-    )  # fmt: skip
     seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")
     trial_timeout_s: float = knob(
         "Deadline of one trial, which then counts as failed.", 300.0, flag="--trial-timeout", metavar="SECONDS",
@@ -70,11 +66,6 @@ class SweepConfig(ModelConfig):
             object.__setattr__(self, "dtype", _WIDE_DTYPE if wide else stored_dtype(self.model))
         if self.run == Path():
             object.__setattr__(self, "run", RUNS / f"sweep-{folder_name(self.model)}")
-
-    @property
-    def gpu_gib(self) -> float:
-        """Memory of a rank by which --dry-run tells layouts that do not fit, GiB."""
-        return self.memory_limit or GPU_GIB
 
     def _contradictions(self) -> dict[str, object]:
         return {

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from verifier.campaign.sweep.layouts import fitting, layouts_of, longest_of, train_config
+from verifier.campaign.sweep.layouts import layouts_of, longest_of, train_config
 from verifier.cli.app import run
+from verifier.cli.sweep import fitting
 from verifier.config import PlanConfig, SweepConfig
 from verifier.config.megatron import MegatronOptions
 from verifier.errors import UsageError
@@ -83,28 +84,26 @@ def needed(model, **knobs):
 
 def test_layouts_that_do_not_fit_are_listed_apart():
     """Qwen3-8B: 12 bytes a weight where two ranks share the optimizer, 9 where they share the weights too."""
-    fits, others, _ = needed(PUBLISHED / "qwen3-8b", ranks=2)
-    assert {item.layout.name for item in others} == {"dp2", "cp2"}
-    assert {item.layout.name for item in fits} == {"tp2", "pp2", "pp2 vpp2"}
-    assert {item.state for item in others} == {12 * 8_190_735_360}
-
-
-def test_the_largest_budget_fits_and_the_next_one_does_not():
-    (item,), *_ = needed("tiny:qwen3", memory_limit=0.5)
-    largest = item.largest(0.5 * GIB)
-    per_token = item.activations / item.budget
-    assert item.state + largest * per_token <= 0.5 * GIB < item.state + (largest + item.layout.multiple + 1) * per_token
+    fits, others = needed(PUBLISHED / "qwen3-8b", ranks=2)
+    assert (fits.keys(), others.keys()) == ({"tp2", "pp2", "pp2 vpp2"}, {"dp2", "cp2"})
+    assert others["dp2"].startswith(f"a rank needs {12 * 8_190_735_360 / GIB:.2f} GiB and ")
+    assert others["dp2"].endswith(" with 1,024 tokens, above 80 GiB")
 
 
 def test_memory_of_a_layout_is_that_of_its_plan():
-    """Of the rank that needs most, by the plan of all ranks, with what the sweep turns."""
+    """Of the rank that needs most, by the plan of all ranks, with what the sweep turns; the largest budget fills it."""
     knobs = {"optimizer_offload": 0.5, "grad_reduce_in_fp32": False}
-    options = MegatronOptions(**knobs)
-    model, mesh = "tiny:qwen3-moe", Mesh(tp=2, pp=2, ep=2)
-    (item,), *_ = needed(model, meshes=("tp=2,pp=2,ep=2",), megatron=options, busiest=2.0)
-    asked = PlanConfig(model=model, dtype="bfloat16", mesh=mesh, tokens=1024, busiest=2.0, **knobs)
-    memory = run_plan(asked, config_of(model)).made.memory
-    assert item.state + item.activations == max(one.total - one.transfer for one in memory)
+    model, mesh = str(PUBLISHED / "qwen3-30b-a3b"), Mesh(tp=2, pp=2, ep=2)
+    fits, others = needed(model, meshes=("tp=2,pp=2,ep=2",), megatron=MegatronOptions(**knobs), memory_limit=200.0)
+    asked = PlanConfig(model=model, dtype="bfloat16", mesh=mesh, tokens=1024, **knobs)
+    memory = run_plan(asked, sizes_alone(model)).made.memory
+    most = max(memory, key=lambda one: one.total - one.transfer)
+    state, activations = (most.certain - most.transfer) / GIB, most.activations / GIB
+    ((name, said),) = fits.items()
+    assert (name, others) == ("tp2 pp2 ep2", {})
+    assert said.startswith(f"{state:,.2f} GiB and {activations:,.2f} GiB of activations with 1,024 tokens; ")
+    largest = int(said.split("; ")[1].split()[0].replace(",", ""))
+    assert 200 - activations / 100 < state + activations * largest / 1024 <= 200
 
 
 def test_a_config_json_alone_is_enough_for_a_dry_run(capsys):
@@ -114,7 +113,7 @@ def test_a_config_json_alone_is_enough_for_a_dry_run(capsys):
         == 0
     )
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("1 layouts to try")
-    assert said[1].split(", ")[0] == "  tp4"
-    assert said[2] == "1 that do not fit 80 GiB:"
+    assert said[0].startswith("1 layouts to try, ")
+    assert said[1].startswith("  tp4, recompute full")
+    assert said[2] == "1 invalid or too large:"
     assert said[3].startswith("  1 rank, recompute full")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from verifier.config.commands import PlanConfig
 from verifier.config.sweep import SweepConfig
 from verifier.config.training import BatchOptions, DataOptions, TrainConfig
 from verifier.data.rollout import Rollout, make_rollout
@@ -20,8 +19,6 @@ from verifier.mesh import Mesh
 from verifier.mesh.mesh import axes_of
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import validate
-from verifier.plan.held_shards import holdings_of
-from verifier.plan.run_plan import GIB, described, memory_of
 from verifier.platform import Tier
 from verifier.report.gate_result import LeftOut
 from verifier.trainer.fitting import require_fit
@@ -86,55 +83,6 @@ def layouts_of(config: SweepConfig, sizes: Mapping[str, Any], tier: Tier) -> tup
         except UsageError as refused:
             invalid.append(LeftOut(what=name, reason=str(refused)))
     return valid, invalid
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NeededMemory:
-    """What a rank of a layout needs by the plan, of all ranks the one that needs most at the first budget."""
-
-    layout: SweptLayout
-    state: int
-    """Bytes of weights, gradients and optimizer."""
-    budget: int
-    """First budget, tokens of a micro-batch."""
-    activations: int
-    """Bytes, at that budget."""
-
-    def largest(self, limit: float) -> int:
-        """Return the largest budget within a limit in bytes; 0 where the first does not fit."""
-        tokens = int((limit - self.state) / self.activations * self.budget)
-        return tokens // self.layout.multiple * self.layout.multiple if tokens >= self.budget else 0
-
-
-def fitting(
-    config: SweepConfig, sizes: Mapping[str, Any], layouts: list[SweptLayout]
-) -> tuple[list[NeededMemory], list[NeededMemory], list[LeftOut]]:
-    """Return what a rank of each layout needs, of those that fit `gpu_gib` and of the others, and what has no plan.
-
-    Raises:
-        UsageError: nothing describes the model.
-    """
-    options, found, invalid, plan = config.megatron, list[NeededMemory](), list[LeftOut](), None
-    for layout in layouts:
-        budget = first_budget(config, layout)
-        asked = PlanConfig(
-            model=config.model, dtype=config.dtype, mesh=layout.mesh, tokens=budget, recompute=layout.recompute,
-            grad_reduce_in_fp32=options.grad_reduce_in_fp32, optimizer_offload=options.optimizer_offload,
-            busiest=config.busiest,
-        )  # fmt: skip
-        plan = described(asked, sizes) if plan is None else replace(plan, config=asked)
-        try:
-            stages = memory_of(plan, holdings_of(plan.layout, layout.mesh, every=layout.mesh.dense_size))
-        except UsageError as refused:
-            invalid.append(LeftOut(what=layout.name, reason=str(refused)))
-            continue
-        most = max(stages, key=lambda item: item.total)
-        state = most.weights + most.gradients + most.optimizer
-        found.append(NeededMemory(layout=layout, state=state, budget=budget, activations=most.activations))
-    limit = config.gpu_gib * GIB
-    fits = [item for item in found if item.largest(limit)]
-    others = [item for item in found if not item.largest(limit)]
-    return sorted(fits, key=lambda item: -item.largest(limit)), others, invalid
 
 
 def first_budget(config: SweepConfig, layout: SweptLayout) -> int:

@@ -1,4 +1,4 @@
-"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, as a table and as a list.
+"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, and as a table.
 
 Rows of a sweep: one per trial, appended and flushed to the disk as it ends, and read again to continue.
 
@@ -22,12 +22,10 @@ from typing import Any, Literal
 import msgspec
 
 from verifier.campaign.ledger import append_line, decode_line, read_lines
-from verifier.campaign.sweep.layouts import NeededMemory
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.knob import flat
-from verifier.plan.run_plan import GIB
 from verifier.report.gate_result import LeftOut
 from verifier.report.progress import framed
 
@@ -217,7 +215,7 @@ def table(device: str, rows: Sequence[SweepRow]) -> str:
 def _cells(row: SweepRow | None) -> tuple[str, str, str, str]:
     if row is None or row.step_s is None or row.peak_bytes is None:
         return "none", "-", "-", "-"
-    return f"{row.max_tokens:,}", f"{row.step_s:.3g} s", f"{speed(row):,.0f}", f"{row.peak_bytes / GIB:.2f} GiB"
+    return f"{row.max_tokens:,}", f"{row.step_s:.3g} s", f"{speed(row):,.0f}", f"{row.peak_bytes / 2**30:.2f} GiB"
 
 
 def answer(rows: Sequence[SweepRow]) -> str:
@@ -229,24 +227,6 @@ def answer(rows: Sequence[SweepRow]) -> str:
         f"fastest: {speed(fastest):,.0f} tokens/s with {words_of(fastest)}\n"
         f"largest budget: {largest.max_tokens:,} tokens, {speed(largest):,.0f} tokens/s with {words_of(largest)}\n"
     )
-
-
-def listed(
-    limit: float, fits: Sequence[NeededMemory], others: Sequence[NeededMemory], invalid: Sequence[LeftOut]
-) -> str:
-    """Return every layout that would be tried, by its largest budget in `limit` GiB, and the others with reasons."""
-    names = [*(item.layout.name for item in (*fits, *others)), *(item.what for item in invalid)]
-    width = max(map(len, names), default=0)
-
-    def line(item: NeededMemory, what: str) -> str:
-        needs = f"{item.state / GIB:,.2f} and {item.activations / GIB:,.2f} GiB with {item.budget:,} tokens"
-        return f"  {item.layout.name:<{width}}  {needs}{what}"
-
-    lines = [f"{len(fits):,} layouts to try: what a rank holds and its activations, by `verifier plan`"]
-    lines += [line(item, f", {item.largest(limit * GIB):,} in {limit:g} GiB") for item in fits]
-    lines += [f"{len(others):,} that do not fit {limit:g} GiB:", *(line(item, "") for item in others)]
-    lines += [f"{len(invalid):,} invalid:", *(f"  {item.what:<{width}}  {item.reason}" for item in invalid)]
-    return "\n".join(lines) + "\n"
 
 
 TOLERANCE = 0.1
@@ -297,7 +277,7 @@ def page(title: str, rows: Sequence[SweepRow]) -> str:
             "line_color": f"hsl({number * 137 % 360}, 65%, 42%)", "marker_size": 8,
         }  # fmt: skip
         speeds = [row.tokens_per_s or 0.0 for row in own]
-        peaks = [None if row.peak_bytes is None else row.peak_bytes / GIB for row in own]
+        peaks = [None if row.peak_bytes is None else row.peak_bytes / 2**30 for row in own]
         figure.add_trace(Scatter(y=speeds, **shared), row=1, col=1)
         figure.add_trace(Scatter(y=peaks, showlegend=False, **shared), row=2, col=1)
     figure.update_xaxes(type="log", title="tokens of a micro-batch", row=2, col=1)
