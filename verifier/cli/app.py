@@ -197,7 +197,7 @@ def train(
 def sweep(
     config: SweepConfig,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the layouts, and the invalid ones with reasons, and stop.")
+        bool, typer.Option("--dry-run", help="List the layouts with their memory, others with reasons, and stop.")
     ] = False,
 ) -> int:
     """Find the largest token budget and the fastest layout by steps that are run."""

@@ -67,6 +67,8 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
         f"rank 0      sends, from {_size(made.sending)} of chunks besides: {_size(sender.total)} with "
         f"{found.config.tokens:,} tokens in a micro-batch"
     )
+    if host := max(item.host for item in made.memory):
+        yield f"host        {_size(host)} of the rank that has most: masters, moments and gradients in fp32"
     above = made.above(found.config.gpu_gib * GIB, lambda item: item.total)
     fit = (
         "every rank fits, activations included"
@@ -78,7 +80,7 @@ def _stages(found: RunPlan, made: Made) -> Iterator[str]:
 
 MIB = 1 << 20
 _PARTS = ("weights", "gradients", "optimizer", "transfer", "activations")
-_ESTIMATE = "Korthikanti et al. 2022, section 4.1, without scores and dropout; even routing; 1F1B"
+_ESTIMATE = "Korthikanti et al. 2022, section 4.1, and gradients of a layer or of the logits; `--busiest`; 1F1B"
 
 
 def _transfer(found: RunPlan, made: Made) -> Iterator[str]:
@@ -142,7 +144,7 @@ def _made(found: RunPlan, made: Made) -> dict[str, Any]:
                     "parameters": {
                         "dense": holding.count(expert=False), "expert": holding.count(expert=True),
                     },
-                    "bytes": {name: getattr(own, name) for name in (*_PARTS, "total")}, "plan": digests[rank],
+                    "bytes": {name: getattr(own, name) for name in (*_PARTS, "total", "host")}, "plan": digests[rank],
                     "sends_bytes": found.num_bytes if rank == 0 else 0,
                     "owns": len(owned) if rank == holding.ranks[0] else 0,
                 }

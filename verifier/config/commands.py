@@ -30,6 +30,8 @@ C = TypeVar("C", bound="CommandConfig")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling in a config and on the command line -> spelling everywhere else."""
 MAX_TIMEOUT_S = 7 * 24 * 3600
+GPU_GIB = 80.0
+"""Memory of a GPU where a plan is not told another."""
 
 
 def next_trace(command: str, under: Path = Path("traces"), suffix: str = "") -> Path:
@@ -282,7 +284,7 @@ class PlanConfig(CommandConfig):
     mesh: Mesh = group(Mesh, make=Mesh.fitting)
     dtype: str = dtype_knob()
     fixes: tuple[str, ...] = fixes_knob()
-    gpu_gib: float = knob("Memory of a GPU.", 80.0, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
+    gpu_gib: float = knob("Memory of a GPU.", GPU_GIB, flag="--gpu-gib", metavar="GIB", unit="GiB", above=0)
     tokens: int = knob(
         "Tokens of a micro-batch of one data-parallel rank.", 4096, flag="--tokens", least=1, unit="tokens"
     )
@@ -294,6 +296,12 @@ class PlanConfig(CommandConfig):
         flag="--distributed-optimizer/--no-distributed-optimizer",
     )  # fmt: skip
     grad_reduce_in_fp32: bool = knob("Gradients are kept in fp32, or in the weights' type.", True)
+    optimizer_offload: float = knob(
+        "Share of masters and moments on the host.", 0.0, flag="--optimizer-offload", least=0, most=1
+    )
+    busiest: float = knob(
+        "Routed tokens of the rank whose experts get most, over an even share.", 1.0, flag="--busiest", least=1
+    )
     transport: str = knob("From rank 0 to the engine.", "nccl", flag="--transport", choices=("nccl", "ipc"))
     max_chunk_mib: int = knob(
         "Largest chunk: 1024 in a round trip on GPUs, 64 in training and on a CPU.", 1024, flag="--max-chunk", least=1,

@@ -46,7 +46,7 @@ class SweepConfig(ModelConfig):
     micro_batches: int = knob("Micro-batches of a data-parallel rank and step.", 2, flag="--micro-batches", least=1)
     steps: int = knob("Optimizer steps that are timed, after one that is not.", 3, flag="--steps", least=1)
     memory_limit: float | None = knob(
-        "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all.",
+        "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all, 80 in --dry-run.",
         None, flag="--memory-limit", metavar="GIB", unit="GiB", above=0,
     )  # fmt: skip
     seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")

@@ -148,6 +148,8 @@ def layers_are_shared_out_as_the_mesh_says() -> None:
         (9, {"pp": 4, "first_stage_layers": 2, "last_stage_layers": 1}),
         (16, {"pp": 3, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 2}),
         (126, {"pp": 8, "vpp": 2, "first_stage_layers": 15, "last_stage_layers": 15}),
+        (126, {"pp": 16, "vpp": 8, "first_stage_layers": 7, "last_stage_layers": 7}),
+        (94, {"pp": 2, "vpp": 3, "first_stage_layers": 47, "last_stage_layers": 47}),
         (11, {"pp": 3, "vpp": 2, "first_stage_layers": 3}),
     )
     for num_layers, sizes in cases:

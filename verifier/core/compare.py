@@ -151,15 +151,12 @@ def compare_set(
         " surplus" if wanted else "": [name for name in counts if name not in wanted],
         " repeated": [name for name, count in counts.items() if count > 1 and name in wanted],
     }
-    parts = [f"`{names[0]}`{_more(names)}{kind}" for kind, names in kinds.items() if names]
+    more = {kind: f" and {len(names) - 1:,} more" * (len(names) > 1) for kind, names in kinds.items()}
+    parts = [f"`{names[0]}`{more[kind]}{kind}" for kind, names in kinds.items() if names]
     number = f"{len(actual):,}" + (f" of {total:,}" if total else "")
     found, right = f"{number} ({'; '.join(parts)})", f"{len(wanted):,}" if wanted else "none"
     sentence = f"{given.get('subject') or _subject(what)}: {found}, there should be {right}"
     return compare_value(of, what, found, right, same=not parts, sentence=sentence, **given)
-
-
-def _more(names: Collection[str]) -> str:
-    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
 
 
 def _of(of: Record | At, what: str, **fields: Any) -> Comparison:

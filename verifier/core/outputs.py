@@ -71,7 +71,7 @@ def locked_folder(folder: Path, lock: str, what: str, other: str) -> Iterator[No
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Not blocking: a pipe in its place would wait for a reader.
-        held = open(folder / lock, "a", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK, 0o666))
+        held = open(folder / lock, "a", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
     except OSError as problem:
         raise UsageError(f"the {what} `{folder}` cannot be written: {problem.strerror}") from problem
     with held:

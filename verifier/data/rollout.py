@@ -240,4 +240,5 @@ def load_rollouts(batch: Path | bytes) -> tuple[list[Rollout], dict[str, list[np
         )
         for at in range(len(about["ids"]))
     ]  # fmt: skip
-    return rollouts, {name.removeprefix(_COLUMN): parts[name] for name in parts if name.startswith(_COLUMN)}
+    # In order, on every rank: the library's is another in every process.
+    return rollouts, {name.removeprefix(_COLUMN): parts[name] for name in sorted(parts) if name.startswith(_COLUMN)}

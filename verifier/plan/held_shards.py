@@ -61,8 +61,8 @@ def is_expert(place: ParamPlacement) -> bool:
     return "edp" in place.replicated_over
 
 
-def holdings_of(layout: ModelLayout | NamedLayout, mesh: Mesh) -> tuple[Holding, ...]:
-    """Return what the ranks hold, in the order of the first rank of each holding.
+def holdings_of(layout: ModelLayout | NamedLayout, mesh: Mesh, every: int = 1) -> tuple[Holding, ...]:
+    """Return what the ranks hold, or every so many of them, in the order of the first rank of each holding.
 
     Places are a function of a rank's coordinates tp, pp, ep and etp alone.
 
@@ -70,7 +70,7 @@ def holdings_of(layout: ModelLayout | NamedLayout, mesh: Mesh) -> tuple[Holding,
         UsageError: the mesh does not divide the layers, the experts or a tensor.
     """
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank in range(mesh.world_size):
+    for rank in range(0, mesh.world_size, every):
         at = mesh.coordinate(rank)
         alike[at.pp, at.tp, at.ep, at.etp].append(rank)
     return tuple(
@@ -150,11 +150,13 @@ class RankBytes:
     """Parameters, and buffers that checkpoints hold."""
     gradients: int
     optimizer: int
-    """Masters and Adam's moments, without the padding of Megatron's buckets."""
+    """Masters and Adam's moments, without the padding of Megatron's buckets, but for those on the host."""
     transfer: int
     """Parts and whole of the largest parameter that an export joins; on rank 0 also the chunks that it sends."""
     activations: int
     """An estimate; see `activation_bytes`."""
+    host: int
+    """Masters, Adam's moments and the gradients that they are stepped with, in memory of the host."""
 
     @property
     def certain(self) -> int:
@@ -175,7 +177,8 @@ def rank_bytes(
     Source:
         megatron-core 0.19.2: distributed/param_and_grad_buffer.py (gradients in fp32 or the parameters' dtype, of all
         of a rank's parameters), optimizer/distrib_optimizer.py (a data-parallel rank holds masters and moments of its
-        part; experts are divided over their own copies), optimizer/optimizer.py (parameters in fp32 have no master).
+        part; experts are divided over their own copies), optimizer/optimizer.py (parameters in fp32 have no master),
+        optimizer/cpu_offloading/hybrid_optimizer.py (parameter, gradient and moments of what is on the host).
     """
     weights = sum(
         size * DTYPE_BYTES[dtype_of(place.sources[0])]
@@ -187,10 +190,11 @@ def rank_bytes(
     state = _MOMENTS + (0 if wide else _FP32)
     mesh = config.mesh
     parts, expert_parts = (mesh.dp * mesh.cp, mesh.expert_dp) if config.distributed_optimizer else (1, 1)
+    own = math.ceil(dense / parts) + math.ceil(expert / expert_parts)
+    away = math.ceil(own * config.optimizer_offload)
     return RankBytes(
-        weights=weights, gradients=gradient * (dense + expert),
-        optimizer=state * (math.ceil(dense / parts) + math.ceil(expert / expert_parts)),
-        transfer=transfer, activations=activations,
+        weights=weights, gradients=gradient * (dense + expert), optimizer=state * (own - away),
+        transfer=transfer, activations=activations, host=away * (_MOMENTS + 2 * _FP32),
     )  # fmt: skip
 
 
@@ -206,55 +210,61 @@ def join_bytes(holdings: tuple[Holding, ...], mesh: Mesh, itemsize: int) -> int:
 
 
 def activation_bytes(layout: ModelLayout | NamedLayout, config: PlanConfig, stage: int, top_k: int) -> int:
-    """Estimate the activations that a rank of a pipeline stage keeps at its peak, in bytes.
+    """Estimate the activations of a rank of a pipeline stage at its peak, in bytes.
 
     Every linear layer, norm and activation function keeps its input, attention its query, key, value and output; of
-    scores flash attention keeps none. All of it is divided over tp, by sequence parallelism too, and over cp. Experts
-    get equal shares of the tokens. The stages run one forward, one backward, so stage s of pp keeps pp - s
-    micro-batches. With full recomputation each layer's input is kept, and one layer whole. The last stage adds logits
-    of one micro-batch in the weights' type and in fp32.
+    scores flash attention keeps none. All of it is divided over tp, by sequence parallelism too, and over cp. The
+    busiest rank's experts get `busiest` times an even share of the tokens. The stages run one forward, one backward, so
+    stage s of pp keeps pp - s micro-batches; with full recomputation the input of each layer. Beside what is kept, the
+    peak is in the backward pass of a layer, which has a gradient of each value, with full recomputation the values
+    too, and above tp 1 its input and the gradient of that, joined over the sequence; or on the last stage in that of
+    the loss: logits and their gradient in the weights' type, and the final norm's input, output and gradient.
 
     Source:
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.1: 34 s b h
         bytes of a layer without its scores, of which 2 are masks of dropout that these models do not have.
+        docs/scaling-out.md has measured peaks beside it.
     """
-    mesh, itemsize = config.mesh, DTYPE_BYTES[config.dtype]
-    tokens = config.tokens / (mesh.tp * mesh.cp)
-    hidden, wide = layout.sizes["hidden"], 0
-    kept = 0.0
+    mesh, itemsize, full = config.mesh, DTYPE_BYTES[config.dtype], config.recompute == "full"
+    hidden, kept, most = layout.sizes["hidden"], 0.0, 0.0
     for chunk in range(mesh.vpp):
         for layer in mesh.layers_of(stage, chunk, layout.sizes["layers"]):
-            elements = layer_elements(layout, layer, top_k)
-            wide = max(wide, elements)
-            kept += hidden if config.recompute == "full" else elements
+            elements, passing = layer_elements(layout, layer, top_k * config.busiest)
+            most = max(most, elements * (1 + full) + passing + (2 * mesh.tp * hidden if mesh.tp > 1 else 0))
+            kept += hidden if full else elements
     if mesh.vpp > 1:  # chunks of a micro-batch that have begun before the first backward pass
         in_flight = min(2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp + 1, 2 * mesh.pp * mesh.vpp) / mesh.vpp
     else:
         in_flight = float(mesh.pp - stage)
-    kept = kept * in_flight + (wide if config.recompute == "full" else 0)
-    logits = (itemsize + _FP32) * layout.sizes["vocab"] if stage == mesh.pp - 1 else 0
-    return math.ceil(tokens * (itemsize * kept + logits))
+    if stage == mesh.pp - 1:
+        most = max(most, 2 * layout.sizes["vocab"] + 3 * hidden)
+    return math.ceil(config.tokens / (mesh.tp * mesh.cp) * itemsize * (kept * in_flight + most))
 
 
-def layer_elements(layout: ModelLayout | NamedLayout, layer: int, top_k: int) -> int:
-    """Elements that one layer keeps of each token; see `activation_bytes`."""
+def layer_elements(layout: ModelLayout | NamedLayout, layer: int, top_k: float) -> tuple[float, float]:
+    """Elements that one layer keeps of each token, and those that its backward pass makes beside their gradients.
+
+    The latter are chunks' states of a state-space layer and their gradients, in fp32, and values of an expert's
+    activation that no kernel joins with the weight of its router: the product, its two gradients and a copy.
+    """
     if isinstance(layout, NamedLayout):
         return layout.elements(layer, top_k)
     sizes, scopes = layout.sizes, layout.layers[layer]
     rows = PARAMS[layout.family.name]
     gated = 2 if any(row.cut is Cut.GATED for row in rows) else 1
-    hybrid = any(row.scope is Scope.MAMBA for row in rows)
-    hidden, found = sizes["hidden"], 0
-    if not hybrid or Scope.ATTENTION in scopes:
-        found += 2 * hidden + _attention(sizes)
+    hidden, found, passing = sizes["hidden"], 0.0, 0.0
+    if Scope.ATTENTION in scopes or not any(row.scope is Scope.MAMBA for row in rows):
+        normed = any("q_layernorm" in row.pattern for row in rows) and "kv_lora" not in sizes
+        found += 2 * hidden + _attention(sizes) + (sizes["q"] + sizes["kv"] if normed else 0)
     if Scope.MAMBA in scopes:
         found += 2 * hidden + sizes["mamba_in"] + sizes["mamba_conv"] + 2 * sizes["mamba_inner"]
+        passing = 4.0 * sizes["mamba_inner"]
     if Scope.DENSE in scopes:
         found += 2 * hidden + (gated + 1) * sizes["ffn"]
     if Scope.EXPERT in scopes:
-        shared = (gated + 1) * sizes["shared_ffn"]
-        found += 2 * hidden + shared + top_k * (hidden + (gated + 1) * sizes["moe_ffn"])
-    return found
+        found += 2 * hidden + (gated + 1) * sizes["shared_ffn"] + top_k * (hidden + 3 * sizes["moe_ffn"])
+        passing = top_k * (2 * hidden + (0 if gated == 2 else 4 * sizes["moe_ffn"]))
+    return found, passing
 
 
 def _attention(sizes: Mapping[str, int]) -> int:

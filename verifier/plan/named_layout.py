@@ -149,19 +149,31 @@ class NamedLayout:
             found += (replace(head, param_name=_OUTPUT, global_name=_OUTPUT) for head in heads if head is not None)
         return found
 
-    def elements(self, layer: int, top_k: int) -> int:
+    def elements(self, layer: int, top_k: float) -> tuple[float, float]:
         """Elements that a layer keeps of each token: of norms both sides, of matrices the side that is cut.
 
-        A norm of another width than the model's keeps one side. Each of a token's experts also keeps what enters it.
+        A norm of another width than the model's keeps one side, norms of heads keep queries and keys. Each of a token's
+        experts also keeps what enters it, and one that is not gated its product with the router's weight. The second
+        number is that of `layer_elements`.
         """
-        found, width = 0, self.sizes["hidden"]
+        found, passing, width = 0.0, 0.0, self.sizes["hidden"]
+        names = [spec.name for param in self._params[layer] if not param.expert for spec in param.specs]
+        gated, scans, normed = (
+            any(re.search(part, name) for name in names) for part in (r"gate_(up_)?proj|\.w1\.", "A_log", r"\.k_norm")
+        )
         for param in self._params[layer]:
-            shapes = [spec.shape[param.stacked :] for spec in param.specs]
+            shapes, name = [spec.shape[param.stacked :] for spec in param.specs], param.specs[0].name
             if param.expert or (len(shapes[0]) == 1 and "norm" not in param.name):
                 continue
-            kept = sum(shape[param.dim or 0] for shape in shapes) * (1 + (shapes[0] == (width,)))
+            kept: float = sum(shape[param.dim or 0] for shape in shapes) * (1 + (shapes[0] == (width,)))
+            is_output = _COLUMNS.search(_SUFFIX.sub("", name)) is not None
             if param.expert is not None:
-                is_input = not _COLUMNS.search(_SUFFIX.sub("", param.specs[0].name))
-                kept = top_k * (kept + (shapes[0][1 - (param.dim or 0)] if is_input else 0))
+                entering = shapes[0][1 - (param.dim or 0)]
+                passing += top_k * (4 * kept * (not gated) if is_output else 2 * entering)
+                kept = top_k * (kept * (1 + (not gated)) if is_output else kept + entering)
+            elif is_output and scans:
+                passing += 4 * kept
+            elif normed:
+                kept += sum(spec.shape[0] for spec in param.specs if re.search(r"\.[qk]_proj\.", spec.name))
             found += kept
-        return found
+        return found, passing

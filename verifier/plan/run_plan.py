@@ -8,10 +8,11 @@ Contradictions are sizes that do not divide, with what would, and ranks that wou
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from verifier.config import PlanConfig
 from verifier.config_json import stated_dtype, text_model
@@ -154,8 +155,8 @@ class Made:
         )
 
 
-def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
-    """Plan a model on a mesh.
+def described(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
+    """Plan a model on a mesh as far as nothing follows from it.
 
     Raises:
         UsageError: neither a row nor a class of transformers describes the model, or a size in config.json is absent or
@@ -169,7 +170,7 @@ def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
         left_out.append(f"a dtype, which config.json does not name: the plan is of weights in {config.dtype}")
     sizes = {key: value for key, value in sizes.items() if key not in _LEFT_OUT}
     layout: ModelLayout | NamedLayout | None = layout_of(sizes)
-    mesh, derived = config.mesh, ""
+    derived = ""
     if layout is None:
         if clause := without_class(given):
             raise UsageError(f"no hand-written row describes {architecture_of(sizes)}, and config.json has {clause}")
@@ -180,14 +181,19 @@ def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
         if bridged() and name not in bridged():
             derived += f"; megatron-bridge has no bridge for {name}, so no run starts"
     specs = layout.specs if isinstance(layout, NamedLayout) else tuple(tensors_of(layout.family, sizes))
-    plan = RunPlan(
+    return RunPlan(
         config=config, sizes=sizes, layout=layout, specs=specs, left_out=tuple(left_out), derived=derived,
-        contradictions=tuple(contradictions(sizes, mesh)),
+        contradictions=tuple(contradictions(sizes, config.mesh)),
     )  # fmt: skip
+
+
+def run_plan(config: PlanConfig, sizes: Mapping[str, JSON]) -> RunPlan:
+    """Plan a model on a mesh; for what is refused see `described`."""
+    plan, mesh = described(config, sizes), config.mesh
     if plan.contradictions:
         return plan
     try:
-        holdings = holdings_of(layout, mesh)
+        holdings = holdings_of(plan.layout, mesh)
     except UsageError as refusal:
         return replace(plan, contradictions=(str(refusal),))
     made = make(plan, holdings)
@@ -207,13 +213,7 @@ def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
     config, mesh = plan.config, plan.config.mesh
     streams = Streams(mesh, holdings, plan.layout.tied)
     plans = tuple(plans_of(streams, plan.dtype_of, plan.chunk_bytes))
-    top_k = size_if_any(plan.sizes, "num_experts_per_tok") or 1
-    activations = [activation_bytes(plan.layout, config, stage, top_k) for stage in range(mesh.pp)]
-    bytes_of = partial(
-        rank_bytes, config=config, dtype_of=plan.dtype_of,
-        transfer=join_bytes(holdings, mesh, DTYPE_BYTES[config.dtype]),
-    )  # fmt: skip
-    memory = tuple(bytes_of(holding, activations=activations[holding.at.pp]) for holding in holdings)
+    memory = memory_of(plan, holdings)
     largest = max((chunk.num_bytes for item in plans if item.plan for chunk in item.plan.chunks), default=0)
     least = min(item.weights for item in memory)
     return Made(
@@ -222,6 +222,18 @@ def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
         gather_s=max(0, plan.num_bytes - least) / plan.gather_gb_s / 1e9,
         transfer_s=plan.num_bytes / plan.transfer_gb_s / 1e9,
     )  # fmt: skip
+
+
+def memory_of(plan: RunPlan, holdings: tuple[Holding, ...]) -> tuple[RankBytes, ...]:
+    """Return the bytes of the ranks of each holding."""
+    config, mesh = plan.config, plan.config.mesh
+    top_k = size_if_any(plan.sizes, "num_experts_per_tok") or 1
+    activations = [activation_bytes(plan.layout, config, stage, top_k) for stage in range(mesh.pp)]
+    transfer = join_bytes(holdings, mesh, DTYPE_BYTES[config.dtype])
+    return tuple(
+        rank_bytes(item, config, plan.dtype_of, transfer=transfer, activations=activations[item.at.pp])
+        for item in holdings
+    )
 
 
 def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
@@ -249,13 +261,15 @@ def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
 
 
 def _stages(num_layers: int, mesh: Mesh) -> str:
-    """Return the flag of an uneven last stage that leaves the others equal, of several the one nearest to them."""
-    stages = mesh.pp - 1
-    if mesh.vpp > 1 or not stages:
-        return ""
-    fits = [size for size in range(1, num_layers) if (num_layers - size) % stages == 0]
-    best = min(fits, key=lambda size: abs((num_layers - size) // stages - size), default=None)
-    return "" if best is None else f"--last-stage-layers {best}"
+    """Return the flags of uneven stages, of the last or of both ends, whose sizes are nearest to each other."""
+    found: dict[str, int] = {}
+    bare = replace(mesh, first_stage_layers=None, last_stage_layers=None)
+    for size in range(1, num_layers):
+        for ends in (("last",), ("first", "last")):
+            with contextlib.suppress(UsageError):
+                sizes = replace(bare, **{f"{end}_stage_layers": size for end in ends}).stage_sizes(num_layers)
+                found[" ".join(f"--{end}-stage-layers {size}" for end in ends)] = max(sizes) - min(sizes)
+    return min(found, key=found.__getitem__, default="")
 
 
 def plan_errors(plans: Sequence[RanksPlan], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

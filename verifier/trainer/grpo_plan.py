@@ -129,7 +129,7 @@ class GrpoPlan:
             trajectories=trajectories, token_counts=[int(mask.sum()) for mask in masks],
         )  # fmt: skip
         reasons = self._reasons(step, rows, given, trajectories)
-        kept = [item if reason is None else _out_of_loss(item) for item, reason in zip(given, reasons, strict=True)]
+        kept = [replace(item, mask=item.mask & (reason is None)) for item, reason in zip(given, reasons, strict=True)]
         factors = correction(
             [item.id for item in given], scored.old, [item.logprobs for item in given], [item.mask for item in kept],
             CorrectionOptions(
@@ -246,7 +246,3 @@ def _token_counts(given: Sequence[Rollout], with_reference: bool) -> dict[str, f
         "sampled_tokens": float(sum(int(item.sampled.sum()) for item in given)),
         "scored_tokens": float(sum(map(len, given)) * (2 if with_reference else 1)),
     }
-
-
-def _out_of_loss(rollout: Rollout) -> Rollout:
-    return replace(rollout, mask=np.full(len(rollout), np.bool_(False)))

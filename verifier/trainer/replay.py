@@ -104,7 +104,7 @@ def replay_step(
         progress(reason)
     begun_at = 0 if at is None else at.step
     ranks = range(config.mesh.world_size)
-    recorded = [_recorded(run, rank, begun_at, step) for rank in ranks]
+    recorded = [[item for item in update_log.read(run, rank) if begun_at < item.step <= step] for rank in ranks]
     steps = _require_replayable(config, run, step, begun_at, recorded)
     model = open_model(config.model, config.dtype, config.mesh, config.ray.nodes)
     require_fit(config, model.checkpoint.config, model.tier)
@@ -153,10 +153,6 @@ def require_same_knobs(config: TrainConfig, run: Path) -> None:
         if begins_with_trained and Path(str(other.found)).parts[-2:] == EXPORTED_BEFORE.parts:
             continue
         raise UsageError(f"--replay `{run}` is {other.text}: give the config of the run, or leave it out")
-
-
-def _recorded(run: Path, rank: int, begun_at: int, step: int) -> list[RankUpdate]:
-    return [item for item in update_log.read(run, rank) if begun_at < item.step <= step]
 
 
 def _require_replayable(

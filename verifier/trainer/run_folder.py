@@ -227,6 +227,9 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
     path = config.run
     folder = RunFolder(path)
     with locked_folder(path, "lock", "run folder", "run"):
+        for file in (root / name for root, _, names in path.walk() for name in names):
+            if not (file.is_file() or file.is_symlink()):
+                raise UsageError(f"`{file}` is a pipe, a socket or a device, whose reader would wait: remove it")
         _require_same_run(config)
         for name in ("batches", "steps"):
             if (path / name).is_symlink():

@@ -111,6 +111,21 @@ def test_an_engines_setting_is_that_of_config_json(name, values, what):
 
 
 @pytest.mark.parametrize(
+    ("kind", "rows", "right"), [("default", 32768, True), ("default", 8192, False), ("yarn", 1, True)]
+)
+def test_a_rope_of_images_has_angles_of_four_times_as_many_positions(kind, rows, right):
+    rope = {"rope_type": kind, "factor": 2.0, "mrope_section": [2, 1, 1]}
+    config = {"rope_parameters": rope, "max_position_embeddings": 8192}
+    records = [
+        StatedConfig(name="config.json", values=texts(MIXED | config)),
+        SyncedSettings(name="layers.3.self_attn.rotary_emb", version=1, values={"max_position_embeddings": str(rows)}),
+    ]
+    outcome = run_check(REGISTRY["ENG007"], make_trace(records))
+    assert outcome.error is None
+    assert (outcome.finding is None) == right
+
+
+@pytest.mark.parametrize(
     ("own", "of_sum", "right"),
     [("1.0", "2.5", True), ("2.5", "1.0", True), ("2.5", "2.5", False), ("1.0", "1.0", False)],
 )

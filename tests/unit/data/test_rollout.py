@@ -67,8 +67,8 @@ def test_no_prompt_and_nothing_at_all_are_refused() -> None:
         make_rollout("e", [])
 
 
-def test_columns_of_a_batch_have_one_order(tmp_path: Path) -> None:
-    """Ranks digest them one after another."""
-    columns = {name: [np.zeros(5, np.float32)] for name in "fcaedbhg"}
-    save_rollouts(tmp_path / "batch", [GOOD], columns)
-    assert [*load_rollouts(tmp_path / "batch")[1]] == sorted(columns)
+def test_columns_of_a_batch_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
+    """The safetensors library gives another at each reading."""
+    values = {name: [np.ones(5, np.float32)] for name in ("weight", "divisor", "advantage", "reference")}
+    save_rollouts(tmp_path / "batch", [GOOD], values)
+    assert {tuple(load_rollouts(tmp_path / "batch")[1]) for _ in range(16)} == {tuple(sorted(values))}

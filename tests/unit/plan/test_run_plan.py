@@ -107,7 +107,10 @@ def test_rank_0_holds_what_it_sends():
 
 
 def test_activations_are_those_of_the_paper():
-    """34 s b h bytes of a GPT's layer without its scores, less 2 for the masks of dropout; a rank has 1 / tp."""
+    """34 s b h bytes of a GPT's layer without its scores, less 2 for the masks of dropout; a rank has 1 / tp.
+
+    Beside them a layer's gradients: of attention 12 h bytes a token, of the feed-forward layer 20 h.
+    """
     hidden = 1024
     gpt = {
         "architectures": ["NemotronHForCausalLM"], "hidden_size": hidden, "num_hidden_layers": 2, "vocab_size": 512,
@@ -115,16 +118,44 @@ def test_activations_are_those_of_the_paper():
     }  # fmt: skip
     config = bf16(Mesh(), tokens=100)
     plan = run_plan(config, gpt)
-    per_token = sum(layer_elements(plan.layout, layer, 1) for layer in range(2))
-    assert 2 * per_token == (34 - 2) * hidden
-    logits = 100 * 6 * 512
-    assert activation_bytes(plan.layout, config, 0, 1) == 100 * 32 * hidden + logits
-    assert activation_bytes(plan.layout, replace(config, mesh=Mesh(tp=4)), 0, 1) == 25 * 32 * hidden + logits // 4
-    stages = replace(config, mesh=Mesh(pp=2))
-    first, last = (activation_bytes(plan.layout, stages, stage, 1) for stage in (0, 1))
-    assert (first, last) == (100 * 12 * hidden * 2, 100 * 20 * hidden + logits)
-    full = replace(config, recompute="full")
-    assert activation_bytes(plan.layout, full, 0, 1) == 100 * (2 * 2 + 20) * hidden + logits
+    assert 2 * sum(layer_elements(plan.layout, layer, 1)[0] for layer in range(2)) == (34 - 2) * hidden
+
+    def activations(stage=0, **changes):
+        return activation_bytes(plan.layout, replace(config, **changes), stage, 1)
+
+    assert activations() == 100 * (32 + 20) * hidden
+    assert activations(mesh=Mesh(tp=4)) == 25 * (32 + 20 + 4 * 4) * hidden  # input and its gradient, joined
+    assert [activations(stage, mesh=Mesh(pp=2)) for stage in (0, 1)] == [
+        100 * (2 * 12 + 12) * hidden,
+        100 * 40 * hidden,
+    ]
+    assert activations(recompute="full") == 100 * (2 * 2 + 2 * 20) * hidden
+
+
+def test_logits_and_their_gradient_are_in_the_type_of_the_weights():
+    config = bf16(Mesh(), tokens=100, recompute="full")
+    plan = run_plan(config, tiny_config("qwen3", "bfloat16") | {"vocab_size": 1 << 20})
+    hidden, layers = (plan.layout.sizes[name] for name in ("hidden", "layers"))
+    assert activation_bytes(plan.layout, config, 0, 1) == 100 * 2 * (2 * (1 << 20) + (layers + 3) * hidden)
+
+
+def test_experts_of_the_busiest_rank_have_its_share_of_the_activations():
+    plan = tiny(Mesh(ep=2, dp=2), recompute="full", tokens=100)
+    even, busy = (activation_bytes(plan.layout, replace(plan.config, busiest=share), 0, 4) for share in (1, 3))
+    sizes = plan.layout.sizes
+    routed = 2 * (sizes["hidden"] + 3 * sizes["moe_ffn"]) + 2 * sizes["hidden"]
+    assert busy - even == 100 * 4 * (3 - 1) * 4 * routed
+
+
+def test_what_the_optimizer_has_on_the_host_is_not_on_the_gpu():
+    """On the host a parameter, its gradient and two moments, all fp32; on the GPU neither master nor moments."""
+    (whole, none) = (tiny(Mesh(), dtype="bfloat16", optimizer_offload=share).made for share in (1.0, 0.0))
+    size = whole.holdings[0].count(expert=False) + whole.holdings[0].count(expert=True)
+    assert [(made.memory[0].optimizer, made.memory[0].host) for made in (whole, none)] == [
+        (0, 16 * size),
+        (12 * size, 0),
+    ]
+    assert none.memory[0].total - whole.memory[0].total == 12 * size
 
 
 def test_measured_bandwidths_are_those_of_the_recorded_run():
@@ -165,7 +196,12 @@ CONTRADICTIONS = {
     "layers over vpp": (
         ("qwen3-235b-a22b", Mesh(pp=2, vpp=3)),
         "94 layers do not divide over pp * vpp = 2 * 3 chunks: give --first-stage-layers or --last-stage-layers, or "
-        "other sizes",
+        "other sizes; --first-stage-layers 47 --last-stage-layers 47 does",
+    ),
+    "Llama 3.1 405B": (
+        ("qwen3-8b", Mesh(pp=8, vpp=2)),
+        "126 layers do not divide over pp * vpp = 8 * 2 chunks: give --first-stage-layers or --last-stage-layers, or "
+        "other sizes; --first-stage-layers 15 --last-stage-layers 15 does",
     ),
     "ends of a pipeline": (
         ("deepseek-v3", Mesh(pp=16, first_stage_layers=3)),
@@ -213,7 +249,7 @@ def test_uneven_stages_that_vpp_does_not_divide_are_a_contradiction(ends):
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_a_size_that_does_not_divide_is_named(case):
     (name, mesh), sentence = CONTRADICTIONS[case]
-    plan = run_plan(bf16(mesh), published(name))
+    plan = run_plan(bf16(mesh), published(name, **({"num_hidden_layers": 126} if case.startswith("Llama") else {})))
     assert sentence in plan.contradictions
     assert plan.made is None
 

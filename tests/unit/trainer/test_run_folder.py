@@ -144,6 +144,7 @@ def test_what_the_run_did_not_write_is_neither_removed_nor_waited_for(tmp_path):
     os.mkfifo(run / "metrics.jsonl")
     with pytest.raises(UsageError, match="no regular file"):
         RunFolder(run).rewind(0)
+    (run / "metrics.jsonl").unlink()
     foreign.mkdir()
     (run / "steps").rmdir()
     (run / "steps").symlink_to(foreign)
@@ -165,3 +166,14 @@ def test_a_second_stage_trains_what_the_first_has_left(tmp_path):
     config = replace(config_of(tmp_path / "run", "seed=7"), first=tmp_path / "first.yaml")
     going = run_folder.going_on(config, begin)
     assert (going.model, going.first, going.seed) == (str(tmp_path / "run" / "first" / "hf_model"), None, 7)
+
+
+@pytest.mark.parametrize("name", ["lock", "batches/held-out.safetensors", "ranks/0000.jsonl", "logs/rank000.log"])
+def test_a_pipe_in_a_run_folder_is_refused(name, tmp_path):
+    begin(tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    said = "cannot be written: No such device or address" if name == "lock" else "is a pipe, a socket or a device"
+    assert said in refusal(tmp_path / "run")

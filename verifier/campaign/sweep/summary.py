@@ -1,4 +1,4 @@
-"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, as a table and as a list.
+"""Summary of a sweep: for each layout the largest budget and the fastest step, as JSON, and as a table.
 
 Rows of a sweep: one per trial, appended and flushed to the disk as it ends, and read again to continue.
 
@@ -22,7 +22,6 @@ from typing import Any, Literal
 import msgspec
 
 from verifier.campaign.ledger import append_line, decode_line, read_lines
-from verifier.campaign.sweep.layouts import SweptLayout
 from verifier.config.sweep import SweepConfig
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
@@ -228,15 +227,6 @@ def answer(rows: Sequence[SweepRow]) -> str:
         f"fastest: {speed(fastest):,.0f} tokens/s with {words_of(fastest)}\n"
         f"largest budget: {largest.max_tokens:,} tokens, {speed(largest):,.0f} tokens/s with {words_of(largest)}\n"
     )
-
-
-def listed(valid: Sequence[SweptLayout], invalid: Sequence[LeftOut]) -> str:
-    """Return every layout that would be tried, and every other one with its reason."""
-    width = max((len(item.what) for item in invalid), default=0)
-    lines = [f"{len(valid):,} layouts to try:"]
-    lines += [f"  {layout.name}" for layout in valid]
-    lines += [f"{len(invalid):,} invalid:", *(f"  {item.what:<{width}}  {item.reason}" for item in invalid)]
-    return "\n".join(lines) + "\n"
 
 
 TOLERANCE = 0.1

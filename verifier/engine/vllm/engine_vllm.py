@@ -104,7 +104,10 @@ class VllmEngine(Engine):
             tensor_parallel_size=config.tp,
             pipeline_parallel_size=config.pp,
             enable_expert_parallel=config.ep > 1,
-            distributed_executor_backend=_executor(),
+            # Its workers read no binding of threads when they begin.
+            distributed_executor_backend=ForkingExecutor
+            if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+            else None,
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -324,11 +327,6 @@ def _graph_sizes(max_num_seqs: int) -> list[int]:
     most = min(max(max_num_seqs, 16), _MOST_IN_GRAPH)
     every = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, _MOST_IN_GRAPH, 32)]
     return [*(size for size in every if size < most), most]
-
-
-def _executor() -> type[ForkingExecutor] | None:
-    """Executor of workers that read no binding of threads when they begin; None for vLLM's choice."""
-    return ForkingExecutor if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind" else None
 
 
 def _room_for_adapters(config: EngineConfig) -> dict[str, Any]:

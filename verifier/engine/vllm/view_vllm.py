@@ -25,10 +25,15 @@ from verifier.engine.vllm.experts_vllm import CHILD, LAYER
 from verifier.engine.vllm.stored_tensors_vllm import packed_linears, unpack_experts
 from verifier.errors import ContractError
 
-_SPELLINGS = {"NemotronHForCausalLM": (("model.embed_tokens.", "backbone.embeddings."), ("model.", "backbone."))}
+_WITHIN_IMAGES = (("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model."))
+_SPELLINGS = {
+    "NemotronHForCausalLM": (("model.embed_tokens.", "backbone.embeddings."), ("model.", "backbone.")),
+    **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), _WITHIN_IMAGES),
+}
 """Model class -> (prefix of vLLM's names, prefix in checkpoints); the first match counts."""
-_RUNS = ("in_proj", "conv1d")
-"""Last names of merged linears whose runs of rows (z, x, B, C, dt of a state-space layer) are one checkpoint tensor."""
+_RUNS = ("in_proj", "conv1d", "in_proj_qkvz")
+"""Last names of linears whose first runs of rows are one checkpoint tensor: all of a state-space layer's (z, x, B, C,
+dt) and of its convolution's, q, k and v of a gated delta net."""
 
 
 class Part(NamedTuple):
@@ -74,9 +79,10 @@ def _slices(model: nn.Module, carried: Collection[str]) -> Iterator[EngineSlice]
         if adapter_places(module):
             yield from _adapter(path, module, model)
         if isinstance(module, LAYER):
-            yield from _experts(path.removesuffix(CHILD), module)
+            experts = path.removesuffix(CHILD)
+            yield from _experts(experts, module, stacked=_published(model, f"{experts}.down_proj") in carried)
         elif isinstance(module, VocabParallelEmbedding):
-            tied = isinstance(module, ParallelLMHead) and f"{path}.weight" not in carried
+            tied = isinstance(module, ParallelLMHead) and _published(model, f"{path}.weight") not in carried
             begin, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
             for holder, tensor in _weights(path, module):
                 yield slice_of(f"{embedding if tied else path}.weight", holder, tensor[: end - begin], begin=begin)
@@ -117,16 +123,19 @@ def _parts(path: str, module: LinearBase, model: nn.Module) -> list[Part]:
     parent, _, leaf = path.rpartition(".")
     rank = module.tp_rank
     names = [f"{parent}.{name}" for name in getattr(model, "packed_modules_mapping", {}).get(leaf, ())]
+    merged = _merged(path, module, model)
     if isinstance(module, QKVParallelLinear):
         group = rank // module.num_kv_head_replicas
         query, key = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
         value = module.num_kv_heads * module.v_head_size
         spans = [(query, rank * query), (key, group * key), (value, group * value)]
-    elif isinstance(module, MergedColumnParallelLinear):
-        sizes = [size // module.tp_size for size in module.output_sizes]
-        starts = [0] * len(sizes)
+    elif merged:
+        sizes, starts = [size // module.tp_size for size in merged], [0] * len(merged)
         if leaf in _RUNS:
-            names, starts = [path] * len(sizes), list(accumulate(module.output_sizes[:-1], initial=0))
+            first, *others = names or [path]
+            runs = len(merged) - len(others)
+            names = [*[first] * runs, *others]
+            starts[:runs] = accumulate(merged[: runs - 1], initial=0)
         spans = [(size, start + rank * size) for size, start in zip(sizes, starts, strict=True)]
     elif isinstance(module, ColumnParallelLinear):
         names, spans = [path], [(module.output_size_per_partition, rank * module.output_size_per_partition)]
@@ -137,6 +146,14 @@ def _parts(path: str, module: LinearBase, model: nn.Module) -> list[Part]:
     if len(names) != len(spans):
         raise ContractError(f"`{path}` fuses {len(spans)} checkpoint tensors whose names vLLM does not list")
     return [Part(name, *span) for name, span in zip(names, spans, strict=True)]
+
+
+def _merged(path: str, module: LinearBase, model: nn.Module) -> list[int]:
+    """Rows of each linear that was merged into one, on all ranks: empty where none was."""
+    mixer = model.get_submodule(path.rpartition(".")[0])
+    if path.endswith(".conv1d") and hasattr(mixer, "key_dim"):  # a gated delta net's, which does not tell its sizes
+        return [mixer.key_dim, mixer.key_dim, mixer.value_dim]
+    return module.output_sizes if isinstance(module, MergedColumnParallelLinear) else []
 
 
 def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[EngineSlice]:
@@ -154,19 +171,26 @@ def _adapter(path: str, module: nn.Module, model: nn.Module) -> Iterator[EngineS
             yield slice_of(f"{part.name}.{matrix}.weight", f"{path}.{matrix}", stack[0, 0], dim, begin)
 
 
-def _experts(path: str, module: nn.Module) -> Iterator[EngineSlice]:
+def _experts(path: str, module: nn.Module, *, stacked: bool) -> Iterator[EngineSlice]:
+    """Yield the experts, by default each a tensor of its own; stacked, [experts, 2*width, hidden] is one tensor."""
     places = range(module.global_num_experts) if module.expert_map is None else module.expert_map.tolist()
     firsts = ("gate_proj", "up_proj") if module.moe_config.is_act_and_mul else ("up_proj",)
     rounded = _rounded(module.w13_weight)
-    copies, rank = list(_expert_weights(path, module)), module.moe_config.moe_parallel_config.tp_rank
+    copies, parallel = list(_expert_weights(path, module)), module.moe_config.moe_parallel_config
     for expert, place in enumerate(places):
         for (first, fc1), (second, fc2) in copies:
             rows = zip(firsts, fc1[place].chunk(len(firsts)), strict=True)
             pieces = [(leaf, first, fc1, piece, 0) for leaf, piece in rows]
             for leaf, holder, whole, piece, dim in [*pieces, ("down_proj", second, fc2, fc2[place], 1)]:
-                name, begin = f"{path}.{expert}.{leaf}.weight", rank * piece.shape[dim]
+                name, begin = f"{path}.{expert}.{leaf}.weight", parallel.tp_rank * piece.shape[dim]
                 held = piece if place >= 0 else piece.narrow(dim, 0, 0)  # another rank's expert: no element of it
-                yield slice_of(name, holder, whole if rounded else held, dim, begin, quantized=rounded)
+                if stacked:
+                    name = f"{path}.{leaf if dim else 'gate_up_proj'}"
+                    begin += parallel.tp_size * piece.shape[0] * (leaf == "up_proj")
+                    part = slice_of(name, holder, held[None], dim + 1, begin)
+                    yield replace(part, box=((expert, expert + 1), *part.box[1:]), quantized=rounded)
+                else:
+                    yield slice_of(name, holder, whole if rounded else held, dim, begin, quantized=rounded)
 
 
 def _expert_weights(
@@ -192,13 +216,13 @@ def _rounded(weight: torch.Tensor) -> bool:
 
 
 def _others(path: str, module: nn.Module) -> Iterator[EngineSlice]:
-    """Yield the own parameters of any other module: whole, but a run of rows in a state-space mixer and its norm.
+    """Yield the own parameters of any other module: whole, but a run of rows in a mixer with a convolution.
 
-    The mixer is known by its name, as its class cannot be imported without Triton. vLLM keeps ``-exp(A_log)``, whose
-    bits differ from those sent; only the comparison with a cold engine covers it.
+    vLLM keeps ``-exp(A_log)`` of a state-space mixer, whose bits differ from those sent; only the comparison with a
+    cold engine covers it.
     """
     kind, rank = type(module).__name__, 0
-    if kind in ("MambaMixer2", "Mixer2RMSNormGated"):
+    if kind == "Mixer2RMSNormGated" or hasattr(module, "conv1d"):
         rank = getattr(module, "conv1d", module).tp_rank
     for name, tensor in module._parameters.items():
         if tensor is None:

@@ -111,6 +111,8 @@ def _compared(config: Config, module: str) -> Iterator[tuple[str, str, Any]]:
     for attribute, key, want in MODULES:
         if own == "qkv_proj" and attribute == "total_num_heads" and stated.gates_attention(config):
             yield attribute, key, 2 * want(config)
+        elif attribute == "max_position_embeddings" and "mrope_section" in rope(config) and want(config) is not ...:
+            yield attribute, key, 4 * want(config)  # vLLM's table for positions of videos, which text computes with too
         elif (own, attribute) not in stated.OTHERS_OF_THE_NAME:
             yield attribute, key, want(config)
 

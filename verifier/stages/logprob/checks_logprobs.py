@@ -242,7 +242,12 @@ def compare_with_oracle(
             found = compare_one(actual, f"sequence {number}", left, right, bound, (actual_says, expected_says))
             agreed = describe_difference(left, voice)
             if not (found.same or agreed.num_not_finite) and agreed.greatest <= bound.absolute:
-                found = _suspecting(found, agreed.greatest, expected_says)
+                heard_by = f"trainer and engine agree within {agreed.greatest:.3g}: suspect {expected_says}"
+                found = replace(
+                    found, sentence=f"{found.sentence}; {heard_by}", owner=f"{expected_says} (transformers)",
+                    hint="trainer and engine share no code and agree: see first whether transformers reads all of "
+                    "config.json",
+                )  # fmt: skip
             yield found
         if trace.manifest.dtype != "float32":  # where it is, the bound on each token says so
             yield _rounded(actual, got, actual_says)
@@ -268,15 +273,6 @@ def compare_one(
         actual, f"{actual.name} {what}", *sides, sentence=sentence, says=says, allowed=bound, gap=gap
     )
     return compared if compared.same else replace(compared, mismatched=found.text)
-
-
-def _suspecting(found: Comparison, gap: float, expected_says: str) -> Comparison:
-    """The finding where two of three sides agree: they share no code, so the one that stands alone is suspect."""
-    return replace(
-        found, sentence=f"{found.sentence}; trainer and engine agree within {gap:.3g}: suspect {expected_says}",
-        owner=f"{expected_says} (transformers)",
-        hint="trainer and engine share no code and agree: see first whether transformers reads all of config.json",
-    )  # fmt: skip
 
 
 def _rounded(actual: Record, got: np.ndarray, actual_says: str) -> Comparison:

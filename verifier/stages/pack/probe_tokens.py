@@ -72,11 +72,12 @@ class TokenProbe:
                 self._probe.emit(*record_of_rollouts(self._name, self._version, self._rollouts))
             for record, arrays in rows:
                 self._probe.emit(record, arrays)
-            # Last: the digest of a GPU waits for what it still computes.
+            # Last: the digest of a GPU, where it costs less than on the host, waits for what that still computes.
+            digest = digest_tensor(whole.cuda() if torch.cuda.is_initialized() else whole)
             self._probe.emit(
                 PackedBatchDigest(
                     name=f"{self._name} dp={at.dp} cp={at.cp}", version=self._version, coordinate=str(at),
-                    digest=digest_tensor(_on_the_gpu(whole)), micro_batches=len(shards),
+                    digest=digest, micro_batches=len(shards),
                 )
             )  # fmt: skip
 
@@ -108,8 +109,3 @@ def _everything(shards: Sequence[PackedBatch]) -> torch.Tensor:
         parts.append(torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8))
         parts += [raw_bytes(value) for value in values if isinstance(value, torch.Tensor)]
     return torch.cat(parts)
-
-
-def _on_the_gpu(whole: torch.Tensor) -> torch.Tensor:
-    """On this rank's GPU, if it has started one: a digest costs less there than on the host."""
-    return whole.cuda() if torch.cuda.is_initialized() else whole

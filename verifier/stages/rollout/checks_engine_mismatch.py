@@ -264,23 +264,14 @@ def greatest_nats(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
     """
     if noise.routed or noise.tokens < FEW_TOKENS:
         return np.full(len(old), np.inf)
-    return np.maximum(float(noise.greatest) * _less_sure(noise, old), float(noise.greatest_of_run))
-
-
-def _less_sure(noise: SampledNoise, old: np.ndarray) -> np.ndarray:
-    """[T] times that a token is less sure than the least sure of the floor, 1 or more."""
-    return np.maximum(1.0, _unsure(old) / max(float(noise.most_unsure), LEAST_UNSURE))
+    times_less_sure = np.maximum(1.0, _unsure(old) / max(float(noise.most_unsure), LEAST_UNSURE))
+    return np.maximum(float(noise.greatest) * times_less_sure, float(noise.greatest_of_run))
 
 
 def _unsure(old: np.ndarray) -> np.ndarray:
     """1 - p by the trainer: the share of what a token's logit is off by that its log-probability is off by."""
     share: np.ndarray = -np.expm1(np.minimum(old, 0.0))
     return share
-
-
-def _surer(more: float) -> str:
-    """Clause of a floor's source where its tokens are surer than those that it is held against."""
-    return f", which are {more:.3g} times as sure" if more > 1.005 else ""
 
 
 def noise_source(noise: SampledNoise) -> str:
@@ -340,7 +331,8 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
             name, value,
             Tolerance(
                 absolute=bound, unit="nats",
-                source=f"{NOISES} times that of two sides, {ratio:.3g} times by chance; {source}{_surer(more)}",
+                source=f"{NOISES} times that of two sides, {ratio:.3g} times by chance; {source}"
+                + f", which are {more:.3g} times as sure" * (more > 1.005),
             ), "nats",
             "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
         )  # fmt: skip
