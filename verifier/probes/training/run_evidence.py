@@ -78,7 +78,7 @@ class Ended:
     trace: Path
     manifest: Manifest
     computed: Future[SampledNoise | None] | None
-    """What the oracle finds, which computes the step too; None where it does not."""
+    """Noise that the oracle finds, which computes the step too; None where it does not."""
     earlier: Mapping[int, Path]
     """Weights that it may need, by version; removed behind it."""
 
