@@ -290,6 +290,17 @@ def window_on_a_layer_without(call: Call) -> None:
     attention.sliding_window = (1022, 0)
 
 
+@in_constants(
+    "vllm-project/vllm#52173", caught_by=("ENG007", "LGP002"), model="tiny:gemma2", fixes=("bridge-5712",)
+)  # fmt: skip
+def logits_of_an_engine_without_bound(call: Call) -> None:
+    """The engine does not bend its logits to the bound of config.json, which changes no order of tokens."""
+    call.faulty()
+    processor = call.self.model_runner.get_model().logits_processor
+    call.undo(setattr, processor, "soft_cap", processor.soft_cap)
+    processor.soft_cap = None
+
+
 @in_constants("vllm-project/vllm#48621", caught_by=("ENG007", "ENG002", "LGP002"), model="tiny:qwen3-yarn")
 def rope_stretched_without_its_magnitude(call: Call) -> None:
     """Sines and cosines of a rope that YaRN stretches have another factor than the config asks for: 1 here."""

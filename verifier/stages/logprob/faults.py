@@ -254,6 +254,18 @@ def adapter_scaled_by_alpha(call: Call) -> Any:
 
 
 @fault(
+    "NVIDIA-NeMo/Megatron-Bridge#4610",
+    "megatron.bridge.models.gemma.gemma2_bridge:Gemma2Bridge.provider_bridge(self, hf_pretrained)",
+    stage=Stage.LOGPROB, engine=NO_ENGINE, caught_by=("LGP007", "LGP001"), model="tiny:gemma2", fixes=("bridge-5712",),
+)  # fmt: skip
+def bound_of_logits_not_passed_on(call: Call) -> Any:
+    """The bound of the last logits in config.json is not passed on: every token is as likely among its neighbours."""
+    provider = call.faulty()
+    provider.final_logit_softcapping = None
+    return provider
+
+
+@fault(
     "verl-project/verl#4708", "megatron.bridge.peft.utils:ParallelLinearAdapter.forward(self, x, args, kwargs)",
     **ROW, caught_by=("LGP016",), training=("lora.rank=8", "dtype=bf16"),
 )  # fmt: skip
