@@ -137,17 +137,19 @@ def drawn(seed: int) -> tuple[bool, list[Killed]]:
     chosen = random.Random(seed)
     ray = chosen.random() < 0.5
     victims = (*OF_BOTH, "judge", *(OF_RAY if ray else ()))
-    return ray, [
-        Killed(chosen.choice(victims), chosen.choice(list(STAGES)), chosen.uniform(0.0, 1.0))
-        for _ in range(chosen.choice((1, 1, 2)))
-    ]
+    kills = []
+    for _ in range(chosen.choice((1, 1, 2))):
+        victim, stage, delay = chosen.choice(victims), chosen.choice(list(STAGES)), chosen.uniform(0.0, 1.0)
+        kills.append(Killed(victim, stage, 0.0 if stage == "export" else delay))  # which ends the run
+    return ray, kills
 
 
-def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> int:
-    """Run a command, kill a process of it, and return its exit code; 0 if it ended before.
+def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> tuple[int, bool]:
+    """Run a command, kill a process of it, and return its exit code, and whether it ran until it was to be killed.
 
     Every process has ended within 15 seconds after the command.
     """
+    found = False
     with (
         said.open("wb") as output,
         subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
@@ -166,6 +168,7 @@ def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> int:
                 assert time.monotonic() < until
                 time.sleep(0.05)
             else:
+                found = True
                 break
         code = driver.wait(RUN_S)
     until = time.monotonic() + LEFT_S
@@ -174,7 +177,7 @@ def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> int:
     assert not left, {pid: command_line(pid)[:200] for pid in left}
     if killed.victim.startswith("judge") and code:
         assert "the judge's process has ended: killed by SIGKILL" in said.read_text()
-    return code
+    return code, found
 
 
 def require_ended(words: list[str], run: Path, whole: dict[str, object]) -> None:
@@ -189,7 +192,8 @@ def require_ended(words: list[str], run: Path, whole: dict[str, object]) -> None
 def test_nothing_is_left_and_the_same_command_ends_with_the_same_bits(victim, stage, whole, tmp_path):
     run, ray = tmp_path / "run", victim in OF_RAY or stage not in PLAIN
     words = command(run, ray, victim.endswith("judged run"))
-    code = interrupted(words, run, Killed(victim, stage), tmp_path / "said")
+    code, found = interrupted(words, run, Killed(victim, stage), tmp_path / "said")
+    assert found
     assert code in CODES.get(victim, {3}), (tmp_path / "said").read_text()
     require_ended(words, run, whole)
 
@@ -203,6 +207,7 @@ def test_a_judged_run_that_is_killed_anywhere_ends_with_the_same_bits(seed, whol
     words = command(run, ray, verified=True)
     for number, killed in enumerate(kills):
         said = tmp_path / f"said-{number}"
-        code = interrupted(words, run, killed, said)
+        code, found = interrupted(words, run, killed, said)
+        assert found or number  # a run that was continued may have ended before
         assert code in {0, 3, -signal.SIGKILL}, f"{kills}\n{said.read_text()}"
     require_ended(words, run, whole)

@@ -101,6 +101,7 @@ class EngineSlice:
     """
 
     name: str
+    """Name in the checkpoint."""
     holder: str
     """Engine's name of the tensor that the part was read from; empty for no element, in layers of other stages."""
     dtype: str

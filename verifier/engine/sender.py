@@ -45,6 +45,7 @@ class TransferWatch(Protocol):
     """Told of a transfer under way. It only looks."""
 
     version: int
+    """Version of the weights."""
 
     def agreed(self, agreement: Agreement) -> None:
         """All members have said which plan they hold."""

@@ -109,6 +109,7 @@ class Stall:
     tensor: str
     """The tensor that it carried: label, shape and dtype, as far as known."""
     group: tuple[int, ...]
+    """Global ranks of its process group."""
     arrived: tuple[int, ...]
     """Ranks of the group that had entered this very collective."""
     missing: tuple[int, ...]

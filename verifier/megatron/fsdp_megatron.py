@@ -34,9 +34,11 @@ class _Shard:
 
     chunk: int
     name: str
+    """Name of the parameter, without wrappers."""
     parameter: Any
     """The optimizer's, a DTensor."""
     shape: torch.Size
+    """Shape of the tensor-parallel parameter."""
     place: slice
     """Elements of it that this rank has."""
     group: Any

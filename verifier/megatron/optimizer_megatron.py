@@ -39,17 +39,23 @@ class StepSettings:
 
 
 class RolloutRule(Protocol):
-    """Adam's settings and the schedule of its rates by rollouts, as the record `OptimizerRule` describes each."""
+    """Adam's settings and the schedule of its rates, by the number of rollouts that earlier steps have trained on."""
 
     first_learning_rate: float
+    """Learning rate at none."""
     learning_rate: float
+    """Learning rate at `warm_up` rollouts: a straight line leads there."""
     least_learning_rate: float
+    """Learning rate from `num_rollouts` on: half a cosine leads there."""
     embedding_learning_rate: float
+    """The embedding's and the output's at `warm_up` rollouts; they begin as all others do."""
     least_embedding_learning_rate: float
     warm_up: int
     num_rollouts: int
     weight_decay: float
+    """Weight decay of matrices at no rollouts; vectors do not decay."""
     greatest_weight_decay: float
+    """Weight decay of matrices from `num_rollouts` on: a straight line leads there, from the first rollout."""
     clip_grad: float
     beta_1: float
     beta_2: float

@@ -38,8 +38,11 @@ class PackedBatch:
     ids: tuple[str, ...]
     """Rollout id of each sub-sequence, in pack order; empty for a filler micro-batch."""
     groups: tuple[str, ...]
+    """Prompt group of each sub-sequence."""
     rewards: tuple[float, ...]
+    """Reward of each sub-sequence."""
     prompt_lengths: tuple[int, ...]
+    """Prompt length of each sub-sequence, in tokens."""
     alignment: Alignment
     cu_seqlens: torch.Tensor
     """[S + 1] int32, cumulative real lengths of the whole pack."""

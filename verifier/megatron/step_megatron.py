@@ -46,6 +46,7 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient over all parameters, before clipping."""
     num_tokens: int
+    """Number of tokens in the loss mask."""
 
 
 def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
@@ -66,9 +67,15 @@ def score(
 ) -> list[torch.Tensor]:
     """Score given tokens without gradients. A collective.
 
-    Rollouts are the same on every rank, and divided over data-parallel ranks here: into micro-batches of at most
-    `max_tokens` rows, padding included, or of `micro_batch_size` rollouts. `read` reads another number from each row of
-    logits, such as `vocab_logprob.is_greedy`; `on_rows` is not called then.
+    Args:
+        trainer: the model.
+        rollouts: the same on every rank; divided over data-parallel ranks here.
+        micro_batch_size: greatest number of rollouts of a packed micro-batch.
+        temperature: divisor of the logits.
+        on_shards: see `OnShards`.
+        on_rows: see `OnRows`; not called where `read` is given.
+        max_tokens: greatest number of rows of a micro-batch, padding included; None splits by `micro_batch_size`.
+        read: another number to read from each row of logits, such as `vocab_logprob.is_greedy`.
 
     Returns:
         One float32 tensor [len - 1] per rollout, on every rank's host: entry t is the log-probability of token t + 1
@@ -111,10 +118,20 @@ def train_step(
 ) -> StepResult:
     """One forward and backward pass over all rollouts, then one optimiser step. A collective.
 
-    The step's loss is the mean of `loss` over all tokens in the loss mask, over all ranks. Without a `learning_rate` it
-    has the optimiser's. A scheduler of `optimizer_megatron` sets the rates of the next step; it counts
-    `scheduler_step`, by default rollouts. `on_gradients` is called on every rank after gradients are reduced and before
-    any parameter changes. For `columns` see `backward`, for the rest `score`.
+    Args:
+        trainer: built with `data_parallel`.
+        optimizer: from `optimizer_megatron.make_optimizer`.
+        rollouts: the same on every rank.
+        loss: loss per token; the step's loss is its mean over all tokens in the loss mask, over all ranks.
+        learning_rate: learning rate of this step; None keeps the optimiser's.
+        scheduler: from `optimizer_megatron.make_scheduler`; sets the rates of the next step, by rollouts so far.
+        micro_batch_size: greatest number of rollouts of a packed micro-batch.
+        temperature: divisor of the logits.
+        on_shards: see `OnShards`.
+        on_gradients: called on every rank after gradients are reduced and before any parameter changes.
+        max_tokens: greatest number of rows of a micro-batch, padding included; None splits by `micro_batch_size`.
+        columns: see `backward`.
+        scheduler_step: amount that the scheduler counts; None counts rollouts.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.

@@ -111,6 +111,7 @@ class _Options:
     vocab_start: int
     group: ProcessGroup | None
     scale: float
+    """Inverse temperature."""
     chunk_tokens: int
     entropy: bool
 

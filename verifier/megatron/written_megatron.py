@@ -35,6 +35,7 @@ class Stepped:
 
     chunk: int
     local: str
+    """Name of the parameter in its model chunk, without wrappers."""
     begin: int
     """Index of the first in the flattened parameter."""
     states: Sequence[torch.Tensor]

@@ -33,7 +33,9 @@ class Batch:
     """B sequences of T tokens, whose routers are given experts in the same layers."""
 
     places: tuple[int, ...]
+    """Index of each sequence among all."""
     tokens: torch.Tensor
+    """[B, T] ids."""
     experts: Mapping[int, torch.Tensor]
     """[B, T, K] by layer; a layer that is left out chooses by itself."""
     margin: float = math.inf

@@ -31,6 +31,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     """Tokens of the longest sequence; the bucket before it ends below the shortest."""
     tokens: int
+    """Number of log-probabilities that it was measured on."""
     mean: float
     deviation: float
     median: float

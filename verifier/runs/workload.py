@@ -31,6 +31,7 @@ class ScoringPass(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     rollouts: tuple[RolloutRow, ...]
     temperature: float = 1.0
+    """Divisor of the logits."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

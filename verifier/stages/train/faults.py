@@ -175,7 +175,7 @@ def passes_before_the_gather(call: Call) -> Any:
     training=("verify.every=0", "megatron.overlap_param_gather=false"),
 )  # fmt: skip
 def gather_lost_on_one_rank(call: Call) -> None:
-    """What a gather of weights sends to one rank is lost, which keeps the other's shard of the step before."""
+    """Weights that a gather sends to one rank are lost: it keeps the other's shard of the step before."""
     group, before = call.self, [bucket.param_data.clone() for bucket in call.self.buckets]
     call.original()
     if group.intra_distributed_optimizer_instance_rank:
