@@ -48,7 +48,8 @@ def scaled_down(config: Mapping[str, Any]) -> dict[str, Any]:
         vision = {**config["vision_config"], **_VISION, "out_hidden_size": text["hidden_size"]}
         return {**config, "text_config": text, "vision_config": vision, **tokens}
     whole, pattern = dict(config), hybrid_pattern(config)
-    counted = {**whole, **({"num_hidden_layers": len(pattern)} if pattern else {})}
+    unstated = CONFIG_MAPPING[config["model_type"]]().to_dict() if "num_attention_heads" not in config else {}
+    counted = {**unstated, **whole, **({"num_hidden_layers": len(pattern)} if pattern else {})}
     if "hybrid_override_pattern" in whole:
         counted["hybrid_override_pattern"] = list(whole["hybrid_override_pattern"])
     found: dict[str, Any] = {**counted, **scaled(counted)}

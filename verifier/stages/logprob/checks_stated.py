@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from verifier.config_json import (
+    EXPERT_COUNTS,
     Config,
     further_pattern,
     has_delta_nets,
@@ -57,8 +58,7 @@ def hybrid_layers(config: Config) -> Any:
 
 def experts(config: Config) -> int | None:
     """Number of routed experts of a layer; None where no layer has any."""
-    keys = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    found = next((config[key] for key in keys if config.get(key)), None)
+    found = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     return None if "E" not in (hybrid_pattern(config) or "E") else found
 
 
