@@ -93,8 +93,8 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             Path(folder, "config.json").write_text(json.dumps(config))
             whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             text = whole.get_text_config()
-            stated = text_model(config).get("tie_word_embeddings")
-            whole.tie_word_embeddings = text.tie_word_embeddings = text.tie_word_embeddings if stated is None else stated
+            tied = text_model(config).get("tie_word_embeddings", text.tie_word_embeddings)
+            whole.tie_word_embeddings = text.tie_word_embeddings = tied
             is_causal = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
             kind, read = (AutoModelForCausalLM, text) if is_causal else (AutoModelForImageTextToText, whole)
             model = kind.from_config(read, trust_remote_code=False)
