@@ -162,9 +162,17 @@ def softmax_scale(config: Config) -> Any:
 
 
 def trainer_softmax_scale(fields: Config) -> Any:
-    """Scale of attention scores in the trainer; null stands for that of the head's width."""
-    scale = fields.get("softmax_scale")
-    return None if scale and math.isclose(scale, fields["kv_channels"] ** -0.5, rel_tol=1e-12) else scale  # or 1 / sqrt
+    """Scale of attention scores in the trainer; null stands for that of the head's width.
+
+    Source:
+        megatron/bridge/models/gemma/gemma2_provider.py: attention of Gemma 2 takes `query_pre_attn_scalar` alone.
+    """
+    scale, width = fields.get("softmax_scale"), fields.get("kv_channels")
+    scalar = fields.get("query_pre_attn_scalar") or (round(scale**-2) if scale else width)
+    stated = float(scalar) ** -0.5 if scalar else 0.0
+    if scale and not math.isclose(scale, stated, rel_tol=1e-12):  # 1 / sqrt(x) is x ** -0.5 but for the last bit
+        return scale
+    return None if scalar == width else stated
 
 
 def attention_scale(config: Config) -> Any:
