@@ -89,7 +89,7 @@ def _specs(config: Mapping[str, Any]) -> list[TensorSpec]:
         return [*by_name.values(), *copies]
     if config["model_type"] != "nemotron_h":
         specs = specs_of(CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)), config)
-        return _as_qwen35(config, specs) if "text_config" in config else specs
+        return _as_qwen35(config, specs) if "text_config" in config and "qwen3_5" in config["model_type"] else specs
     main = {**config, "num_nextn_predict_layers": 0}
     specs = [
         replace(spec, name=spec.name.replace("backbone.embedding.", "backbone.embeddings."))

@@ -133,6 +133,8 @@ def with_defaults(config: Config, read: Config) -> dict[str, Any]:
     """Keys of the language model, and for what it does not state, those of config.json as transformers reads it."""
     own, theirs = rope(config), rope(read)
     merged = {"rope_parameters": {**theirs, **own}, "rope_scaling": None} if theirs else {}
+    if len(ropes(config)) == 1 < len(ropes(read)):  # Gemma 3 states the scaling of some layers' rope alone
+        merged = {"rope_scaling": None}
     return {**text_model(read), **text_model(config), **merged}
 
 

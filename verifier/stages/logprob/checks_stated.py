@@ -17,6 +17,7 @@ from verifier.config_json import (
     rope,
     rotary_dim,
 )
+from verifier.stages.logprob.records import LAYER_WINDOWS
 
 BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
@@ -137,12 +138,24 @@ def gates_attention(config: Config) -> bool:
     return has_delta_nets(config) and config.get("attn_output_gate", True)
 
 
+def cutting_windows(fields: Config, config: Config) -> Config:
+    """Fields of the trainer without windows of all positions, which cut nothing."""
+    most = config.get("max_position_embeddings") or math.inf
+    size, layers = trainer_window(fields), fields.get(LAYER_WINDOWS, {})
+    return {
+        **fields, "window_size": None if size is None or size >= most else fields["window_size"],
+        LAYER_WINDOWS: {layer: None if rows is None or rows + 1 >= most else rows for layer, rows in layers.items()},
+    }  # fmt: skip
+
+
 def engine_window(config: Config, module: str) -> Any:
     """Window of a layer's module in vLLM, tokens before and after."""
     layers, at = layer_windows(config), re.search(r"\blayers\.(\d+)\.", module)
     if layers is None or at is None or int(at[1]) >= len(layers):
         return ...
     before = layers[int(at[1])]
+    if before is None and (config.get("sliding_window") or 0) >= config.get("max_position_embeddings", math.inf):
+        return ...  # a window of all positions cuts nothing
     return "[-1, -1]" if before is None else f"[{before}, 0]"
 
 
