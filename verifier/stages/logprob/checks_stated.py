@@ -180,12 +180,9 @@ def trainer_softmax_scale(fields: Config) -> Any:
     Source:
         megatron/bridge/models/gemma/gemma2_provider.py: attention of Gemma 2 takes `query_pre_attn_scalar` alone.
     """
-    scale, width = fields.get("softmax_scale"), fields.get("kv_channels")
-    scalar = fields.get("query_pre_attn_scalar") or (round(scale**-2) if scale else width)
-    stated = float(scalar) ** -0.5 if scalar else 0.0
-    if scale and not math.isclose(scale, stated, rel_tol=1e-12):  # 1 / sqrt(x) is x ** -0.5 but for the last bit
-        return scale
-    return None if scalar == width else stated
+    scalar = fields.get("query_pre_attn_scalar")
+    scale = float(scalar) ** -0.5 if scalar else fields.get("softmax_scale")
+    return None if scale and math.isclose(scale, fields["kv_channels"] ** -0.5, rel_tol=1e-12) else scale  # or 1 / sqrt
 
 
 def attention_scale(config: Config) -> Any:
