@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel,
-)  # fmt: skip
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
 from verifier.config_json import text_model
@@ -95,9 +93,9 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             text = whole.get_text_config()
             tied = text_model(config).get("tie_word_embeddings", text.tie_word_embeddings)
             whole.tie_word_embeddings = text.tie_word_embeddings = tied
-            is_causal = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-            kind, read = (AutoModelForCausalLM, text) if is_causal else (AutoModelForImageTextToText, whole)
-            model = kind.from_config(read, trust_remote_code=False)
+            is_causal = type(text) in AutoModelForCausalLM._model_mapping
+            auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+            model = auto.from_config(text if is_causal else whole, trust_remote_code=False)
     except (OSError, *REFUSALS) as error:
         said = next(iter(str(error).splitlines()), "")
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
@@ -106,11 +104,11 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
     buffers = {name for name, _ in model.named_buffers()} | {
         name for name, item in model.named_parameters() if not item.requires_grad
     }
-    language = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    parts = () if is_causal else (*model.get_decoder().modules(), model.get_output_embeddings())
     return [
         TensorSpec(name=name, shape=tuple(tensor.shape), content=Content.SCORE_BIAS if holder in buffers else kind)
         for name, (holder, tensor) in checkpoint_places(model).items()
-        if is_causal or model.get_submodule(holder.rpartition(".")[0]) in language
+        if is_causal or model.get_submodule(holder.rpartition(".")[0]) in parts
         for kind in (Content.DECAY if name.endswith("A_log") else Content.MATRIX,)
     ]
 
