@@ -10,7 +10,8 @@ from verifier.stages.load.probe_configs_megatron import record_config
 
 MINISTRAL = {
     "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
-    "text_config": {"model_type": "ministral3", "tie_word_embeddings": False}, "vision_config": {"model_type": "pixtral"},
+    "text_config": {"model_type": "ministral3", "tie_word_embeddings": False},
+    "vision_config": {"model_type": "pixtral"},
 }  # fmt: skip
 
 
