@@ -316,7 +316,8 @@ def _end(result: GateResult) -> str:
     machine = ", ".join([result.host, *result.gpus])
     code = f"verifier {result.verifier}" + (f" at {result.commit}" if result.commit else "")
     fixes = f"fixes on: {', '.join(result.fixes)}\n" if result.fixes else ""
+    decided = ": ".join([result.decision, *map(printable, result.reasons[:1])])
     return (
         f"{result.began} to {result.ended}, {result.seconds:,.0f} s of cells; {machine}\n{code}; {stack}\n{fixes}"
-        f"gate: {result.folder}\n{': '.join([result.decision, *map(printable, result.reasons[:1])])}\n"
+        f"gate: {result.folder}; a card of each model in its folder `cards`\n{decided}\n"
     )
