@@ -7,14 +7,13 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from verifier import __version__
 from verifier.campaign.gate.decision import EXIT_CODES, decided
 from verifier.config import GateConfig
-from verifier.config.commands import folder_name
+from verifier.config.commands import DTYPES, folder_name
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import json_text, read_as, write_whole
 from verifier.errors import UsageError
@@ -24,59 +23,42 @@ from verifier.model.named import sizes_alone
 from verifier.oracle.noise_floor import config_digest
 from verifier.platform import select
 from verifier.platform.provenance import gpu_names, installed_versions
-from verifier.report.gate_result import CellResult, Decision, GateResult, WaiverUse
+from verifier.report.gate_result import CellResult, GateEnd, GateResult
 
 CARDS = "cards"
 """Folder of the cards in a gate's folder."""
 
 
 class KnownWrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A violation, or what ended a run, in all runs that show it."""
+    """An upstream bug that was found, or the violations of one check, or what ended a run."""
 
-    check: str
-    """Code; empty where the run died."""
-    sentence: str
     bug: str
-    """Upstream bugs with their issues that explain it, and the option of their fixes; empty where none is known."""
+    """Bugs with their issues, and the option of their fixes; empty where none is known to explain it."""
+    checks: tuple[str, ...]
+    """Codes of what it violates; none where the run died."""
+    sentence: str
+    """The first thing that was found of it."""
     waived: bool
     runs: tuple[str, ...]
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one gate found out about one model."""
+class Card(GateEnd, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one gate found out about one model; the decision is on its runs and on the injected faults."""
 
-    format: Literal[1] = 1
     model: str
     family: str
     config: str
     """Digest of config.json's content."""
-    began: str
-    ended: str
-    """Times in UTC, as in ISO 8601; no end: the gate was broken off."""
     command: str
-    decision: Decision
-    """Decision on the runs of this model and on the injected faults."""
-    reasons: tuple[str, ...]
-    verifier: str
-    commit: str
-    """Empty outside of a checkout; ends in "+" where files differed from it."""
-    versions: dict[str, str]
-    """Upstream packages and their versions."""
-    fixes: tuple[str, ...]
-    """Fixes of upstream bugs that were on."""
-    tier: str
-    host: str
-    gpus: tuple[str, ...]
     meshes: tuple[str, ...]
-    """Meshes of the trainer, dtypes, and engines with their options, of runs that were made."""
     dtypes: tuple[str, ...]
     engines: tuple[str, ...]
+    """Of runs that were made."""
     runs: dict[str, str]
     """Run -> verdict."""
     holds: dict[str, int]
     """Check that holds wherever it was judged -> number of things that it compared."""
     wrong: tuple[KnownWrong, ...]
-    waivers: tuple[WaiverUse, ...]
     not_judged: tuple[str, ...]
     """Clauses on what the matrix left out, and on what no check could judge."""
 
@@ -103,15 +85,13 @@ def card_of(result: GateResult, model: str) -> Card:
     decision, reasons, _ = decided(cells, waivers)
     doubts = [found.sentence for item in own for found in item.findings if not found.violated]
     left_out = [item for item in result.left_out if f" {model} " in f" {item.what.replace(',', ' ')} "]
+    gate = {name: getattr(result, name) for name in GateEnd.__struct_fields__}
     return Card(
-        model=model, family=family, config=_config(model), began=result.began, ended=result.ended,
-        command=shlex.join(["verifier", *sys.argv[1:]]), decision=decision, reasons=tuple(reasons),
-        verifier=result.verifier, commit=result.commit, versions=result.versions, fixes=result.fixes,
-        tier=result.tier, host=result.host, gpus=result.gpus,
+        **gate | {"decision": decision, "reasons": tuple(reasons), "waivers": tuple(waivers)},
+        model=model, family=family, config=_config(model), command=shlex.join(["verifier", *sys.argv[1:]]),
         meshes=_once(cell.mesh for cell in made), dtypes=_once(cell.dtype for cell in made),
         engines=_once(cell.engine for cell in made if cell.engine),
         runs={item.cell.id: item.verdict for item in cells}, holds=_holds(own), wrong=tuple(_wrong(cells)),
-        waivers=tuple(waivers),
         not_judged=_once([*(f"{item.what}: {item.reason}" for item in left_out),
                           *(clause for item in own for clause in item.not_judged), *doubts]),
     )  # fmt: skip
@@ -132,17 +112,20 @@ def _holds(cells: Sequence[CellResult]) -> dict[str, int]:
 
 
 def _wrong(cells: Sequence[CellResult]) -> Iterator[KnownWrong]:
-    found: dict[tuple[str, str, bool], list[tuple[str, str]]] = {}
+    found: dict[tuple[str, bool], list[tuple[str, str, str, str]]] = {}
     for item in cells:
         for bad in item.findings:
             if bad.violated:
-                key = bad.check, bad.known_bug, bad.waived_by is not None
-                found.setdefault(key, []).append((bad.sentence, item.cell.id))
+                said = (bad.known_bug, bad.check, bad.sentence, item.cell.id)
+                found.setdefault((bad.known_bug or bad.check, bad.waived_by is not None), []).append(said)
         if item.status == "failed" or (item.status == "violated" and not item.findings):
-            found.setdefault(("", item.reason, False), []).append((item.reason.partition("\n")[0], item.cell.id))
-    for (check, bug, covered), said in found.items():
-        runs = _once(run for _, run in said)
-        yield KnownWrong(check=check, sentence=said[0][0], bug=bug if check else "", waived=covered, runs=runs)
+            said = ("", "", item.reason.partition("\n")[0], item.cell.id)
+            found.setdefault((item.reason, False), []).append(said)
+    for (_, covered), rows in found.items():
+        bugs, checks, sentences, runs = map(_once, zip(*rows, strict=True))
+        yield KnownWrong(
+            bug=bugs[0], checks=tuple(filter(None, checks)), sentence=sentences[0], waived=covered, runs=runs
+        )
 
 
 def check_card(file: Path, config: GateConfig) -> tuple[ExitCode, str]:
@@ -167,7 +150,7 @@ def check_card(file: Path, config: GateConfig) -> tuple[ExitCode, str]:
         return ExitCode.VIOLATED, f"FAIL on {day}: {(*late, *card.reasons)[0]}"
     if doubts := [*_differing(card, config), *card.reasons]:
         return ExitCode.INCONCLUSIVE, f"INCONCLUSIVE: {'; '.join(doubts)}"
-    return EXIT_CODES[card.decision], f"{card.decision} on {day}: {len(card.runs)} runs with these versions"
+    return EXIT_CODES[card.decision], f"{card.decision} on {day}: {card.model}, with the versions that are here"
 
 
 def _differing(card: Card, config: GateConfig) -> Iterator[str]:
@@ -184,7 +167,7 @@ def _differing(card: Card, config: GateConfig) -> Iterator[str]:
         yield f"the card has fixes {', '.join(card.fixes) or 'none'}, asked for are {', '.join(config.fixes) or 'none'}"
     asked = {
         "mesh": ([Mesh.fitting(**axes_of(text)).label() for text in config.meshes], card.meshes),
-        "dtype": (config.dtypes, card.dtypes),
+        "dtype": ([DTYPES[name] for name in config.dtypes], card.dtypes),
         "engine": (config.engines, card.engines),
     }
     for axis, (wanted, has) in asked.items():
