@@ -90,10 +90,10 @@ def test_models_page_is_drawn_from_the_ledger():
     assert text == published_table.drawn(families_table.drawn(text))
 
 
-def test_measurements_page_is_drawn_from_golden():
-    """`python -m tests.meta.measurement_tables` draws it anew."""
-    text = measurement_tables.PAGE.read_text()
-    assert text == measurement_tables.drawn(text)
+@pytest.mark.parametrize("page", measurement_tables.TABLES, ids=where)
+def test_pages_of_measurements_are_drawn_from_golden(page):
+    """`python -m tests.meta.measurement_tables` draws them anew."""
+    assert page.read_text() == measurement_tables.drawn(page)
 
 
 def test_upstream_page_shows_the_recorded_upgrades():
