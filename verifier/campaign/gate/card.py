@@ -43,7 +43,7 @@ class KnownWrong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Card(GateEnd, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one gate found out about one model; the decision is on its runs and on the injected faults."""
+    """Result of a gate for one model; the decision is on its runs and on the injected faults."""
 
     model: str
     family: str
@@ -53,7 +53,7 @@ class Card(GateEnd, frozen=True, kw_only=True, forbid_unknown_fields=True):
     meshes: tuple[str, ...]
     dtypes: tuple[str, ...]
     engines: tuple[str, ...]
-    """Of runs that were made."""
+    """Axes of runs that were made: meshes and dtypes of the trainer, engines with their options."""
     runs: dict[str, str]
     """Run -> verdict."""
     holds: dict[str, int]
