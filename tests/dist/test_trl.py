@@ -187,11 +187,10 @@ def tensor_not_stepped(patch: pytest.MonkeyPatch) -> None:
     real = accelerate.optimizer.AcceleratedOptimizer.step
 
     def wrong(self: Any, *args: Any) -> Any:
-        weight = max((item for group in self.param_groups for item in group["params"]), key=lambda item: item.numel())
-        kept = weight.detach().clone()
-        found = real(self, *args)
-        weight.data.copy_(kept)
-        return found
+        max(
+            (item for group in self.param_groups for item in group["params"]), key=lambda item: item.numel()
+        ).grad = None
+        return real(self, *args)
 
     patch.setattr(accelerate.optimizer.AcceleratedOptimizer, "step", wrong)
 
@@ -212,7 +211,7 @@ PLANTED: dict[str, tuple[Callable[[Any], None], Stage, str, dict[str, Any]]] = {
         before_loss(rolled("old_per_token_logps")), Stage.LOSS, "LSS001", {"num_iterations": 2},
     ),
     "completion mask off by one": (after_scoring(mask_early), Stage.DATA, "DAT008", {}),
-    "completion mask off by one in the loss": (before_loss(mask_early), Stage.LOSS, "LSS001", {}),
+    "completion mask off by one in the loss": (before_loss(mask_early), Stage.LOGPROB, "LGP001", {}),
     "advantages shifted by a row": (after_scoring(rolled("advantages")), Stage.ADVANTAGE, "ADV002", {}),
     "advantages shifted by a row in the loss": (before_loss(rolled("advantages")), Stage.LOSS, "LSS001", {}),
     "deviation of n terms": (std_of_n, Stage.ADVANTAGE, "ADV002", {}),

@@ -136,11 +136,13 @@ class _Recording:
         for rollouts in sorted(seen.of(Rollouts), key=lambda item: item.version):
             step = rollouts.version
             tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
-            for scored in seen.of(TrainerLogprobs, version=step - 1):
-                if (weights := self._weights(step - 1)) is not None and len(scored.lengths) == len(tokens):
+            for scored in seen.of(TrainerLogprobs):
+                if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
+                    continue
+                if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
                     sides = self._sides(weights, tokens, scored.temperature)
                     tails = Sides(*(_tails(side, scored.lengths) for side in sides))
-                    yield from self._sided(OracleLogprobs, scored.name, step - 1, tails, rollouts.lengths)
+                    yield from self._sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
             for columns in seen.of(LossColumns, version=step):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)

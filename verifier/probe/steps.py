@@ -206,7 +206,7 @@ class StepRecorder(ABC):
         ends = (end_token,) if isinstance(end_token, int) else tuple(end_token or ())
         own.ends, known = ends, bool(ends) and max_response_tokens is not None
         own.truncated = tuple(
-            finish_reasons[at] == "length" if finish_reasons is not None else known and row[-1:] != ends[:1]
+            finish_reasons[at] == "length" if finish_reasons is not None else known and not {*row[-1:]} & {*ends}
             for at, row in enumerate(found.responses)
         )
         if engine_logprobs is not None:
