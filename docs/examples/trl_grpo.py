@@ -92,8 +92,15 @@ class Recorded(GRPOTrainer):
             reasons=["" if row.any() else "overlong" for row in self._rows("completion_mask")],
             max_staleness=behind - 1,
         )
+        kl_ratio = self.beta != 0 and self.args.use_bias_correction_kl
         self.record.loss(
-            step, "clipped", kl_weight=self.beta, clip_low=self.epsilon_low, clip_high=self.epsilon_high, **self._mean()
+            step,
+            "clipped",
+            kl_weight=self.beta,
+            kl_ratio=kl_ratio,
+            clip_low=self.epsilon_low,
+            clip_high=self.epsilon_high,
+            **self._mean(),
         )
 
     def _mean(self) -> dict[str, Any]:

@@ -421,7 +421,10 @@ def token_losses(
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
         estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        total = total + objective["kl_weight"] * estimates[objective["kl_kind"]]
+        times = (
+            torch.exp(torch.clamp(logprob - columns["divisor"], -LIMIT, LIMIT)) if objective.get("kl_ratio") else 1.0
+        )
+        total = total + objective["kl_weight"] * times * estimates[objective["kl_kind"]]
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy
     return total

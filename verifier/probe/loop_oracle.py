@@ -289,7 +289,8 @@ def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str
 
 def _objective(terms: LossTerms) -> Mapping[str, Any]:
     names = (
-        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_weight", "entropy_weight"
+        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_ratio", "kl_weight",
+        "entropy_weight",
     )  # fmt: skip
     return {name: getattr(terms, name) for name in names}
 
