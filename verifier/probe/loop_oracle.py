@@ -269,7 +269,8 @@ class _Recording:
 
 def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
     """Greatest distance of a gradient, in units of its tensor's greatest element."""
-    return max(float(row["gradient"][0]) / row["gradient_scale"] for row in rows if row["gradient_scale"])
+    known = [row for row in rows if row["gradient_scale"] and "gradient" in row]
+    return max((float(row["gradient"][0]) / row["gradient_scale"] for row in known), default=0.0)
 
 
 def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:
@@ -282,8 +283,8 @@ def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str
         "token_mean": (sum(counts), [1] * len(masks)), "sequence_mean": (sum(map(bool, counts)), counts),
         "prompt_mean": (sum(map(bool, by_group.values())), [by_group[group] for group in groups]),
     }  # fmt: skip
-    divisor, sizes = known[terms.name]
-    divisor = max(1, divisor) if terms.divisor is None else terms.divisor
+    number, sizes = known[terms.name]
+    divisor = max(1, number) if terms.divisor is None else terms.divisor
     return [mask / (divisor * max(1, size)) for mask, size in zip(masks, sizes, strict=True)]
 
 
