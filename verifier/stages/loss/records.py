@@ -80,7 +80,7 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     temperature: float = 1.0
     """Divisor of the logits."""
     divisor: float | None = None
-    """Of the sum over tokens, or of means of sequences or parts; None: the number of those in the loss."""
+    """Divisor of the sum over tokens, or of means of sequences or parts; None: the number of those in the loss."""
     parts: tuple[str, ...] = ()
     """Part of each rollout, whose mean stands in the place of its prompt's; empty: prompts."""
 
