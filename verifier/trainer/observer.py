@@ -167,7 +167,7 @@ class TransferObserver:
         """An adapter was exported, and rank 0 has written it to a folder."""
 
     def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """All that the engine ranks hold was overwritten."""
+        """See `TransferWatch.poisoned`."""
 
     def agreed(self, agreement: Agreement) -> None:
         """See `TransferWatch.agreed`."""
