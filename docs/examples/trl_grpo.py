@@ -62,7 +62,6 @@ class Recorded(GRPOTrainer):
             row[:size] for row, size in zip(self._all("completion_ids"), self._all("size"), strict=True)
         ]
         self.ids = [f"{step}/{at}" for at in range(len(self.completions))]
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}  # as TRL tells which are cut off
         asked = zip(self._all("prompt_ids"), self._all("prompt_mask"), strict=True)
         prompts = [row[own.bool()] for row, own in asked]
         self.record.rollouts(
@@ -77,7 +76,7 @@ class Recorded(GRPOTrainer):
             temperature=self.temperature,
             end_token=self.eos_token_ids,
             max_response_tokens=self.max_completion_length,
-            finish_reasons=["stop" if int(row[-1]) in ends else "length" for row in self.completions],
+            finish_reasons=["stop" if int(row[-1]) in self.eos_token_ids else "length" for row in self.completions],
         )
         scale = {"group": "grpo", "none": "dr_grpo", "batch": "grpo_batch"}[self.scale_rewards]
         is_whole = self.args.steps_per_generation == self.args.gradient_accumulation_steps

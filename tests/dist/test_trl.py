@@ -210,7 +210,7 @@ PLANTED: dict[str, tuple[Callable[[Any], None], Stage, str, dict[str, Any]]] = {
     "old log-probabilities of another row in the loss": (
         before_loss(rolled("old_per_token_logps")), Stage.LOSS, "LSS001", {"num_iterations": 2},
     ),
-    "completion mask off by one": (after_scoring(mask_early), Stage.DATA, "DAT008", {}),
+    "completion mask off by one": (after_scoring(mask_early), Stage.LOGPROB, "LGP001", {}),  # attention is by this mask
     "completion mask off by one in the loss": (before_loss(mask_early), Stage.LOGPROB, "LGP001", {}),
     "advantages shifted by a row": (after_scoring(rolled("advantages")), Stage.ADVANTAGE, "ADV002", {}),
     "advantages shifted by a row in the loss": (before_loss(rolled("advantages")), Stage.LOSS, "LSS001", {}),

@@ -348,10 +348,10 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
 def _size(config: Mapping[str, JSON], key: str, default: int | None = None) -> int:
     """Return one size, or `default` where the key is absent or null; 0 is valid only where it is the default.
 
-    Of a size for each layer, as Gemma 3n has, the greatest that divides all.
+    Of a feed-forward size for each layer, as Gemma 3n has, the greatest that divides all.
     """
     value = config.get(key)
-    if isinstance(value, list) and value:
+    if key == "intermediate_size" and isinstance(value, list) and value:
         return math.gcd(*(_size({key: item}, key) for item in value))
     if value is None and default is not None:
         return default
