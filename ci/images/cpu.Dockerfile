@@ -12,8 +12,9 @@ WORKDIR /opt/verifier
 COPY pyproject.toml README.md LICENSE ./
 COPY ci ci
 COPY verifier verifier
-RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root/.cache \
-    PIP_FIND_LINKS=/wheels UV_FIND_LINKS=/wheels ci/with-env verifier doctor \
+RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/cache \
+    PIP_FIND_LINKS=/wheels UV_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 UV_CACHE_DIR=/cache \
+    ci/with-env verifier doctor \
     && ci/with-env python -m compileall -q verifier
 ENV HOME=/tmp USER=verifier
 USER 1000:1000

@@ -13,8 +13,9 @@ WORKDIR /opt/verifier
 COPY pyproject.toml README.md LICENSE ./
 COPY ci ci
 COPY verifier verifier
-RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/root/.cache \
-    PIP_FIND_LINKS=/wheels UV_FIND_LINKS=/wheels ci/with-env --gpu python -m compileall -q verifier
+RUN --mount=type=bind,from=wheels,target=/wheels --mount=type=cache,target=/cache \
+    PIP_FIND_LINKS=/wheels UV_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 UV_CACHE_DIR=/cache \
+    ci/with-env --gpu python -m compileall -q verifier
 ENV HOME=/tmp USER=verifier NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000
 WORKDIR /tmp
