@@ -24,18 +24,18 @@ ASSUMED = (
 """Rules by which places follow from names."""
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(?:(\d+)\.)?")
-_EMBEDDING = re.compile(r"(?:embed_tokens|embeddings?|wte)\.weight$")
-_FIRST = re.compile(r"embed|wte|wpe|per_layer")
+_EMBEDDING = re.compile(r"(?:embed_tokens|embed_in|embeddings?|wte)\.weight$")
+_FIRST = re.compile(r"embed(?!_out)|wte|wpe|per_layer")
 """Outside of layers, what the first stage holds; the last one holds the rest."""
 _ROWS = re.compile(
     r"(?:^|\.)(?:(?:q|k|v|qkv|q_b|kv_b|gate|up|gate_up)_proj|w1|w3|in_proj\w*|conv1d|dt|A_log|D|mixer\.norm"
-    r"|embed_tokens|embeddings?|wte|lm_head)$"
+    r"|embed_tokens|embed_in|embed_out|embeddings?|wte|lm_head|query_key_value|dense_h_to_4h)$"
 )
-_COLUMNS = re.compile(r"\.(?:(?:o|down|out)_proj|w2)$")
+_COLUMNS = re.compile(r"\.(?:(?:o|down|out)_proj|w2|attention\.dense|dense_4h_to_h)$")
 _SUFFIX = re.compile(r"(?:\.weight|[._]bias)?$")
 _JOINED = {r"\.[qkv]_proj(?=$|[._])": ".linear_qkv", r"\.(?:gate_proj|up_proj|w1|w3)(?=$|[._])": ".linear_fc1"}
 """Tensors that are one parameter in Megatron, and its name."""
-_OUTPUT, _HEAD = "output_layer.weight", "lm_head.weight"
+_OUTPUT, _HEADS = "output_layer.weight", ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class NamedLayout:
     @cached_property
     def tied(self) -> bool:
         """True if the output layer is the embedding."""
-        return all(spec.name != _HEAD for spec in self.specs)
+        return all(spec.name not in _HEADS for spec in self.specs)
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -129,6 +129,7 @@ OTHERWISE_SPELLED = {
     "gemma-3n-e4b-it": (Mesh(tp=2, dp=4), 6_835_235_568),  # a width for each layer
     "phi-3.5-moe-instruct": (Mesh(tp=8, pp=2, ep=8), 41_873_153_344),  # PhiMoEForCausalLM, Phimoe in transformers
     "ernie-4.5-21b-a3b-pt": (Mesh(tp=4, ep=8, dp=2), 21_825_436_160),  # moe_num_experts, moe_k
+    "pythia-1.4b": (Mesh(tp=4, pp=2), 1_414_647_808),  # embed_in, embed_out, query_key_value, dense_h_to_4h
 }
 
 
@@ -168,3 +169,13 @@ def test_what_transformers_does_not_build_is_refused_in_one_sentence(case):
     with pytest.raises(UsageError, match=sentence) as refusal:
         plan_of(config, Mesh())
     assert "\n" not in str(refusal.value)
+
+
+def test_embedding_and_head_of_gpt_neox_are_divided_over_tp_and_stand_at_either_end():
+    config = json.loads((Path(__file__).parent / "published" / "pythia-1.4b" / "config.json").read_text())
+    holdings = plan_of(config, Mesh(tp=4, pp=2)).made.holdings
+    hidden, norms_and_biases = 2048, 2048 * (4 + 2) + (3 * 2048 + 8192) // 4
+    layer = 12 * hidden**2 // 4 + norms_and_biases
+    first, last = (next(item for item in holdings if item.at.pp == stage) for stage in range(2))
+    assert first.count(expert=False) == 12 * layer + 50304 * hidden // 4
+    assert last.count(expert=False) == 12 * layer + 50304 * hidden // 4 + 2 * hidden
