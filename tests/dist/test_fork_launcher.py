@@ -73,7 +73,7 @@ def test_a_result_longer_than_a_pipe(launcher, tmp_path):
 def test_json_from_every_rank_to_every_rank(launcher, tmp_path):
     results = launcher.run("gather_functions:gather", world_size=3, run_dir=tmp_path, deadline_s=60)
     rows = [{"rank": rank, "text": "x" * 1000 * rank, "third": 1 / 3} for rank in range(3)]
-    assert results == [[rows, [[], [], []]]] * 3
+    assert results == [[rows, [[], [], []], True, False]] * 3
 
 
 def test_no_rank_listens_with_a_store(launcher, tmp_path):

@@ -35,7 +35,7 @@ from verifier.launch.watchdog import Vigil
 from verifier.platform import host_bytes
 
 JSON = Any
-LEAST_RANK_BYTES = 48 << 20
+LEAST_RANK_BYTES = 12 << 20
 """Memory that a rank of the smallest model takes, bytes."""
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""

@@ -46,9 +46,9 @@ def test_the_evidence_of_4096_ranks_is_judged_and_an_absent_rank_named(tmp_path:
             lines.append(json.dumps(item | {"rank": rank} | at) + "\n")
         (trace / "evidence" / f"trainer-{rank:04d}.jsonl").write_text("".join(lines))
     outcomes, took_s = judged(trace, manifest)
-    assert {code: (item.verdict, item.not_recorded) for code, item in outcomes.items()} == {
-        code: (Verdict.HOLDS, ()) for code in CODES
-    }
+    assert {code: (item.verdict, item.not_recorded) for code, item in outcomes.items()} == dict.fromkeys(
+        CODES, (Verdict.HOLDS, ())
+    )
     assert outcomes["WGT001"].num_compared == RANKS
     assert took_s < MOST_S
     (trace / "evidence" / f"trainer-{ABSENT:04d}.jsonl").unlink()

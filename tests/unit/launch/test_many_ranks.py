@@ -95,14 +95,15 @@ def test_a_rank_of_4096_that_is_absent_is_named_with_its_node(nodes, tmp_path):
     group = f"{ABSENT // 8 * 8}-{ABSENT // 8 * 8 + 7}"
     text = str(raised.value)
     assert re.match(r"all_reduce of `\S+fc1.weight` waited 10\d\.\d s in a group of 8 ranks", text)
-    assert f"[{group}]" in text and f"[{ABSENT}] did not" in text
+    assert f"[{group}]" in text
+    assert f"[{ABSENT}] did not" in text
     assert f"rank {ABSENT} ({MESH.coordinate(ABSENT)}, node {ABSENT // OF_NODE}): in no collective since" in text
     assert len(text) < 1000
     per_rank = sum(node.num_bytes for node in nodes) / RANKS
     assert per_rank < 2 * 1100, "two reports, of which the mask of 512 bytes is the largest part"
     assert sum(node.asked for node in nodes) <= 7 * len(nodes)
     print(f"{took_s:.1f} s, {per_rank * RANKS / 2**20:.1f} MiB, {sum(node.asked for node in nodes):,} requests")
-    assert took_s < 60, "linear in ranks: 3 s on a quiet core"
+    assert took_s < 60, "3 s beside other work"
 
 
 def test_of_many_absent_ranks_the_first_are_named():
