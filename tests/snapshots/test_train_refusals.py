@@ -48,7 +48,6 @@ REFUSED = {
     "experts-do-not-divide-ranks": f"{MOE} mesh.ep=4 mesh.dp=2",
     "experts-do-not-divide": f"{MOE} mesh.ep=3 mesh.dp=3",
     "vpp-without-pp": f"{ADD} mesh.vpp=2",
-    "more-ranks-than-start": f"{ADD} mesh.dp=256 data.batch_size=256",
     "wide-in-fp32": "model=wide:qwen3-30b-a3b",
     "gather-without-distributed-optimizer": f"{ADD} megatron.distributed_optimizer=false",
     "gather-without-grad-reduce": f"{ADD} megatron.overlap_grad_reduce=false",

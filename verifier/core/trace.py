@@ -40,16 +40,23 @@ class Trace:
         self._index: dict[type[Record], dict[int, list[Record]]] = {}
         for item in self.records:
             self._index.setdefault(type(item), {}).setdefault(item.version, []).append(item)
+        self._groups: dict[tuple[type[Record], int, str], dict[Any, list[Record]]] = {}
         self._missing: dict[type[Record], tuple[str, ...]] = {}
         self._last = max((item.version for item in self.records), default=0)
 
     def of(self, kind: type[R], *, version: int | None = None, **equal: Any) -> Iterator[R]:
         """Records of one class as they were recorded: of one weight version, and with these values of other fields."""
         versions = self._index.get(kind, {})
-        for items in versions.values() if version is None else [versions.get(version, [])]:
-            found = cast("list[R]", items)
-            for field, value in equal.items():
-                found = [item for item in found if getattr(item, field) == value]
+        for number in versions if version is None else versions.keys() & {version}:
+            found = cast("list[R]", versions[number])
+            for place, (field, value) in enumerate(equal.items()):
+                if place:
+                    found = [item for item in found if getattr(item, field) == value]
+                else:  # each of many ranks asks for its own
+                    groups = self._groups.setdefault((kind, number, field), {})
+                    for item in () if groups else found:
+                        groups.setdefault(getattr(item, field), []).append(item)
+                    found = cast("list[R]", groups.get(value, []))
             yield from found
 
     def has(self, kind: type[Record]) -> bool:

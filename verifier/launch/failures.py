@@ -32,6 +32,7 @@ JSON = Any
 OURS = (UsageError, ContractError, InternalError)
 """Errors that cross a process's border as themselves."""
 _MAX_RANKS_SHOWN = 8
+_MAX_RANGES = 32
 _MAX_LINES_SHOWN = 30
 STACK = {
     "megatron.bridge": ("megatron-bridge",), "megatron": ("megatron-core",),
@@ -122,10 +123,10 @@ class Stall:
         of_tensor = f" of {self.tensor}" if self.tensor else ""
         what = "every rank arrived, yet it did not complete"
         if self.missing:
-            what = f"[{ranges(self.arrived)}] arrived, [{ranges(self.missing)}] did not"
+            what = f"[{ranges(self.arrived, _MAX_RANGES)}] arrived, [{ranges(self.missing, _MAX_RANGES)}] did not"
         if self.stopped:
             what = f"rank [{ranges(self.stopped)}] is stopped by a signal ({what})"
-        where = f"in a group of {len(self.group)} ranks [{ranges(self.group)}]"
+        where = f"in a group of {len(self.group)} ranks [{ranges(self.group, _MAX_RANGES)}]"
         return f"{self.op}{of_tensor} waited {self.waited_s:.1f} s {where}: {what}"
 
 

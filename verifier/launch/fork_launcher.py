@@ -12,6 +12,7 @@ import abc
 import math
 import os
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,11 @@ from verifier.launch.fork_server import ForkServer, Lent
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
 from verifier.launch.watchdog import Vigil
+from verifier.platform import host_bytes
 
 JSON = Any
-MOST_RANKS_OF_NODE = 128
-"""Ranks that are forked on one node, at most."""
+LEAST_RANK_BYTES = 12 << 20
+"""Memory that a rank of the smallest model takes, bytes."""
 _TURN_S = 0.25
 """Longest sleep between two looks at the flight recorder."""
 _HASTY_TURN_S = 0.02
@@ -191,7 +193,8 @@ class ForkJob:
         found: list[flight.Slot | None] = []
         for node in self._nodes:
             there_s, slots = node.slots()
-            found += [watchdog.on_this_clock(raw, time.monotonic() - there_s) for raw in slots]
+            ahead_s = time.monotonic() - there_s
+            found += [flight.unpacked(raw, self._spec.world_size, ahead_s) for raw in slots]
         return found
 
     def _states(self, ranks: Sequence[int], now: float) -> list[RankState]:
@@ -215,7 +218,7 @@ class ForkJob:
         return [rank for node in self._nodes for rank in node.stopped()]
 
     def _node_of(self, rank: int) -> NodeRanks:
-        return next(node for node in self._nodes if rank in node.ranks)
+        return self._nodes[bisect(self._nodes, rank, key=lambda node: node.ranks.start) - 1]
 
     def _place(self, rank: int) -> str:
         return ", ".join(filter(None, [self._spec.place(rank), self._node_of(rank).node]))
@@ -280,13 +283,16 @@ class ForkLauncher(ForkServer, Launcher):
 
 
 def require_ranks(world_size: int, nodes: int = 1) -> None:
-    """Refuse a number of ranks that cannot be started, on one node or in blocks on several.
+    """Refuse a number of ranks that memory cannot hold, on one node or in blocks on several as large as this one.
 
     Raises:
-        UsageError: fewer than one, more than a node starts, or more than the flight recorder has room for.
+        UsageError: fewer than one, or more than memory holds.
     """
-    if not 1 <= world_size <= MOST_RANKS_OF_NODE * nodes:
-        where = "this machine's launcher" if nodes == 1 else f"the launcher of each of {nodes} nodes"
-        raise UsageError(f"{world_size} ranks asked for: {where} starts 1 to {MOST_RANKS_OF_NODE}")
-    if world_size > flight.MAX_RANKS:
-        raise UsageError(f"{world_size:,} ranks asked for: a job has {flight.MAX_RANKS:,} at most")
+    memory = host_bytes()
+    most = memory // LEAST_RANK_BYTES * nodes
+    if not 1 <= world_size <= most:
+        where = "this machine" if nodes == 1 else f"each of {nodes} nodes"
+        raise UsageError(
+            f"{world_size:,} ranks asked for: {where} has {memory / 2**30:.1f} GiB of memory, which holds 1 to "
+            f"{most // nodes:,} ranks of {LEAST_RANK_BYTES >> 20} MiB"
+        )

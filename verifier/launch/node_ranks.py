@@ -61,7 +61,7 @@ class NodeRanks:
                 finally:
                     os.close(store_fd)
             elif rendezvous is None:
-                with socket.create_server((address, 0), backlog=flight.MAX_RANKS) as store:
+                with socket.create_server((address, 0), backlog=spec.world_size) as store:
                     self.rendezvous = (address, int(store.getsockname()[1]))
                     self._start(address, [memory_fd], [memory_fd, store.fileno()])
             else:
@@ -111,16 +111,16 @@ class NodeRanks:
                 messages += [(rank, message) for message in self._reported(rank)]
                 if isinstance(ready, Child):
                     messages.append((rank, {"failure": self._buried(rank)}))
-        since = [slot.since_s for slot in self._slots if slot.since_s > 0]
+        since = [since_s for rank in self.ranks if (since_s := self._slots[rank].since_s) > 0]
         return messages, max(0.0, time.monotonic() - min(since)) if since else 0.0
 
     def slots(self) -> tuple[float, list[bytes]]:
         """Seconds of this node's monotonic clock, and each of its ranks' slot of the flight recorder, in rank order.
 
-        A slot is empty before its rank's first collective.
+        A slot is packed; it is empty before its rank's first collective.
         """
         slots = [flight.read_slot(self._slots[rank]) for rank in self.ranks]
-        return time.monotonic(), [b"" if slot is None else bytes(slot) for slot in slots]
+        return time.monotonic(), [*map(flight.packed, slots)]
 
     def stopped(self) -> list[int]:
         """Ranks of this node that a signal has stopped."""

@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import functools
 import os
+import resource
 import signal
 import sys
 import time
@@ -94,6 +95,8 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     collectives.install()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # seven groups of 256 ranks have 1,796 open on each
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing import connection
@@ -20,41 +21,43 @@ def find_stall(
     """The stall at the root, if any collective has waited longer than `deadline_s`.
 
     Ranks wait in chains: tp peers for one rank, which waits for its pp peer, which computes. Of all overdue collectives
-    and those that the ranks which they miss wait in, the one that misses a rank which waits in none is the root; among
-    equals the oldest. A rank that a signal has stopped waits for nothing, even where it has arrived. Slots are per
-    rank, None before its first collective; `now_s` is by the recorder's clock.
+    and those that the ranks which they miss wait in, the one that misses a rank which waits in none is the root; of
+    several the one that misses the fewest which wait elsewhere, then the oldest. A rank that a signal has stopped waits
+    for nothing, even where it has arrived. Slots are per rank, None before its first collective; `now_s` is by the
+    recorder's clock.
     """
     waiting = {rank for rank, slot in enumerate(slots) if slot is not None and slot.since_s > 0}
 
+    @functools.cache
+    def entered(rank: int) -> dict[int, int]:
+        slot = slots[rank]
+        return {} if slot is None else slot.entered
+
     def stall_of(overdue: Slot) -> Stall:
-        arrived = [r for r in overdue.ranks if (it := slots[r]) and it.entered(overdue.code) >= overdue.count]
+        group = overdue.ranks
+        arrived = {rank for rank in group if entered(rank).get(overdue.code, 0) >= overdue.count}
         return Stall(
-            op=overdue.op, tensor=overdue.tensor, group=overdue.ranks, arrived=tuple(arrived),
-            missing=tuple(rank for rank in overdue.ranks if rank not in arrived), waited_s=now_s - overdue.since_s,
-            stopped=tuple(rank for rank in overdue.ranks if rank in stopped),
+            op=overdue.op, tensor=overdue.tensor, group=group, arrived=tuple(filter(arrived.__contains__, group)),
+            missing=tuple(rank for rank in group if rank not in arrived), waited_s=now_s - overdue.since_s,
+            stopped=tuple(rank for rank in group if rank in stopped),
         )  # fmt: skip
 
     involved = {rank for rank in waiting if (slot := slots[rank]) and slot.since_s < now_s - deadline_s}
-    stalls: dict[int, Stall] = {}
-    while reached := involved - stalls.keys():
-        for rank in reached:
-            if slot := slots[rank]:
-                stalls[rank] = stall_of(slot)
-                involved |= waiting.intersection(stalls[rank].missing)
-    return min(
-        stalls.values(), default=None,
-        key=lambda stall: (not stall.stopped and waiting.issuperset(stall.missing), -stall.waited_s),
-    )  # fmt: skip
+    seen: set[int] = set()
+    stalls: dict[tuple[int, int], Stall] = {}
+    """By group and count of the collective: all that wait in one miss the same ranks, the oldest for how long."""
+    while reached := involved - seen:
+        seen |= reached
+        for slot in sorted(filter(None, map(slots.__getitem__, reached)), key=lambda slot: slot.since_s):
+            if (key := (slot.code, slot.count)) not in stalls:
+                stalls[key] = stall_of(slot)
+                involved |= waiting.intersection(stalls[key].missing)
 
+    def order(stall: Stall) -> tuple[bool, int, float]:
+        elsewhere = waiting.intersection(stall.missing)
+        return not stall.stopped and len(elsewhere) == len(stall.missing), len(elsewhere), -stall.waited_s
 
-def on_this_clock(raw: bytes, offset_s: float) -> Slot | None:
-    """A slot as `NodeRanks.slots` gives it, its time moved by the seconds that this process's clock is ahead."""
-    if not raw:
-        return None
-    slot = Slot.from_buffer_copy(raw)
-    if slot.since_s:
-        slot.since_s += offset_s if slot.since_s > 0 else -offset_s
-    return slot
+    return min(stalls.values(), default=None, key=order)
 
 
 def doing(slot: Slot | None, now_s: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from dataclasses import dataclass
@@ -74,18 +73,6 @@ def _status(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
     assert found is not None, "Linux has this line for every process"
     return int(found[1]) * 1024
-
-
-def host_bytes() -> int:
-    """Return the host's memory, or what its control group may take if that is less, bytes.
-
-    Source:
-        sysconf(3); memory.max in Linux's Control Group v2.
-    """
-    limit = Path("/sys/fs/cgroup/memory.max")
-    said = limit.read_text().strip() if limit.is_file() else "max"
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return whole if said == "max" else min(whole, int(said))
 
 
 def is_out_of_memory(text: str) -> bool:

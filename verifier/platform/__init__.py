@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Literal, get_args
@@ -82,3 +83,15 @@ def import_megatron(tier: Tier) -> None:
         from verifier.platform.cuda import offer_delta_kernels
 
         offer_delta_kernels(FLA)
+
+
+def host_bytes() -> int:
+    """Return the host's memory, or what its control group may take if that is less, bytes.
+
+    Source:
+        sysconf(3); memory.max in Linux's Control Group v2.
+    """
+    limit = Path("/sys/fs/cgroup/memory.max")
+    said = limit.read_text().strip() if limit.is_file() else "max"
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return whole if said == "max" else min(whole, int(said))

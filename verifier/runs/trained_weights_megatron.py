@@ -21,7 +21,7 @@ from verifier.megatron.step_megatron import params_synced
 from verifier.model import provider_megatron
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
-from verifier.platform.gather_json import gather_json
+from verifier.platform.gather_json import agree
 from verifier.runs.rank_run_megatron import RankRun
 from verifier.stages.engine.probe_engine_state import TransferProbe
 from verifier.stages.export.probe_tensors import IndexedFiles, record_saved, record_tensors, recorded
@@ -147,7 +147,7 @@ class FullWeights(TrainedWeights):
         if not restores:
             self._record_exported(0)
         record_plan(run.probe, self._plan, entries=run.rank == 0)
-        agreed = len(set(gather_json(self._plan.digest))) == 1
+        agreed = agree(self._plan.digest)
         if not agreed:
             run.say("the ranks hold different chunk plans: nothing is sent")
             if restores:

@@ -28,7 +28,7 @@ from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, chunk_bytes_of, plan_of
-from verifier.platform.gather_json import gather_json
+from verifier.platform.gather_json import agree
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import Note, RankObserver, Stream, Transfer, TransferObserver
 
@@ -81,7 +81,7 @@ class WeightSync:
             met(None)
         chunk_bytes = chunk_bytes_of(self._source.num_bytes, MAX_CHUNK_BYTES)
         self._plan = plan_of(gather_megatron.export(self._trainer), chunk_bytes)
-        if len({*gather_json(self._plan.digest)}) > 1:
+        if not agree(self._plan.digest):
             raise ContractError("the ranks hold different chunk plans: nothing is sent")
 
     def sync(

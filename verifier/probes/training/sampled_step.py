@@ -32,7 +32,6 @@ from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import adapters_of, layout_of
 from verifier.export.sharding import Owners
-from verifier.megatron.memory import host_bytes
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
@@ -44,6 +43,7 @@ from verifier.oracle.recording import (
     sampled_noise,
     scales_of,
 )
+from verifier.platform import host_bytes
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.stages.logprob.probe_oracle_scores import load_scores
