@@ -51,6 +51,22 @@ EDGE_NATS = 2.0
 its logits were alike: the edges have 97 % then."""
 
 
+LIKE = (31, 255)
+"""Places at which prompts differ from a cached one: the last of a block of 16 or 32 tokens, and of one of 64 to 256."""
+SWAPPED = 32
+"""Tokens of a block on a CPU; of two on a GPU."""
+WHOLE_LENGTH = "sampled along the length"
+LONG_PASS = 1000
+"""Tokens of an answer above which one is sampled along the length that was asked for."""
+
+
+def like(prompt: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Prompts that differ from one by a token, and by blocks 1 and 2 in each other's places."""
+    found = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 :]] for at in LIKE if at < len(prompt)]
+    one, two = (slice(at * SWAPPED, (at + 1) * SWAPPED) for at in (1, 2))
+    return [*found, [*prompt[:SWAPPED], *prompt[two], *prompt[one], *prompt[two.stop :]]]
+
+
 def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
     """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
 
@@ -139,6 +155,9 @@ class EngineRequests:
         self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=kinds)))
         self._sample(AGAIN, begun[::-1], replace(long, each=kinds[::-1]))
         if self._more:
+            self._sample("sampled after a like prompt", like(prompts[0], self._vocabulary), sampling)
+            if (rest := len(prompts[0]) - LONG_TOKENS) > LONG_PASS:
+                self._sample(WHOLE_LENGTH, begun[1:], replace(sampling, max_tokens=rest))
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
@@ -205,6 +224,7 @@ class EngineRequests:
             "prompts": tuple(prompt for prompt, _, _ in rows),
             "tokens": tuple(tuple(sample.tokens) for sample in samples),
             "cached": tuple(sample.cached_tokens for sample in samples),
+            "common": tuple(sample.common_tokens for sample in samples),
             "stops": tuple(tuple(request.stop) for request in asked),
             "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),

@@ -11,6 +11,7 @@ import msgspec
 
 from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.engine.api import EngineConfig
+from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout, layout_of
@@ -186,9 +187,11 @@ class RunSpec(RankSpec):
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
     """Config of the engine that takes part, loaded with the source."""
+    sizes, most = model.checkpoint.config, max(MAX_MODEL_LEN, config.length + 1)
     return EngineConfig(
-        **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype,
-        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
+        **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype, max_model_len=most,
+        kv_cache_bytes=cache_bytes(None, sizes, dtype=config.dtype, engine=config.engine, length=most, count=1),
+        gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 

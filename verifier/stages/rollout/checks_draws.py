@@ -23,7 +23,7 @@ from verifier.stages.logprob.records import OracleEnds, SampledNoise
 from verifier.stages.loss.records import LossRows
 from verifier.stages.pack.checks_packing import POSITION_BITS
 from verifier.stages.pack.records import Rollouts
-from verifier.stages.rollout.checks_samples import TILTS, compare_with_chance, nats_of, rare_in
+from verifier.stages.rollout.checks_samples import TILTS, compare_cached, compare_with_chance, nats_of, rare_in
 from verifier.stages.rollout.records import SampledTokens
 
 SEEDS = 1_000_003
@@ -54,7 +54,8 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
     step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
     temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length; and,
-    where the engine gets adapters, for that of the version that their tokens claim, by its name. Two answers of a group
+    where the engine gets adapters, for that of the version that their tokens claim, by its name. The prompt tokens that the prefix cache is reported to
+    have held, against those with which another request since the last weights begins. Two answers of a group
     with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. Over all tokens in the loss
     of the first update that the trained version sampled, the sum of what their log-probability, negated, is above the
     entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over all sampled tokens, of
@@ -66,7 +67,7 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
-    Tolerance and its source: exact seeds and knobs. For the sum six times the root of a third of the sum of squares and
+    Tolerance and its source: exact seeds and knobs; no more cached tokens than are in common. For the sum six times the root of a third of the sum of squares and
     two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what
     this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number: chance
     exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a token.
@@ -84,6 +85,10 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
         adapters = adapters_named(trace, _claimed(trace, asked), asked.sent)
         for item in trace.of(RequestSeeds, version=asked.version):
             answers = f"answers of {item.name}"
+            of_step = At(Stage.ROLLOUT, asked.version)
+            for turn, (cached, common) in enumerate(zip(item.cached, item.common, strict=True)):
+                where = item.name + (f", turn {turn}" if turn else "")
+                yield from compare_cached(of_step, where, cached, common)
             yield from compare_knobs(
                 f"of {item.name}", answers, asked.temperature, item.shaped, asked.version, adapters
             )
