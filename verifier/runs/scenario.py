@@ -72,7 +72,8 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
     batches = [_with_a_long_one(draw, num_trained, vocabulary, longest)]  # gradients cost the most of a round trip
     batches += [_sequences(draw, num_trained, LENGTHS, vocabulary) for _ in range(1, config.cycles)]
-    return workload(scored, batches, prompts, long_one(config.seed, sizes, longest), adapter=config.engine.lora_rank > 0)
+    long = long_one(config.seed, sizes, longest)
+    return workload(scored, batches, prompts, long, adapter=config.engine.lora_rank > 0)
 
 
 def workload(

@@ -197,7 +197,8 @@ class VllmEngine(Engine):
             raise ContractError("no batch has begun, so there is none to finish")
         batch.step()
         found = batch.samples()
-        self._asked.add([[*prompt, *one.tokens] for prompt, own in zip(batch.prompts, found, strict=True) for one in own])
+        pairs = zip(batch.prompts, found, strict=True)
+        self._asked.add([[*prompt, *sample.tokens] for prompt, own in pairs for sample in own])
         return found
 
     def state(self) -> list[list[EngineTensor]]:

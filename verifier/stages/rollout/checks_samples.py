@@ -335,14 +335,15 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     allowed tokens, a least length and truncation, several at once and each alone in a batch, and the samples that
     LGP004 counts. Of all these the number of prompt tokens that the engine's prefix cache is reported to have held,
     against those with which another request since the last weights begins. At the last version also of prompts that
-    differ from a cached one by one token, by the 256th, and by two blocks in each other's places. On sampled steps of a training run every sampled token, or those of some rollouts
-    (`verify.rollouts`), by the weights of the version that the token claims.
+    differ from a cached one by one token, by the 256th, and by two blocks in each other's places. On sampled steps of a
+    training run every sampled token, or those of some rollouts (`verify.rollouts`), by the weights of the version that
+    the token claims.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,
     logprob/next (arrays).
-    Tolerance and its source: as LGP001; where rounding decides which tokens a truncation keeps, from the nearest. Cached
-    tokens: no more than are in common, never the last; an engine that caches whole blocks reports fewer.
+    Tolerance and its source: as LGP001; where rounding decides which tokens a truncation keeps, from the nearest.
+    Cached tokens: exact, no more than are in common, never the last; vLLM caches whole blocks, and reports fewer.
     Where to look: caches that were filled before the sync (prefix blocks, graphs); penalties, biases and truncation;
     and which request or sample of a batch is given whose log-probabilities.
     What it does not catch: staleness of prompts shorter than a block (there is no cache entry); a greedy sample of
