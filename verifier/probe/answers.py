@@ -73,8 +73,7 @@ class AnswerRecorder(StepRecorder):
             sampling_params: of the requests: temperature, top_p, top_k, min_p and penalties, by vLLM's names. They are
                 to be neutral but for the temperature of `rollouts`.
             prompts: token ids of the prompt of each.
-            cached_tokens: of these prompts, that the engine found in its prefix cache (vLLM's `num_cached_tokens`), if
-                it has answered nothing else since its last weights than these calls have told.
+            cached_tokens: of each prompt (vLLM's `num_cached_tokens`), if the engine answers nothing else.
 
         Raises:
             UsageError: lists of different lengths.
@@ -82,13 +81,8 @@ class AnswerRecorder(StepRecorder):
         rows = [(row_of(own, np.int64), row_of(nats, np.float32)) for own, nats in zip(tokens, logprobs, strict=False)]
         if {len(tokens), len(logprobs), len(seeds) or len(tokens), len(versions) or len(tokens)} != {len(rows)}:
             raise UsageError(f"step {step} has {len(tokens)} answers and {len(logprobs)} rows of log-probabilities")
-        common: list[int] = []
-        if cached_tokens:
-            if {len(prompts), len(cached_tokens)} != {len(rows)}:
-                raise UsageError(f"step {step} has {len(rows)} answers: give `prompts` and `cached_tokens` of each")
-            if self._asked_of != {*versions}:
-                self._asked, self._asked_of = Asked(), {*versions}
-            common = self._asked.common([*map(_ids, prompts)], [[_ids(own)] for own in tokens])
+        if self._asked_of != {*versions}:
+            self._asked, self._asked_of = Asked(), {*versions}
         params = sampling_params or {}
         shaped = [f"{key}={params[key]!r}" for key, same in NEUTRAL.items() if params.get(key, same[0]) not in same]
         record = RequestSeeds(
@@ -102,8 +96,8 @@ class AnswerRecorder(StepRecorder):
             weights=(tuple(((version, len(row)),) for version, (row, _) in zip(versions, rows, strict=True)),)
             if versions
             else (),
-            cached=(tuple(cached_tokens),) if common else (),
-            common=(tuple(common),) if common else (),
+            cached=(tuple(cached_tokens),) if cached_tokens else (),
+            common=(tuple(self._asked.common(prompts, [[row] for row in tokens])),) if cached_tokens else (),
         )
         self.emit(record)
 

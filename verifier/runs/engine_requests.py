@@ -51,20 +51,14 @@ EDGE_NATS = 2.0
 its logits were alike: the edges have 97 % then."""
 
 
-LIKE = (31, 255)
-"""Places at which prompts differ from a cached one: the last of a block of 16 or 32 tokens, and of one of 64 to 256."""
-SWAPPED = 32
-"""Tokens of a block on a CPU; of two on a GPU."""
-WHOLE_LENGTH = "sampled along the length"
-LONG_PASS = 1000
-"""Tokens of an answer above which one is sampled along the length that was asked for."""
+LONG_ANSWER = 1000
+"""Tokens that the first prompt has at least where an answer is sampled that is nearly as long."""
 
 
 def like(prompt: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Prompts that differ from one by a token, and by blocks 1 and 2 in each other's places."""
-    found = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 :]] for at in LIKE if at < len(prompt)]
-    one, two = (slice(at * SWAPPED, (at + 1) * SWAPPED) for at in (1, 2))
-    return [*found, [*prompt[:SWAPPED], *prompt[two], *prompt[one], *prompt[two.stop :]]]
+    """Prompts that differ from one in the last token of a block of 16 or 32, or of 64 to 256, or have two swapped."""
+    changed = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 :]] for at in (31, 255) if at < len(prompt)]
+    return [*changed, [*prompt[:32], *prompt[64:96], *prompt[32:64], *prompt[96:]]]
 
 
 def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
@@ -156,8 +150,9 @@ class EngineRequests:
         self._sample(AGAIN, begun[::-1], replace(long, each=kinds[::-1]))
         if self._more:
             self._sample("sampled after a like prompt", like(prompts[0], self._vocabulary), sampling)
-            if (rest := len(prompts[0]) - LONG_TOKENS) > LONG_PASS:
-                self._sample(WHOLE_LENGTH, begun[1:], replace(sampling, max_tokens=rest))
+            if len(prompts[0]) > LONG_ANSWER:
+                whole = replace(sampling, max_tokens=len(prompts[0]) - LONG_TOKENS)
+                self._sample("sampled along the length", begun[1:], whole)
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
@@ -167,8 +162,8 @@ class EngineRequests:
             self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
             single = enumerate(single_options(prompts[-1], self._ends))
             each = [replace(sampling.of(index), **option) for index, option in single]
-            alone, whole = [prompts[-1]] * len(each), replace(sampling, each=each)
-            self._sample("sampled by one option", alone, whole, shaped=True, apart=True)
+            alone, every = [prompts[-1]] * len(each), replace(sampling, each=each)
+            self._sample("sampled by one option", alone, every, shaped=True, apart=True)
 
     def _answers(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Answer]:
         """One sample for each cause of an end.

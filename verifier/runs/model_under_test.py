@@ -29,8 +29,8 @@ from verifier.platform.stand_ins import require_stand_ins
 
 MAX_MODEL_LEN = 512
 """Tokens of the longest sequence that an engine takes in a round trip, unless longer ones are asked for."""
-MIXTURE_LENGTH = 300
-"""Tokens of a sequence above which some router of a mixture has a tie, which rounding decides."""
+USUAL_LENGTH = 300
+"""Tokens of the longest sequence unless longer ones are asked for; in those some router of a mixture has a tie."""
 MAX_HOST_ORACLE_BYTES = 2**26
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_HOST_BYTES = 2**30
@@ -200,7 +200,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
             "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
         )
     require_room(sizes, max(MAX_MODEL_LEN, config.length + 1))
-    if config.length > MIXTURE_LENGTH and num_experts_of(sizes):
+    if config.length > USUAL_LENGTH and num_experts_of(sizes):
         raise UsageError(f"--length is {config.length}, and rounding decides routes of longer sequences: leave it out")
     if config.engine.kind == "vllm":
         refuse_unsupported(sizes, on_cpu=on_cpu, **{name: getattr(config.engine, name) for name in ("tp", "pp", "ep")})

@@ -19,7 +19,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, MAX_GPU_CHUNK_BYTES, chunk_bytes_of
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
-from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
+from verifier.runs.model_under_test import MAX_MODEL_LEN, USUAL_LENGTH, ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S
 from verifier.runs.workload import Workload
 
@@ -191,6 +191,7 @@ def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Pla
     return EngineConfig(
         **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype, max_model_len=most,
         kv_cache_bytes=cache_bytes(None, sizes, dtype=config.dtype, engine=config.engine, length=most, count=1),
+        max_batch_tokens=0 if config.length <= USUAL_LENGTH else 4 * config.length,  # none of several prompts is cut
         gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 

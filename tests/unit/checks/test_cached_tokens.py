@@ -73,7 +73,7 @@ def test_prompts_of_one_batch_count_for_each_other_and_the_last_token_never() ->
     asked = Asked()
     assert asked.common([(1, 2, 3), (1, 2, 4), (5, 6)], [[(9,)], [(9,)], [(9,), (8,)]]) == [2, 2, 1]
     assert asked.common([(1, 2, 3, 9, 4)], [[(7,)]]) == [4]
-    asked.clear()
+    asked = Asked()
     asked.add([(1, 2)])
     assert asked.common([(1, 2, 3), (4,)], [[(9,)], [(9,)]]) == [2, 0]
 

@@ -197,8 +197,7 @@ class VllmEngine(Engine):
             raise ContractError("no batch has begun, so there is none to finish")
         batch.step()
         found = batch.samples()
-        pairs = zip(batch.prompts, found, strict=True)
-        self._asked.add([[*prompt, *sample.tokens] for prompt, own in pairs for sample in own])
+        self._asked.common(batch.prompts, [[sample.tokens for sample in own] for own in found])
         return found
 
     def state(self) -> list[list[EngineTensor]]:
@@ -234,7 +233,7 @@ class VllmEngine(Engine):
         """
         self._rpc("verifier_finish", otherwise=ContractError)
         self._held = None if self._held is None else version
-        self._asked.clear()
+        self._asked = Asked()
         if self._batch is not None:
             self._batch.updated(version)
 
@@ -255,7 +254,7 @@ class VllmEngine(Engine):
             number += self._adapter.lora_int_id
             self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
         self._rpc("verifier_poison_adapter")
-        self._asked.clear()
+        self._asked = Asked()
         self._adapter = LoRARequest(Path(path).name, number, path)
         if not self._llm.llm_engine.add_lora(self._adapter):
             raise ContractError(f"vLLM did not load the adapter in {path}")

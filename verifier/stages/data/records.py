@@ -119,8 +119,7 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     cached: tuple[tuple[Count, ...], ...] = ()
     """Tokens of the prompt of each of these answers that the prefix cache held."""
     common: tuple[tuple[int, ...], ...] = ()
-    """Tokens of the same prompts, but the last, with which another sequence began that the engine had since its last
-    weights; -1 if nobody looked."""
+    """Most that it can have held, see `Asked.common`; -1 if nobody looked."""
 
 
 class EpisodeTurns(Record, frozen=True, kw_only=True, tag="data/turns"):

@@ -86,10 +86,8 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
         adapters = adapters_named(trace, _claimed(trace, asked), asked.sent)
         for item in trace.of(RequestSeeds, version=asked.version):
             answers = f"answers of {item.name}"
-            of_step = At(Stage.ROLLOUT, asked.version)
-            for turn, (cached, common) in enumerate(zip(item.cached, item.common, strict=True)):
-                where = item.name + (f", turn {turn}" if turn else "")
-                yield from compare_cached(of_step, where, cached, common)
+            for turn, facts in enumerate(zip(item.cached, item.common, strict=True)):
+                yield from compare_cached(At(Stage.ROLLOUT, asked.version), f"{item.name}, turn {turn}", *facts)
             yield from compare_knobs(
                 f"of {item.name}", answers, asked.temperature, item.shaped, asked.version, adapters
             )

@@ -286,12 +286,11 @@ def following(trace: Trace, drawn: DrawnTokens) -> OracleOfNext:
 def compare_cached(of: Record | At, name: str, cached: Sequence[int], common: Sequence[int]) -> Iterator[Comparison]:
     """The answer of a set whose prompt the prefix cache gave most keys too many, where somebody looked."""
     found = [(known - most, at) for at, (known, most) in enumerate(zip(cached, common, strict=False)) if most >= 0]
-    for _, at in [max(found)] if found else ():
-        sentence = f"the prefix cache had {cached[at]:,} tokens of the prompt of answer {at} of {name}, and "
-        sentence += f"{common[at]:,} at most are as in another request since the last weights"
+    for more, at in [max(found)] if found else ():
+        what = f"the number of cached tokens of the prompt of answer {at} of {name}"
+        right = f"at most {common[at]:,}, which another request since the last weights begins with"
         hint = "look at what the hash of a block is of, and at what resets the prefix cache at a sync"
-        same, sides = cached[at] <= common[at], (f"{cached[at]:,} tokens", f"at most {common[at]:,}")
-        yield compare_value(of, f"cached tokens of {name}", *sides, same=same, sentence=sentence, hint=hint)
+        yield compare_value(of, what, f"{cached[at]:,}", right, same=more <= 0, subject=what, hint=hint)
 
 
 def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:

@@ -60,8 +60,7 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     cached: tuple[int, ...] = ()
     """Tokens of each prompt that the prefix cache held."""
     common: tuple[int, ...] = ()
-    """Tokens of each prompt, but its last, with which another sequence began that the engine had since its last
-    weights; -1 if nobody looked."""
+    """Most that it can have held, see `Asked.common`; -1 if nobody looked."""
     stops: tuple[Tokens, ...]
     """Tokens at which each was to stop."""
     limits: tuple[Count, ...]
