@@ -52,7 +52,7 @@ its logits were alike: the edges have 97 % then."""
 
 
 LONG_ANSWER = 1000
-"""Tokens that the first prompt has at least where an answer is sampled that is nearly as long."""
+"""Tokens from which on an answer is sampled that is nearly as long as the first prompt."""
 
 
 def like(prompt: Sequence[int], vocabulary: int) -> list[list[int]]:
@@ -150,9 +150,8 @@ class EngineRequests:
         self._sample(AGAIN, begun[::-1], replace(long, each=kinds[::-1]))
         if self._more:
             self._sample("sampled after a like prompt", like(prompts[0], self._vocabulary), sampling)
-            if len(prompts[0]) > LONG_ANSWER:
-                whole = replace(sampling, max_tokens=len(prompts[0]) - LONG_TOKENS)
-                self._sample("sampled along the length", begun[1:], whole)
+            if (rest := len(prompts[0]) - LONG_TOKENS) > LONG_ANSWER:
+                self._sample("sampled along the length", begun[1:], replace(sampling, max_tokens=rest))
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
@@ -162,8 +161,8 @@ class EngineRequests:
             self._sample("sampled as shaped", prompts, replace(sampling, each=each), shaped=True)
             single = enumerate(single_options(prompts[-1], self._ends))
             each = [replace(sampling.of(index), **option) for index, option in single]
-            alone, every = [prompts[-1]] * len(each), replace(sampling, each=each)
-            self._sample("sampled by one option", alone, every, shaped=True, apart=True)
+            alone, whole = [prompts[-1]] * len(each), replace(sampling, each=each)
+            self._sample("sampled by one option", alone, whole, shaped=True, apart=True)
 
     def _answers(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Answer]:
         """One sample for each cause of an end.

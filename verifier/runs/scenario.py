@@ -25,10 +25,8 @@ Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
-SHORTER = 10
-"""Tokens by which the longest sequence of a batch that has one may be below the length that was asked for."""
-BLOCK = 32
-"""Tokens of a block of the prefix cache on a CPU; 16 on a GPU."""
+SHORTER, BLOCK = 10, 32
+"""Tokens by which a batch's longest sequence may be below what was asked for; tokens of a cache's block on a CPU."""
 WHOLE_PROMPT = 156
 """Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
@@ -66,13 +64,12 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
     """
     vocabulary = int(text_model(sizes)["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
-    longest = config.length
-    scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary, longest)
-    prompts = _prompts(draw, vocabulary, longest)
+    scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary, config.length)
+    prompts = _prompts(draw, vocabulary, config.length)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
-    batches = [_with_a_long_one(draw, num_trained, vocabulary, longest)]  # gradients cost the most of a round trip
+    batches = [_with_a_long_one(draw, num_trained, vocabulary, config.length)]  # gradients cost the most of a round trip
     batches += [_sequences(draw, num_trained, LENGTHS, vocabulary) for _ in range(1, config.cycles)]
-    long = long_one(config.seed, sizes, longest)
+    long = long_one(config.seed, sizes, config.length)
     return workload(scored, batches, prompts, long, adapter=config.engine.lora_rank > 0)
 
 
