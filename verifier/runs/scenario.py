@@ -67,7 +67,8 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
     scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary, config.length)
     prompts = _prompts(draw, vocabulary, config.length)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
-    batches = [_with_a_long_one(draw, num_trained, vocabulary, config.length)]  # gradients cost the most of a round trip
+    # Gradients cost the most of a round trip.
+    batches = [_with_a_long_one(draw, num_trained, vocabulary, config.length)]
     batches += [_sequences(draw, num_trained, LENGTHS, vocabulary) for _ in range(1, config.cycles)]
     long = long_one(config.seed, sizes, config.length)
     return workload(scored, batches, prompts, long, adapter=config.engine.lora_rank > 0)
