@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verifier.core.prefixes import Asked
 from verifier.core.seal import seal_of_array
-from verifier.data.prefixes import Asked
 from verifier.errors import UsageError
 from verifier.probe.steps import StepRecorder
 from verifier.probe.tokens import Rows, row_of, step_tokens
@@ -46,7 +46,7 @@ class AnswerRecorder(StepRecorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked, self._asked_of = Asked(), set[int]()
+        self._prefixes, self._prefixes_of = Asked(), set[int]()
 
     def answers(
         self,
@@ -81,8 +81,8 @@ class AnswerRecorder(StepRecorder):
         rows = [(row_of(own, np.int64), row_of(nats, np.float32)) for own, nats in zip(tokens, logprobs, strict=False)]
         if {len(tokens), len(logprobs), len(seeds) or len(tokens), len(versions) or len(tokens)} != {len(rows)}:
             raise UsageError(f"step {step} has {len(tokens)} answers and {len(logprobs)} rows of log-probabilities")
-        if self._asked_of != {*versions}:
-            self._asked, self._asked_of = Asked(), {*versions}
+        if self._prefixes_of != {*versions}:
+            self._prefixes, self._prefixes_of = Asked(), {*versions}
         params = sampling_params or {}
         shaped = [f"{key}={params[key]!r}" for key, same in NEUTRAL.items() if params.get(key, same[0]) not in same]
         record = RequestSeeds(
@@ -97,7 +97,7 @@ class AnswerRecorder(StepRecorder):
             if versions
             else (),
             cached=(tuple(cached_tokens),) if cached_tokens else (),
-            common=(tuple(self._asked.common(prompts, [[row] for row in tokens])),) if cached_tokens else (),
+            common=(tuple(self._prefixes.common(prompts, [[row] for row in tokens])),) if cached_tokens else (),
         )
         self.emit(record)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 import pytest
 
 from verifier.core.check import At, Stage
-from verifier.data.prefixes import Asked
+from verifier.core.prefixes import Asked
 from verifier.runs.engine_requests import like
 from verifier.stages.rollout.checks_samples import compare_cached
 

@@ -24,8 +24,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from verifier.config_json import keeps_states
+from verifier.core.prefixes import Asked
 from verifier.core.seal import seal_of_array
-from verifier.data.prefixes import Asked
 from verifier.engine.api import (
     Engine,
     EngineConfig,
