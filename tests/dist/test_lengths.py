@@ -15,6 +15,7 @@ from verifier.config import EngineOptions, RoundtripConfig
 from verifier.core import store
 from verifier.mesh import Mesh
 from verifier.model.tiny import write_tiny
+from verifier.platform.upstream_fixes import VLLM_HEADS
 from verifier.runs.runner import Runner, run_once
 from verifier.stages.rollout.records import SampledTokens
 
@@ -26,6 +27,7 @@ YARN = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["qwen3-yarn", "gemma3_text"])
 def test_a_round_trip_of_long_sequences_holds_on_cp2(tmp_path: Path, name: str) -> None:
     changes = {"max_position_embeddings": 2 * LENGTH, "rope_scaling": YARN} if name == "qwen3-yarn" else None
@@ -35,7 +37,7 @@ def test_a_round_trip_of_long_sequences_holds_on_cp2(tmp_path: Path, name: str) 
         (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * LENGTH}))
     asked = RoundtripConfig(
         model=str(model), trace=tmp_path / "trace", mesh=Mesh(cp=2), cycles=1, length=LENGTH,
-        engine=EngineOptions(kind="vllm"), fixes=() if changes else ("bridge-5712",),
+        engine=EngineOptions(kind="vllm"), fixes=() if changes else ("bridge-5712", VLLM_HEADS),
     )  # fmt: skip
     trace = run_once(Runner.roundtrip, asked, print)
     judge(trace)
