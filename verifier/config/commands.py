@@ -207,6 +207,10 @@ class RoundtripConfig(RunConfig):
         None, flag="--transport", choices=("gloo", "nccl", "ipc"),
     )  # fmt: skip
     seed: int = knob("Seed of tokens and noise.", 1, flag="--seed")
+    length: int = knob(
+        "Tokens of the longest sequence, of trainer and engine; above 1,024 an answer has nearly as many.", 300,
+        flag="--length", least=300,
+    )  # fmt: skip
     ray: RayOptions = group(RayOptions)
     trace: Path = _trace("roundtrip")
 

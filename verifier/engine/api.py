@@ -186,6 +186,8 @@ class Sample:
     """Why it ended, in the engine's words: "stop" by a stop token, "length" by a limit."""
     cached_tokens: int = 0
     """Number of prompt tokens whose keys and values came from the prefix cache."""
+    common_tokens: int = -1
+    """Most that a prefix cache can hold of the prompt, see `Asked.common`; -1 if nobody looked."""
     routes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """[prompt + continuation - 1, layers with routers, experts per token] experts of each token that the engine ran,
     which the last one is not; empty unless asked for."""

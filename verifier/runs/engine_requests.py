@@ -51,6 +51,16 @@ EDGE_NATS = 2.0
 its logits were alike: the edges have 97 % then."""
 
 
+LONG_ANSWER = 1000
+"""Tokens from which on an answer is sampled that is nearly as long as the first prompt."""
+
+
+def like(prompt: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Prompts that differ from one in the last token of a block of 16 or 32, or of 64 to 256, or have two swapped."""
+    changed = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 :]] for at in (31, 255) if at < len(prompt)]
+    return [*changed, [*prompt[:32], *prompt[64:96], *prompt[32:64], *prompt[96:]]]
+
+
 def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
     """Three requests side by side that use all of `Shape` between them, each field at a size that shows.
 
@@ -139,6 +149,9 @@ class EngineRequests:
         self.answers = self._answers(begun, self._sample(AT_LENGTH, begun, replace(long, each=kinds)))
         self._sample(AGAIN, begun[::-1], replace(long, each=kinds[::-1]))
         if self._more:
+            self._sample("sampled after a like prompt", like(prompts[0], self._vocabulary), sampling)
+            if (rest := len(prompts[0]) - LONG_TOKENS) > LONG_ANSWER:
+                self._sample("sampled along the length", begun[1:], replace(sampling, max_tokens=rest))
             each = [
                 replace(sampling.of(index), temperature=temperature, max_tokens=limit)
                 for index, (temperature, limit) in enumerate(SIDE_BY_SIDE)
@@ -205,6 +218,7 @@ class EngineRequests:
             "prompts": tuple(prompt for prompt, _, _ in rows),
             "tokens": tuple(tuple(sample.tokens) for sample in samples),
             "cached": tuple(sample.cached_tokens for sample in samples),
+            "common": tuple(sample.common_tokens for sample in samples),
             "stops": tuple(tuple(request.stop) for request in asked),
             "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),

@@ -28,7 +28,9 @@ from verifier.platform.provenance import TRAINER, require_installed
 from verifier.platform.stand_ins import require_stand_ins
 
 MAX_MODEL_LEN = 512
-"""Tokens of the longest sequence that an engine takes in a round trip."""
+"""Tokens of the longest sequence that an engine takes in a round trip, unless longer ones are asked for."""
+USUAL_LENGTH = 300
+"""Tokens of the longest sequence unless longer ones are asked for; in those some router of a mixture has a tie."""
 MAX_HOST_ORACLE_BYTES = 2**26
 """Largest checkpoint that transformers computes with on the host on the GPU tier; a larger one takes minutes there."""
 MAX_HOST_BYTES = 2**30
@@ -197,7 +199,9 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
             f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
             "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
         )
-    require_room(sizes, MAX_MODEL_LEN)
+    require_room(sizes, max(MAX_MODEL_LEN, config.length + 1))
+    if config.length > USUAL_LENGTH and num_experts_of(sizes):
+        raise UsageError(f"--length is {config.length}, and rounding decides routes of longer sequences: leave it out")
     if config.engine.kind == "vllm":
         refuse_unsupported(sizes, on_cpu=on_cpu, **{name: getattr(config.engine, name) for name in ("tp", "pp", "ep")})
     elif odd := [name for name in names if is_served(name, sizes) and not _placed(name, sizes)]:

@@ -25,11 +25,8 @@ Tokens = Sequence[Sequence[int]]
 """Token ids of each sequence."""
 NUM_SEQUENCES = 8
 LENGTHS = (16, 48)
-LONG_LENGTHS = (290, 300)
-"""Tokens of the longest sequence of a batch that has one: beyond 256, which bf16 cannot tell from 257."""
-LONG_PROMPT = 289
-"""Tokens of a prompt: beyond 256 too, and one more than several blocks of the prefix cache (32 tokens on the CPU, 16 on
-a GPU), so that each of hundreds of draws after it computes one token."""
+SHORTER, BLOCK = 10, 32
+"""Tokens by which a batch's longest sequence may be below what was asked for; tokens of a cache's block on a CPU."""
 WHOLE_PROMPT = 156
 """Four tokens less than a number of such blocks, so that a sample of four ends with one."""
 SHORT_PROMPT = 126
@@ -67,12 +64,14 @@ def made_up(config: RoundtripConfig, sizes: Mapping[str, Any]) -> Workload:
     """
     vocabulary = int(text_model(sizes)["vocab_size"])
     draw = random.Random(config.seed)  # noqa: S311 - test tokens
-    scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary)
-    prompts = _prompts(draw, vocabulary)
+    scored = _with_a_long_one(draw, max(NUM_SEQUENCES, 2 * config.mesh.dp), vocabulary, config.length)
+    prompts = _prompts(draw, vocabulary, config.length)
     num_trained = max(NUM_SEQUENCES, (MICRO_BATCH + 1) * config.mesh.dp)
-    batches = [_with_a_long_one(draw, num_trained, vocabulary)]  # gradients cost the most of a round trip
+    # Gradients cost the most of a round trip.
+    batches = [_with_a_long_one(draw, num_trained, vocabulary, config.length)]
     batches += [_sequences(draw, num_trained, LENGTHS, vocabulary) for _ in range(1, config.cycles)]
-    return workload(scored, batches, prompts, long_one(config.seed, sizes), adapter=config.engine.lora_rank > 0)
+    long = long_one(config.seed, sizes, config.length)
+    return workload(scored, batches, prompts, long, adapter=config.engine.lora_rank > 0)
 
 
 def workload(
@@ -121,21 +120,24 @@ def rollout_rows(sequences: Tokens, version: int = 0) -> tuple[RolloutRow, ...]:
     return tuple(found)
 
 
-def long_one(seed: int, sizes: Mapping[str, Any]) -> list[int]:
+def long_one(seed: int, sizes: Mapping[str, Any], longest: int = 0) -> list[int]:
     """One sequence for the trainer alone; none for experts, where in a thousand tokens some router has a tie."""
     if num_experts_of(sizes):
         return []
     vocabulary = int(text_model(sizes)["vocab_size"])
-    room = min(LONG, size_if_any(sizes, "max_position_embeddings") or LONG, LONG_LOGITS // vocabulary)
+    length = max(LONG, longest)
+    room = min(length, size_if_any(sizes, "max_position_embeddings") or length, LONG_LOGITS // vocabulary)
     return _sequences(random.Random(f"{seed} long"), 1, (room, room), vocabulary)[0]  # noqa: S311 - test tokens
 
 
-def _prompts(draw: random.Random, vocabulary: int) -> list[list[int]]:
+def _prompts(draw: random.Random, vocabulary: int, longest: int) -> list[list[int]]:
     """Prompts that a prefix cache may take for each other.
 
-    The second has one of its blocks in common with the first, and the third is how the second begins.
+    The first has one token more than several blocks, so that each of hundreds of draws after it computes one token. The
+    second has one of its blocks in common with the first, and the third is how the second begins.
     """
-    first, second = (_sequences(draw, 1, (length,) * 2, vocabulary)[0] for length in (LONG_PROMPT, WHOLE_PROMPT))
+    lengths = (longest - SHORTER - 2) // BLOCK * BLOCK + 1, WHOLE_PROMPT
+    first, second = (_sequences(draw, 1, (length,) * 2, vocabulary)[0] for length in lengths)
     second[SHARED] = first[SHARED]
     return [first, second, second[:SHORT_PROMPT]]
 
@@ -144,6 +146,7 @@ def _sequences(draw: random.Random, count: int, lengths: tuple[int, int], vocabu
     return [[draw.randrange(vocabulary) for _ in range(draw.randint(*lengths))] for _ in range(count)]
 
 
-def _with_a_long_one(draw: random.Random, count: int, vocabulary: int) -> list[list[int]]:
+def _with_a_long_one(draw: random.Random, count: int, vocabulary: int, longest: int) -> list[list[int]]:
     """Sequences of which one is longer than whatever repeats, or is cut, every 64, 128 or 256 positions."""
-    return _sequences(draw, 1, LONG_LENGTHS, vocabulary) + _sequences(draw, count - 1, LENGTHS, vocabulary)
+    long = _sequences(draw, 1, (longest - SHORTER, longest), vocabulary)
+    return long + _sequences(draw, count - 1, LENGTHS, vocabulary)

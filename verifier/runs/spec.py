@@ -11,6 +11,7 @@ import msgspec
 
 from verifier.config import GoldenConfig, RoundtripConfig, TrainConfig
 from verifier.engine.api import EngineConfig
+from verifier.engine.kv_cache import cache_bytes
 from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout, layout_of
@@ -18,7 +19,7 @@ from verifier.model.checkpoint import Checkpoint
 from verifier.plan.chunk_plan import MAX_CHUNK_BYTES, MAX_GPU_CHUNK_BYTES, chunk_bytes_of
 from verifier.platform import Tier
 from verifier.platform.upstream_fixes import selected
-from verifier.runs.model_under_test import MAX_MODEL_LEN, ModelUnderTest
+from verifier.runs.model_under_test import MAX_MODEL_LEN, USUAL_LENGTH, ModelUnderTest
 from verifier.runs.resources import COLLECTIVE_DEADLINE_S
 from verifier.runs.workload import Workload
 
@@ -186,9 +187,12 @@ class RunSpec(RankSpec):
 
 def engine_config(config: RoundtripConfig, model: ModelUnderTest, placement: Placement) -> EngineConfig:
     """Config of the engine that takes part, loaded with the source."""
+    sizes, most = model.checkpoint.config, max(MAX_MODEL_LEN, config.length + 1)
     return EngineConfig(
-        **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype,
-        max_model_len=MAX_MODEL_LEN, gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
+        **asdict(config.engine), checkpoint=str(model.checkpoint.path), dtype=config.dtype, max_model_len=most,
+        kv_cache_bytes=cache_bytes(None, sizes, dtype=config.dtype, engine=config.engine, length=most, count=1),
+        max_batch_tokens=0 if config.length <= USUAL_LENGTH else 4 * config.length,  # none of several prompts is cut
+        gpus=placement.engine_gpus[0], fixes=tuple(sorted(selected(config.fixes))),
     )  # fmt: skip
 
 

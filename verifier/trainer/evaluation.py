@@ -89,6 +89,8 @@ class Note(NamedTuple):
     routes: int = NO_SEAL
     """Seal of its routes, which the engine's process took; none where none are replayed."""
     weights: tuple[tuple[int, int], ...] = ()
+    cached: int = 0
+    common: int = -1
 
 
 Noted = tuple[Note, ...]
@@ -102,6 +104,7 @@ def noted_of(answers: Sequence[Sequence[Sample]]) -> Noted:
             seed=sample.seed, tokens=seal_of_array(np.asarray(sample.tokens, np.int64)),
             nats=seal_of_array(np.asarray(sample.logprobs, np.float32)), shaped=sample.shaped,
             routes=sample.routes_seal, weights=sample.weights,
+            cached=sample.cached_tokens, common=sample.common_tokens,
         )
         for own in answers
         for sample in own

@@ -21,10 +21,11 @@ from verifier.runs.node_servers import EngineNode, NodeServer, forwarded, identi
 ANSWERS = [
     [Sample(tokens=(5, 6), logprobs=(-0.25, -1e-7), ended="stop"), Sample(tokens=(), logprobs=(), ended="length")],
     [],
-    [Sample(tokens=(2**31,), logprobs=(float("nan"),), ended="", cached_tokens=3, seed=2**63)],
+    [Sample(tokens=(2**31,), logprobs=(float("nan"),), ended="", cached_tokens=3, common_tokens=3, seed=2**63)],
     [
         Sample(
-            tokens=(5, 6), logprobs=(-0.25, -0.5), ended="stop", cached_tokens=1, seed=3, updates=(0, 1),
+            tokens=(5, 6), logprobs=(-0.25, -0.5), ended="stop", cached_tokens=1, common_tokens=1, seed=3,
+            updates=(0, 1),
             routes=(((0, 1), (2, 3)), ((1, 3), (0, 2))), shaped="temperature=0.7", routes_seal=7,
             weights=((4, 1), (5, 1)),
         ),

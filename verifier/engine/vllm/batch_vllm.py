@@ -38,7 +38,7 @@ class RunningBatch:
         self, engine: LLMEngine, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams],
         adapter: LoRARequest | None, held: int | None = None,
     ) -> None:  # fmt: skip
-        self._engine, number = engine, next(_NUMBERS)
+        self._engine, self.prompts, number = engine, prompts, next(_NUMBERS)
         self._asked = {f"batch {number} request {at}": params for at, params in enumerate(asked)}
         self._found: dict[tuple[str, int], Sample] = {}
         self._before: list[dict[tuple[str, int], int]] = []

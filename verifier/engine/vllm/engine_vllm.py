@@ -24,6 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from verifier.config_json import keeps_states
+from verifier.core.prefixes import Asked
 from verifier.core.seal import seal_of_array
 from verifier.engine.api import (
     Engine,
@@ -96,6 +97,7 @@ class VllmEngine(Engine):
         self._adapter: LoRARequest | None = None
         self._batch: RunningBatch | None = None
         self._held = None if config.lora_rank else 0
+        self._asked = Asked()
         if not torch.cuda.is_available():
             wait_asleep()
         self._llm = LLM(
@@ -150,6 +152,7 @@ class VllmEngine(Engine):
         self._limits.check(sequences, spare=1)
         asked = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0, detokenize=False)
         outputs = self._sampled(sequences, asked)
+        self._asked.add(sequences)
         return [
             [nats_of(row, token) for token, row in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
             for tokens, output in zip(sequences, outputs, strict=True)
@@ -171,7 +174,9 @@ class VllmEngine(Engine):
             return [[self._routed(*next(outputs)) for _ in range(asked.n)] for asked in requests]
         params = [_params(item) for item in requests]
         outputs = zip(self._sampled(prompts, params), params, strict=True)
-        return [[self._named(item, output, own) for item in output.outputs] for output, own in outputs]
+        found = [[self._named(item, output, own) for item in output.outputs] for output, own in outputs]
+        most = self._asked.common(prompts, [[sample.tokens for sample in own] for own in found])
+        return [[replace(each, common_tokens=at) for each in own] for own, at in zip(found, most, strict=True)]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
@@ -191,7 +196,9 @@ class VllmEngine(Engine):
         if batch is None:
             raise ContractError("no batch has begun, so there is none to finish")
         batch.step()
-        return batch.samples()
+        found = batch.samples()
+        self._asked.common(batch.prompts, [[sample.tokens for sample in own] for own in found])
+        return found
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -226,6 +233,7 @@ class VllmEngine(Engine):
         """
         self._rpc("verifier_finish", otherwise=ContractError)
         self._held = None if self._held is None else version
+        self._asked = Asked()
         if self._batch is not None:
             self._batch.updated(version)
 
@@ -246,6 +254,7 @@ class VllmEngine(Engine):
             number += self._adapter.lora_int_id
             self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
         self._rpc("verifier_poison_adapter")
+        self._asked = Asked()
         self._adapter = LoRARequest(Path(path).name, number, path)
         if not self._llm.llm_engine.add_lora(self._adapter):
             raise ContractError(f"vLLM did not load the adapter in {path}")

@@ -58,6 +58,8 @@ def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, 
                 routes=tuple(tuple(note.routes for note in own) for own in item.noted),
                 shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
                 weights=tuple(tuple(note.weights for note in own) for own in item.noted),
+                cached=tuple(tuple(note.cached for note in own) for own in item.noted),
+                common=tuple(tuple(note.common for note in own) for own in item.noted),
                 answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
             )
         )  # fmt: skip

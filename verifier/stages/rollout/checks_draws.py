@@ -23,7 +23,7 @@ from verifier.stages.logprob.records import OracleEnds, SampledNoise
 from verifier.stages.loss.records import LossRows
 from verifier.stages.pack.checks_packing import POSITION_BITS
 from verifier.stages.pack.records import Rollouts
-from verifier.stages.rollout.checks_samples import TILTS, compare_with_chance, nats_of, rare_in
+from verifier.stages.rollout.checks_samples import TILTS, compare_cached, compare_with_chance, nats_of, rare_in
 from verifier.stages.rollout.records import SampledTokens
 
 SEEDS = 1_000_003
@@ -54,22 +54,24 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
     step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
     temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length; and,
-    where the engine gets adapters, for that of the version that their tokens claim, by its name. Two answers of a group
-    with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. Over all tokens in the loss
-    of the first update that the trained version sampled, the sum of what their log-probability, negated, is above the
-    entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over all sampled tokens, of
-    whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p is the trainer's probability
-    of a token and q the one that the engine reported, for a stake s of a half and of a tenth. If a token was drawn by
-    q, p/q is 1 on average.
+    where the engine gets adapters, for that of the version that their tokens claim, by its name. The prompt tokens that
+    the prefix cache is reported to have held, against those with which another request since the last weights begins.
+    Two answers of a group with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. Over
+    all tokens in the loss of the first update that the trained version sampled, the sum of what their log-probability,
+    negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over
+    all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p is
+    the trainer's probability of a token and q the one that the engine reported, for a stake s of a half and of a tenth.
+    If a token was drawn by q, p/q is 1 on average.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
     log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
     Evidence: data/asked (as the config asks), data/seeds, pack/rollouts, loss/rows, advantage/columns,
     advantage/policy; in bf16 logprob/sampled-noise.
-    Tolerance and its source: exact seeds and knobs. For the sum six times the root of a third of the sum of squares and
-    two thirds of the greatest variance that a log-probability can have at that entropy (Delyon 2009), and in bf16 what
-    this run's noise can change. Of 100 tokens or more. For the product e^20, of a rollout times their number: chance
-    exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a token.
+    Tolerance and its source: exact seeds and knobs; no more cached tokens than are in common. For the sum six times the
+    root of a third of the sum of squares and two thirds of the greatest variance that a log-probability can have at
+    that entropy (Delyon 2009), and in bf16 what this run's noise can change. Of 100 tokens or more. For the product
+    e^20, of a rollout times their number: chance exceeds it in 2e-9 of steps (Ville 1939). Float32 adds 2e-5 nats a
+    token.
     Where to look: what the seed of each request and of each of its samples is made of.
     What it does not catch: what vLLM makes of a seed and of knobs that its process was given for a request, beyond what
     the sum shows; draws of one request that depend on each other (LGP004, in round trips); samples of an evaluation
@@ -84,6 +86,8 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
         adapters = adapters_named(trace, _claimed(trace, asked), asked.sent)
         for item in trace.of(RequestSeeds, version=asked.version):
             answers = f"answers of {item.name}"
+            for turn, facts in enumerate(zip(item.cached, item.common, strict=True)):
+                yield from compare_cached(At(Stage.ROLLOUT, asked.version), f"{item.name}, turn {turn}", *facts)
             yield from compare_knobs(
                 f"of {item.name}", answers, asked.temperature, item.shaped, asked.version, adapters
             )

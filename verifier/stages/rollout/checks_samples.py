@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from verifier.core.check import LOOP, Comparison, Given, Tolerance, Trace, check, compare_value
+from verifier.core.check import LOOP, At, Comparison, Given, Tolerance, Trace, check, compare_value
 from verifier.core.condition import on, recorded, told
+from verifier.core.record import Record
 from verifier.stages.checks_conditions import ALL_ANSWERS, EXPORTS, PLACED, SAMPLED, SCORED, SYNCED
 from verifier.stages.logprob.checks_logprobs import ORACLE, bounds_of, compare_one, compare_with_oracle
 from verifier.stages.logprob.records import (
@@ -282,6 +283,16 @@ def following(trace: Trace, drawn: DrawnTokens) -> OracleOfNext:
     raise LookupError(f"nobody gave the distribution of `{drawn.name}` of version {drawn.version}")
 
 
+def compare_cached(of: Record | At, name: str, cached: Sequence[int], common: Sequence[int]) -> Iterator[Comparison]:
+    """The answer of a set whose prompt the prefix cache gave most keys too many, where somebody looked."""
+    found = [(known - most, at) for at, (known, most) in enumerate(zip(cached, common, strict=False)) if most >= 0]
+    for more, at in [max(found)] if found else ():
+        what = f"the number of cached tokens of the prompt of answer {at} of {name}"
+        right = f"at most {common[at]:,}, which another request since the last weights begins with"
+        hint = "look at what the hash of a block is of, and at what resets the prefix cache at a sync"
+        yield compare_value(of, what, f"{cached[at]:,}", right, same=more <= 0, subject=what, hint=hint)
+
+
 def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
     """Log-probabilities of drawn tokens; minus infinity beyond the vocabulary."""
     return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
@@ -321,13 +332,17 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     last version also tokens sampled side by side at several temperatures, whose log-probabilities are those of the
     logits divided by it; a greedy one's are the greatest. In fp32 also tokens whose requests ask for penalties, biases,
     allowed tokens, a least length and truncation, several at once and each alone in a batch, and the samples that
-    LGP004 counts. On sampled steps of a training run every sampled token, or those of some rollouts
-    (`verify.rollouts`), by the weights of the version that the token claims.
+    LGP004 counts. Of all these the number of prompt tokens that the engine's prefix cache is reported to have held,
+    against those with which another request since the last weights begins. At the last version also of prompts that
+    differ from a cached one by one token, by the 256th, and by two blocks in each other's places. On sampled steps of a
+    training run every sampled token, or those of some rollouts (`verify.rollouts`), by the weights of the version that
+    the token claims.
     Why it matters: a prefix cache that outlives its weights answers from the old policy; log-probabilities of another
     distribution than was sampled from make every importance ratio wrong.
     Evidence: rollout/sampled, logprob/sampled-oracle, rollout/shaped, logprob/shaped-oracle, rollout/drawn,
     logprob/next (arrays).
     Tolerance and its source: as LGP001; where rounding decides which tokens a truncation keeps, from the nearest.
+    Cached tokens: exact, no more than are in common, never the last; vLLM caches whole blocks, and reports fewer.
     Where to look: caches that were filled before the sync (prefix blocks, graphs); penalties, biases and truncation;
     and which request or sample of a batch is given whose log-probabilities.
     What it does not catch: staleness of prompts shorter than a block (there is no cache entry); a greedy sample of
@@ -335,6 +350,8 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     References: vLLM `reset_prefix_cache`, SkyRL#1212, verl#7511, vllm#394, vllm#14301, vllm#16863, RL#3497.
     """
     yield from compare_with_oracle(trace, SampledTokens, OracleOfSampled, SAMPLER)
+    for each in (*trace.of(SampledTokens), *trace.of(ShapedTokens)):
+        yield from compare_cached(each, each.name, each.cached, each.common)
     if trace.manifest.dtype != "float32":  # noise moves the edge of a truncated distribution
         return
     yield from compare_with_oracle(trace, ShapedTokens, OracleOfShaped, SAMPLER)

@@ -59,6 +59,8 @@ class SampleRecord(LogprobRecord, frozen=True, kw_only=True):
     tokens: tuple[Tokens, ...]
     cached: tuple[int, ...] = ()
     """Tokens of each prompt that the prefix cache held."""
+    common: tuple[int, ...] = ()
+    """Most that it can have held, see `Asked.common`; -1 if nobody looked."""
     stops: tuple[Tokens, ...]
     """Tokens at which each was to stop."""
     limits: tuple[Count, ...]
