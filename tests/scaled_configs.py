@@ -48,7 +48,8 @@ def scaled_down(config: Mapping[str, Any]) -> dict[str, Any]:
         vision = {**config["vision_config"], **_VISION, "out_hidden_size": text["hidden_size"]}
         return {**config, "text_config": text, "vision_config": vision, **tokens}
     whole, pattern = dict(config), hybrid_pattern(config)
-    counted = {**whole, **({"num_hidden_layers": len(pattern)} if pattern else {})}
+    unstated = CONFIG_MAPPING[config["model_type"]]().to_dict() if "num_attention_heads" not in config else {}
+    counted = {**unstated, **whole, **({"num_hidden_layers": len(pattern)} if pattern else {})}
     if "hybrid_override_pattern" in whole:
         counted["hybrid_override_pattern"] = list(whole["hybrid_override_pattern"])
     found: dict[str, Any] = {**counted, **scaled(counted)}
@@ -88,7 +89,7 @@ def _specs(config: Mapping[str, Any]) -> list[TensorSpec]:
         return [*by_name.values(), *copies]
     if config["model_type"] != "nemotron_h":
         specs = specs_of(CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)), config)
-        return _as_qwen35(config, specs) if "text_config" in config else specs
+        return _as_qwen35(config, specs) if "text_config" in config and "qwen3_5" in config["model_type"] else specs
     main = {**config, "num_nextn_predict_layers": 0}
     specs = [
         replace(spec, name=spec.name.replace("backbone.embedding.", "backbone.embeddings."))

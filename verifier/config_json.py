@@ -13,6 +13,10 @@ Config = Mapping[str, Any]
 
 _BASES = ("rope_theta", "rotary_emb_base")
 _SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys for the number of a layer's routed experts."""
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+"""Keys for the number of experts of each token."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 """Kind of a layer in `layers_block_type` -> its letter in `hybrid_override_pattern`."""
@@ -129,6 +133,8 @@ def with_defaults(config: Config, read: Config) -> dict[str, Any]:
     """Keys of the language model, and for what it does not state, those of config.json as transformers reads it."""
     own, theirs = rope(config), rope(read)
     merged = {"rope_parameters": {**theirs, **own}, "rope_scaling": None} if theirs else {}
+    if len(ropes(config)) == 1 < len(ropes(read)):  # Gemma 3 states the scaling of some layers' rope alone
+        merged = {"rope_scaling": None}
     return {**text_model(read), **text_model(config), **merged}
 
 

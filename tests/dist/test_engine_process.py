@@ -14,7 +14,7 @@ import pytest
 from tests.dist.engine_case import group_members
 from tests.processes import alive
 from verifier.engine.api import EngineConfig
-from verifier.engine.client import EngineClient, EngineGone, EngineTimeout
+from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
 from verifier.engine.sender import connect
 from verifier.errors import ContractError, InternalError, UsageError
@@ -87,7 +87,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
 
 def test_deadline_names_the_request(engine: EngineProcess) -> None:
     client = engine.client()
-    with pytest.raises(EngineTimeout, match=r"did not answer `call` within 0.2 s"):
+    with pytest.raises(InternalError, match=r"did not answer `call` within 0.2 s"):
         client.ask("call", deadline_s=0.2, function=f"{__name__}:sleep", arguments=[2])
     with pytest.raises(EngineGone, match="was closed before"):
         client.reset_prefix_cache()

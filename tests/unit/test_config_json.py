@@ -5,7 +5,7 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Glm4Config, LlamaConfig, Qwen3NextConfig
+from transformers import Gemma3TextConfig, Glm4Config, LlamaConfig, Qwen3NextConfig
 
 from verifier.config_json import (
     contradiction,
@@ -49,6 +49,13 @@ def test_a_rope_is_that_of_transformers(kind, stated):
     assert {key: value for key, value in rope(values).items() if key in KEPT} == want
     assert rotary_dim(values) == int(64 * want.get("partial_rotary_factor", 1))
     assert contradiction(stated) == ""
+
+
+def test_a_rope_that_is_stated_for_some_layers_alone_is_one_of_several():
+    stated = {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # Gemma 3 4B
+    values = with_defaults(stated, Gemma3TextConfig(**copy.deepcopy(stated)).to_dict())
+    assert [item["rope_type"] for item in ropes(values)] == ["default", "linear"]
+    assert rope(values) == {}
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,10 @@ def gate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the cells in their order, and what is left out, and stop.")
     ] = False,
+    card: Annotated[
+        Path | None,
+        typer.Option("--check-card", metavar="CARD", help="Say if this card still holds for --model here, and stop."),
+    ] = None,
     json: JsonOption = None,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML, one case per cell.")
@@ -235,6 +239,10 @@ def gate(
         if owners.get("folder", "--config").startswith(("--folder", "folder=")):
             raise UsageError("--resume and --folder both name the folder of the gate: leave one of the two out")
         config = replace(config, folder=resume)
+    if card is not None:
+        if dry_run or resume or json or junit or html:
+            raise UsageError("--check-card runs nothing: leave out --dry-run, --resume, --json, --junit and --html")
+        return cli_gate.check_card(card, config)
     require_results(json, junit, html)
     if dry_run:
         return cli_gate.dry_run(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -131,15 +132,10 @@ def _play(config: GoldenConfig | RoundtripConfig, servers: WarmServers, *, edite
 
 
 def _without_watch(words: Sequence[str]) -> list[str]:
-    found, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word == "--watch-path":
-            skip = True
-        elif word != "--watch" and not word.startswith("--watch-path="):
-            found.append(word)
-    return found
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--watch-path", action="append")
+    return parser.parse_known_args(words)[1]
 
 
 def _news(before: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,10 +64,8 @@ def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict
 
 
 def _where(problem: Exception) -> str:
-    trace = problem.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" (`{trace.tb_frame.f_code.co_filename}`, line {trace.tb_lineno})" if trace is not None else ""
+    frames = traceback.extract_tb(problem.__traceback__)
+    place = f" (`{frames[-1].filename}`, line {frames[-1].lineno})" if frames else ""
     return f"{type(problem).__name__}: {problem}{place}"
 
 

@@ -159,11 +159,7 @@ def keep(tier: Tier, kept: Path, found: Sequence[Looked]) -> tuple[MovedContract
     return moved
 
 
-def _file(tier: Tier, kept: Path) -> Path:
-    return kept / f"{_key(tier)}.json"
-
-
 @cache
-def _key(tier: Tier) -> str:
+def _file(tier: Tier, kept: Path) -> Path:
     known = json.dumps([tier, sys.prefix, installed_versions(), code_digest()])
-    return hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+    return kept / f"{hashlib.blake2b(known.encode(), digest_size=16).hexdigest()}.json"

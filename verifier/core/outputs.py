@@ -11,8 +11,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from verifier.errors import UsageError, VerifierError
+
+T = TypeVar("T")
 
 
 def require_writable(file: Path, *, make_folder: bool = False) -> None:
@@ -53,6 +58,25 @@ def write_whole(file: Path, text: str) -> None:
     except OSError as problem:
         aside.unlink(missing_ok=True)
         raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+
+
+def json_text(value: Any) -> str:
+    """A record as indented JSON, as `read_as` takes it again."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"
+
+
+def read_as(file: Path, kind: type[T], what: str) -> T:
+    """Read a file of JSON as a record; `what` is it in the words of a refusal.
+
+    Raises:
+        UsageError: it cannot be read, or is something else.
+    """
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as problem:
+        raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
+        raise UsageError(f"`{file}` is not {what}: {' '.join(str(problem).split())}") from problem
 
 
 @contextlib.contextmanager

@@ -368,6 +368,11 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, 
         raise UsageError(f"--engine-pp is {pp} and this model has {layers} layers: use {layers} or fewer")
     if ep > 1 and not num_experts_of(config):
         raise UsageError(f"--engine-ep is {ep} and this model has no experts to divide: leave it out")
+    if config.get("dual_chunk_attention_config"):
+        raise UsageError(
+            "vLLM has no kernels for dual chunk attention: use --engine hf, or leave `dual_chunk_attention_config` out "
+            "of config.json, which changes no sequence within a chunk"
+        )
     if on_cpu and config.get("kv_lora_rank") is not None:
         raise UsageError("vLLM has no CPU kernels for multi-head latent attention; use --engine hf")
     if on_cpu and config.get("mamba_num_heads") is not None:

@@ -44,10 +44,6 @@ class EngineGone(InternalError):
     """The engine's process died or does not listen; carries the last lines of its log."""
 
 
-class EngineTimeout(InternalError):
-    """The engine did not answer before the request's deadline."""
-
-
 class EngineClient:
     """One connection to an engine server. Requests are answered in their order; not for several threads.
 
@@ -86,7 +82,7 @@ class EngineClient:
         """Send a request, as `start` does, and wait for its answer.
 
         Raises:
-            EngineTimeout: no answer in time.
+            InternalError: no answer in time.
             EngineGone: the engine's process died.
             VerifierError: what the engine refused, as it raised it.
         """
@@ -185,7 +181,7 @@ class EngineClient:
             reply = self._connected(f"during the request `{request}`").receive(deadline_s, self._vigil)
         except DeadlinePassed as error:
             self.close()
-            raise EngineTimeout(
+            raise InternalError(
                 f"{self._name} did not answer `{request}` within {deadline_s:g} s{last_lines(self._log)}"
             ) from error
         except ChannelClosed as error:

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from verifier.engine import sender
-from verifier.engine.api import Poisoned
 from verifier.engine.client import EngineClient, is_far
 from verifier.engine.replicas import clients_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
 
     from verifier.transport.cuda_ipc import TrainerRounds
     from verifier.transport.group import TransferGroup
-
-
-class LinkWatch(sender.TransferWatch, Protocol):
-    """Told of a transfer, and of the poison before it."""
-
-    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """All that the engine ranks hold was overwritten."""
 
 
 @dataclass(kw_only=True)
@@ -100,7 +92,7 @@ class EngineLink:
             sleeper.wake_up(tag)
 
     def transfer(
-        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: LinkWatch,
+        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: sender.TransferWatch,
         running: sender.Running = "none",
         before_caches: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip

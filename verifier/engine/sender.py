@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from verifier.engine.api import Poisoned
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, VerifierError
 from verifier.plan.chunk_plan import ChunkPlan
@@ -46,6 +47,9 @@ class TransferWatch(Protocol):
 
     version: int
     """Version of the weights."""
+
+    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
+        """All that the engine ranks hold was overwritten, before the transfer."""
 
     def agreed(self, agreement: Agreement) -> None:
         """All members have said which plan they hold."""

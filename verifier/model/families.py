@@ -7,6 +7,7 @@ A row lists the tensors of the family's checkpoints under their published names,
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
-from verifier.config_json import text_model
+from verifier.config_json import EXPERT_COUNTS, text_model
 from verifier.errors import UsageError
 
 T = TypeVar("T")
@@ -181,7 +182,6 @@ _HYBRID_LAYERS = {
 
 _NUMBERED = re.compile(r"model\.layers\.(\d{1,9})\.")
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 FAMILIES: dict[str, Family] = {
     row.name: row
@@ -249,7 +249,7 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
     config = text_model(config)
     if "E" not in str(config.get("hybrid_override_pattern") or "E"):
         return 0
-    return next((_size(config, key) for key in _EXPERT_COUNTS if config.get(key)), 0)
+    return next((_size(config, key) for key in EXPERT_COUNTS if config.get(key)), 0)
 
 
 def size_if_any(config: Mapping[str, JSON], key: str) -> int | None:
@@ -346,8 +346,13 @@ def sizes_of(config: Mapping[str, JSON]) -> dict[str, int]:
 
 
 def _size(config: Mapping[str, JSON], key: str, default: int | None = None) -> int:
-    """Return one size, or `default` where the key is absent or null; 0 is valid only where it is the default."""
+    """Return one size, or `default` where the key is absent or null; 0 is valid only where it is the default.
+
+    Of a feed-forward size for each layer, as Gemma 3n has, the greatest that divides all.
+    """
     value = config.get(key)
+    if key == "intermediate_size" and isinstance(value, list) and value:
+        return math.gcd(*(_size({key: item}, key) for item in value))
     if value is None and default is not None:
         return default
     least = 0 if default == 0 else 1

@@ -15,10 +15,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from verifier.errors import UsageError
 from verifier.model.checkpoint import INDEX, write_shard
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
+_TABLES = Path(__file__).with_name("models.yaml")
 _GENERATOR = 2  # part of the cache key: raise it when the same seed gives other bytes
 _MAX_SHARD_BYTES = 256 * 2**20
 _WRITERS = 4
@@ -38,29 +42,16 @@ Values = Callable[[TensorSpec, str, str], "torch.Tensor"]
 Models = Mapping[str, tuple[str, Mapping[str, JSON]]]
 """Full model id -> (key of `FAMILIES`, keys of config.json besides the architecture and the dtype)."""
 
-DECODER: dict[str, JSON] = {
-    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "rope_scaling": None,
-    "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "use_cache": True,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-"""Keys of config.json that all generated decoders share; below, those of a family, without its sizes."""
-QWEN3_MOE: dict[str, JSON] = {
-    **DECODER, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-}  # fmt: skip
-DEEPSEEK_V3: dict[str, JSON] = {
-    **DECODER, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
-}  # fmt: skip
-NEMOTRON_H: dict[str, JSON] = {
-    **{key: value for key, value in DECODER.items() if key not in ("hidden_act", "rms_norm_eps", "rope_scaling")},
-    "conv_kernel": 4, "expand": 2, "chunk_size": 128, "use_conv_bias": True, "mamba_hidden_act": "silu",
-    "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "use_mamba_kernels": False,
-    "time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 0.001,
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "mlp_hidden_act": "relu2", "mlp_bias": False, "use_bias": False, "hidden_dropout": 0.0,
-    "layer_norm_epsilon": 1e-5, "residual_in_fp32": False, "rescale_prenorm_residual": True, "num_logits_to_keep": 1,
-}  # fmt: skip
+
+@cache
+def model_tables() -> dict[str, dict[str, Any]]:
+    """Sections of models.yaml: model id without prefix -> row."""
+    return msgspec.yaml.decode(_TABLES.read_bytes(), type=dict[str, dict[str, Any]])
+
+
+def rows_of(section: str) -> dict[str, tuple[str, dict[str, JSON]]]:
+    """Model id without prefix -> (key of `FAMILIES`, keys of config.json), of generated models."""
+    return {name: (row["family"], row["config"]) for name, row in model_tables()[section].items()}
 
 
 def require_dtype(dtype: str) -> None:

@@ -1,12 +1,13 @@
-"""Points of a model at which trainer and transformers hold the same values, by kind of module: one row each."""
+"""Points of a model at which trainer and transformers hold the same values, by kind of module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModulePoint:
+class ModulePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One point within a layer, or, without a layer, of the whole model."""
 
     name: str
@@ -32,59 +33,12 @@ class ModulePoint:
         return self.name if self.elsewhere is None else self.elsewhere
 
 
-LAYER_POINTS = (
-    ModulePoint(name="input_layernorm", needs="Norm", theirs=("layer.input_layernorm",)),
-    ModulePoint(name="self_attention.linear_q_down_proj", theirs=("attention.q_a_proj",)),
-    ModulePoint(name="self_attention.linear_kv_down_proj", theirs=("attention.kv_a_proj_with_mqa",)),
-    ModulePoint(name="self_attention.linear_q_up_proj", columns="split", theirs=("attention.q_b_proj",)),
-    ModulePoint(name="self_attention.linear_kv_up_proj", columns="split", theirs=("attention.kv_b_proj",)),
-    ModulePoint(
-        name="self_attention.linear_qkv", columns="qkv",
-        theirs=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    ),
-    ModulePoint(name="self_attention.q_layernorm", columns="split", needs="Norm", theirs=("attention.q_norm",)),
-    ModulePoint(name="self_attention.k_layernorm", columns="keys", needs="Norm", theirs=("attention.k_norm",)),
-    ModulePoint(
-        name="self_attention.rotary_query", elsewhere="self_attention.core_attention", side="input", columns="split",
-        theirs=("attention:query",),
-    ),
-    ModulePoint(
-        name="self_attention.rotary_key", elsewhere="self_attention.core_attention", side="input", argument=1,
-        columns="keys", theirs=("attention:key",),
-    ),
-    ModulePoint(
-        name="self_attention.core_attention", elsewhere="self_attention.linear_proj", side="input", columns="split",
-        theirs=("attention.o_proj<",),
-    ),
-    ModulePoint(name="self_attention.linear_proj", needs="Linear", theirs=("attention.o_proj",)),
-    ModulePoint(name="mixer.in_proj", columns="mixer", theirs=("mamba.in_proj",)),
-    ModulePoint(
-        name="mixer.scan", elsewhere="mixer.out_proj", side="input", columns="split", theirs=("mamba.out_proj<",)
-    ),
-    ModulePoint(name="mixer.out_proj", theirs=("mamba.out_proj",)),
-    ModulePoint(
-        name="self_attn_bda", elsewhere="pre_mlp_layernorm", side="input", theirs=("layer.post_attention_layernorm<",)
-    ),
-    ModulePoint(name="pre_mlp_layernorm", needs="Norm", theirs=("layer.post_attention_layernorm",)),
-    ModulePoint(name="mlp.router", theirs=("experts:gates",)),
-    ModulePoint(name="mlp.shared_experts", theirs=("mlp.shared_experts",)),
-    ModulePoint(name="mlp.linear_fc1", columns="gated", theirs=("mlp.gate_proj", "mlp.up_proj")),
-    ModulePoint(name="mlp.linear_fc1", columns="split", theirs=("mlp.up_proj",)),
-    ModulePoint(
-        name="mlp.activation_func", elsewhere="mlp.linear_fc2", side="input", columns="split",
-        theirs=("mlp.down_proj<",),
-    ),
-    ModulePoint(name="mlp.linear_fc2", needs="Linear", theirs=("mlp.down_proj",)),
-    ModulePoint(name="mlp.experts", elsewhere="mlp", needs="MoELayer", theirs=("mlp",)),
-    ModulePoint(name="output", elsewhere="", theirs=("layer",)),
-)  # fmt: skip
-"""Points of each layer, in the order of the data flow."""
-EMBEDDING = ModulePoint(name="embedding", theirs=("model.embed_tokens", "model.embeddings"))
-LAST_POINTS = (
-    ModulePoint(name="final_layernorm", elsewhere="decoder.final_layernorm", theirs=("model.norm",)),
-    ModulePoint(name="final_layernorm", elsewhere="decoder.final_norm", theirs=("model.norm_f",)),
-    ModulePoint(name="output_layer", columns="split", theirs=("lm_head",)),
+_TABLE = msgspec.yaml.decode(
+    Path(__file__).with_name("module_points.yaml").read_bytes(), type=dict[str, tuple[ModulePoint, ...]]
 )
+LAYER_POINTS, LAST_POINTS = _TABLE["layer"], _TABLE["last"]
+"""Points of each layer, in the order of the data flow; and behind the layers."""
+EMBEDDING = ModulePoint(name="embedding", theirs=("model.embed_tokens", "model.embeddings"))
 OF_THE_LOSS = ("logprob", "entropy")
 """Points behind the model: log-probability of each label and entropy of its distribution, nats."""
 _NAMES = list(dict.fromkeys(point.name for point in LAYER_POINTS))

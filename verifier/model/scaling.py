@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from verifier.config_json import CHOSEN, EXPERT_COUNTS
 from verifier.data.arithmetic import BOS_ID, EOS_ID, PAD_ID
 from verifier.model.families import JSON
 
@@ -41,8 +42,6 @@ _AT_MOST: dict[str, int] = {
     "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 """Key -> greatest value of a tiny model."""
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 _TOKENS = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
 
 
@@ -119,11 +118,11 @@ def _heads(default: Mapping[str, Any]) -> dict[str, JSON]:
 def _experts(default: Mapping[str, Any]) -> dict[str, JSON]:
     """Choose fewer experts than there are, and groups that divide them."""
     found: dict[str, JSON] = {
-        key: min(count, _EXPERTS) for key in _EXPERT_COUNTS if isinstance(count := default.get(key), int) and count
+        key: min(count, _EXPERTS) for key in EXPERT_COUNTS if isinstance(count := default.get(key), int) and count
     }
     if not found:
         return {}
-    for key in _CHOSEN:
+    for key in CHOSEN:
         if key in default:
             found[key] = min(default[key] or _TOP_K, _TOP_K)
     if (default.get("n_group") or 1) > 1:

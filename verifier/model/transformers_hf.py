@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging
 
+from verifier.config_json import text_model
 from verifier.errors import ContractError, UsageError
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.delta_rule_hf import scan_by_token
@@ -89,18 +90,25 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
         with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
             Path(folder, "config.json").write_text(json.dumps(config))
             whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(whole.get_text_config(), trust_remote_code=False)
+            text = whole.get_text_config()
+            tied = text_model(config).get("tie_word_embeddings", text.tie_word_embeddings)
+            whole.tie_word_embeddings = text.tie_word_embeddings = tied
+            is_causal = type(text) in AutoModelForCausalLM._model_mapping
+            auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+            model = auto.from_config(text if is_causal else whole, trust_remote_code=False)
     except (OSError, *REFUSALS) as error:
         said = next(iter(str(error).splitlines()), "")
         raise UsageError(f"transformers builds no {name} of config.json: {type(error).__name__}: {said}") from error
-    if type(model).__name__ != name and not config.get("text_config"):
+    if type(model).__name__.lower() != name.lower() and is_causal and text is whole:  # Phi-3.5-MoE names PhiMoE
         raise UsageError(f"config.json names {name}, and transformers builds a {type(model).__name__} of it")
     buffers = {name for name, _ in model.named_buffers()} | {
         name for name, item in model.named_parameters() if not item.requires_grad
     }
+    parts = () if is_causal else (*model.get_decoder().modules(), model.get_output_embeddings())
     return [
         TensorSpec(name=name, shape=tuple(tensor.shape), content=Content.SCORE_BIAS if holder in buffers else kind)
         for name, (holder, tensor) in checkpoint_places(model).items()
+        if is_causal or model.get_submodule(holder.rpartition(".")[0]) in parts
         for kind in (Content.DECAY if name.endswith("A_log") else Content.MATRIX,)
     ]
 

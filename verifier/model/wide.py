@@ -1,7 +1,8 @@
 """Generated checkpoints with the widths of published models and a few of their layers, in bf16.
 
 Widths, head counts and vocabularies are those of the published config.json. Layers are left out, and experts where a
-comment says so. Values come from integer hashing of whole tensors, which takes seconds for ten gigabytes.
+comment in models.yaml says so. Values come from integer hashing of whole tensors, which takes seconds for ten
+gigabytes.
 
 Source:
     config.json of Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3 and nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.errors import UsageError
-from verifier.model.families import JSON, Content, TensorSpec
-from verifier.model.generated import DEEPSEEK_V3, NEMOTRON_H, QWEN3_MOE, generate, write_checkpoint
+from verifier.model.families import Content, TensorSpec
+from verifier.model.generated import generate, rows_of, write_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -26,31 +27,7 @@ DTYPE = "bfloat16"
 _PIECE = 1 << 22
 """Number of values generated at once; intermediate results then stay in the caches."""
 
-WIDE: dict[str, tuple[str, dict[str, JSON]]] = {
-    # 2 of 48 layers: 3.7 GB.
-    "qwen3-30b-a3b": ("qwen3-moe", {
-        **QWEN3_MOE, "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 2,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-    }),
-    # 1 of 3 dense layers, 1 of 58 with experts, and 64 of its 256 experts, 8 in each of the 8 groups: 11 GB.
-    "deepseek-v3": ("deepseek-v3", {
-        **DEEPSEEK_V3, "vocab_size": 129280, "hidden_size": 7168, "num_hidden_layers": 2,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
-        "moe_intermediate_size": 2048, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8,
-        "n_group": 8, "topk_group": 4, "rope_theta": 10000.0, "max_position_embeddings": 4096,
-    }),
-    # 4 of 52 layers: one of each kind that the model has, and a second state-space layer: 4.3 GB.
-    "nemotron-3-nano": ("nemotron-h", {
-        **NEMOTRON_H, "vocab_size": 131072, "hidden_size": 2688, "num_hidden_layers": 4,
-        "hybrid_override_pattern": "MEM*", "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
-        "intermediate_size": 1856, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
-        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712, "max_position_embeddings": 262144,
-    }),
-}  # fmt: skip
+WIDE = rows_of("wide")
 """Model id without "wide:" -> (family, keys of config.json)."""
 WIDE_MODELS = {PREFIX + item: row for item, row in WIDE.items()}
 """The same by their full ids."""

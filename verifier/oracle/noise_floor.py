@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from verifier.core.outputs import require_writable, write_whole
+from verifier.core.outputs import json_text, read_as, require_writable, write_whole
 from verifier.core.record import Probe
 from verifier.errors import UsageError
 from verifier.model.checkpoint import Checkpoint
@@ -75,9 +76,9 @@ def bucket_of(longest: int, rounded: Sequence[Sequence[float]], exact: Sequence[
     )  # fmt: skip
 
 
-def config_digest(checkpoint: Checkpoint) -> str:
+def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of config.json's content, however it is laid out."""
-    return hashlib.blake2b(json.dumps(checkpoint.config, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
@@ -109,7 +110,7 @@ def write_floor(floor: Floor) -> Path:
     """Store a floor, whole or not at all."""
     path = floor_path(floor.model, floor.dtype, floor.tier)
     require_writable(path, make_folder=True)
-    write_whole(path, msgspec.json.format(msgspec.json.encode(floor), indent=1).decode() + "\n")
+    write_whole(path, json_text(floor))
     return path
 
 
@@ -119,10 +120,7 @@ def read_floor(path: Path) -> Floor:
     Raises:
         UsageError: the file is no noise floor.
     """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Floor)
-    except (OSError, msgspec.MsgspecError) as problem:
-        raise UsageError(f"`{path}` is no noise floor that `verifier noise --record` wrote: {problem}") from problem
+    return read_as(path, Floor, "a noise floor that `verifier noise --record` wrote")
 
 
 def stored_floor(model: str, checkpoint: Checkpoint, dtype: str, tier: str) -> Floor | None:
@@ -131,7 +129,7 @@ def stored_floor(model: str, checkpoint: Checkpoint, dtype: str, tier: str) -> F
     if not path.is_file():
         return None
     floor = read_floor(path)
-    here = (dtype, tier, versions(), config_digest(checkpoint))
+    here = (dtype, tier, versions(), config_digest(checkpoint.config))
     same = (floor.dtype, floor.tier, floor.versions, floor.config) == here
     return floor if same and floor.weights == weights_digest(checkpoint) else None
 

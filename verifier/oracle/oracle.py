@@ -43,7 +43,7 @@ class Sides(NamedTuple):
     """See `verifier.oracle.logprob_hf.sides`; rows are empty where the other is less than float32."""
 
 
-class Oracle:
+class Oracle(contextlib.AbstractContextManager["Oracle"]):
     """Computes with any checkpoint directory. The same question of the same small weights is computed once.
 
     The process starts with `checkpoint`; `deadline_s` is for the start and for each request.
@@ -60,9 +60,6 @@ class Oracle:
             self._client = self.process.client(deadline_s=deadline_s)
             started.callback(self._client.close)
             self._started = started.pop_all()
-
-    def __enter__(self) -> Oracle:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._started.close()

@@ -91,7 +91,8 @@ def judge_updates(
             which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts, ``sampled-n`` has the
             trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
-        objective: "loss", its name; "temperature"; and the fields of its options by name.
+        objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
+            whose embedding gets no gradient as an input (`padding_idx`).
         updates: of each in order its "number", from 1, and "learning_rate".
         adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
             has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
@@ -282,6 +283,10 @@ def _loss(
     is. And it says on which side of a clip's edge the token is. The gradient is taken at the model's own.
     """
     model = StreamedModel(checkpoint, dtype, device)
+    if (padding := objective.get("padding")) is not None:
+        model.model.get_input_embeddings().register_forward_hook(
+            lambda _, asked, found: torch.where((asked[0] == padding)[..., None], found.detach(), found)
+        )
     tape = Tape(model, magnitudes=[1])
     rounds, off = dtype == torch.float32 and not draw, SHIFT / min(objective["temperature"], 1.0)
     shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
@@ -416,7 +421,10 @@ def token_losses(
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
         estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        total = total + objective["kl_weight"] * estimates[objective["kl_kind"]]
+        times = (
+            torch.exp(torch.clamp(logprob - columns["divisor"], -LIMIT, LIMIT)) if objective.get("kl_ratio") else 1.0
+        )
+        total = total + objective["kl_weight"] * times * estimates[objective["kl_kind"]]
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy
     return total

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from verifier.config import PlanConfig
-from verifier.config_json import stated_dtype, text_model
+from verifier.config_json import CHOSEN, stated_dtype, text_model
 from verifier.errors import UsageError
 from verifier.export.names import ModelLayout, layout_of
 from verifier.mesh import Mesh
@@ -227,7 +227,7 @@ def make(plan: RunPlan, holdings: tuple[Holding, ...]) -> Made:
 def memory_of(plan: RunPlan, holdings: tuple[Holding, ...]) -> tuple[RankBytes, ...]:
     """Return the bytes of the ranks of each holding."""
     config, mesh = plan.config, plan.config.mesh
-    top_k = size_if_any(plan.sizes, "num_experts_per_tok") or 1
+    top_k = next(filter(None, (size_if_any(plan.sizes, key) for key in CHOSEN)), 1)
     activations = [activation_bytes(plan.layout, config, stage, top_k) for stage in range(mesh.pp)]
     transfer = join_bytes(holdings, mesh, DTYPE_BYTES[config.dtype])
     return tuple(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verifier.config_json import has_delta_nets, text_model
+from verifier.config_json import EXPERT_COUNTS, has_delta_nets, text_model
 from verifier.errors import UsageError
 from verifier.platform.upstream_fixes import RunFacts, Sizes
 
@@ -30,7 +30,7 @@ def stand_ins_of(model: Sizes, run: RunFacts) -> Iterator[str]:
     model/transformers_hf.py, which is also the oracle's.
     """
     hybrid = model.get("mamba_num_heads") is not None
-    experts = any(model.get(size) for size in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = any(model.get(size) for size in EXPERT_COUNTS)
     if run.tier == "cpu":
         yield "PyTorch modules and functions for Transformer Engine's"
         yield "a float64 sum for its gradient norm"

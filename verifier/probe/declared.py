@@ -43,7 +43,7 @@ UNDERTAKINGS: dict[Undertaking, tuple[type[Record], ...]] = {
     "gradients": (GradientRecord,),
 }
 assert tuple(UNDERTAKINGS) == get_args(Undertaking)
-KNOWN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+KNOWN_ESTIMATORS = ("grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 """Estimators of advantages that a check has a formula of."""
 
 

@@ -136,11 +136,13 @@ class _Recording:
         for rollouts in sorted(seen.of(Rollouts), key=lambda item: item.version):
             step = rollouts.version
             tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
-            for scored in seen.of(TrainerLogprobs, version=step - 1):
-                if (weights := self._weights(step - 1)) is not None and len(scored.lengths) == len(tokens):
+            for scored in seen.of(TrainerLogprobs):
+                if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
+                    continue
+                if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
                     sides = self._sides(weights, tokens, scored.temperature)
                     tails = Sides(*(_tails(side, scored.lengths) for side in sides))
-                    yield from self._sided(OracleLogprobs, scored.name, step - 1, tails, rollouts.lengths)
+                    yield from self._sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
             for columns in seen.of(LossColumns, version=step):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
@@ -237,7 +239,15 @@ class _Recording:
             objective = _objective(terms)
             folders = [folder, weights, folder / f"gradients-{step}"]
             asked = [{"number": step, "learning_rate": 0.0}]
-            for row in self.oracle.ask("policy_hf:judge_updates", [folder], RULE, objective, asked, None, read=folders):
+            # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
+            padding = text_model(json.loads((self.source / "config.json").read_text())).get("pad_token_id")
+            rollouts = next(seen.of(Rollouts, version=step))
+            either = [None, padding][: 1 + bool((seen.array(rollouts, "tokens") == padding).any())]
+            told: list[list[dict[str, Any]]] = []
+            for token in either:
+                given = (RULE, {**objective, "padding": token}, asked, None)
+                told.append(self.oracle.ask("policy_hf:judge_updates", [folder], *given, read=folders))
+            for row in min(told, key=_farthest):
                 yield gradient_record({**row, "version": step}, None, mesh), None
 
     def _write_inputs(self, file: Path, policy: PolicyColumns, terms: LossTerms) -> None:
@@ -249,7 +259,7 @@ class _Recording:
         inputs = {
             "lengths": np.array(policy.lengths, np.int64), "mask": arrays["mask"].astype(np.uint8),
             "tokens": self.seen.array(rollouts, "tokens").astype(np.int64),
-            "weight": np.concatenate(_weights(terms.name, masks, rollouts.groups)),
+            "weight": np.concatenate(_weights(terms, masks, terms.parts or rollouts.groups)),
             "advantage": arrays["advantage"].astype(np.float64), "divisor": arrays["divisor"],
         }  # fmt: skip
         if terms.kl_weight:
@@ -257,23 +267,31 @@ class _Recording:
         save_file({name: np.ascontiguousarray(values) for name, values in inputs.items()}, file)
 
 
-def _weights(aggregation: str, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:
+def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Greatest distance of a gradient, in units of its tensor's greatest element."""
+    known = [row for row in rows if row["gradient_scale"] and "gradient" in row]
+    return max((float(row["gradient"][0]) / row["gradient_scale"] for row in known), default=0.0)
+
+
+def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:
     """Weight of each token in the mean that the loss is to be, [L] of each rollout."""
     counts = [int(mask.sum()) for mask in masks]
     by_group: dict[str, int] = {}
     for group, count in zip(groups, counts, strict=True):
         by_group[group] = by_group.get(group, 0) + count
-    sequences, prompts = sum(map(bool, counts)), sum(map(bool, by_group.values()))
-    divisors: dict[str, Any] = {
-        "token_mean": lambda at: sum(counts), "sequence_mean": lambda at: sequences * counts[at],
-        "prompt_mean": lambda at: prompts * by_group[groups[at]],
+    known = {
+        "token_mean": (sum(counts), [1] * len(masks)), "sequence_mean": (sum(map(bool, counts)), counts),
+        "prompt_mean": (sum(map(bool, by_group.values())), [by_group[group] for group in groups]),
     }  # fmt: skip
-    return [mask / max(1, divisors[aggregation](at)) for at, mask in enumerate(masks)]
+    number, sizes = known[terms.name]
+    divisor = max(1, number) if terms.divisor is None else terms.divisor
+    return [mask / (divisor * max(1, size)) for mask, size in zip(masks, sizes, strict=True)]
 
 
 def _objective(terms: LossTerms) -> Mapping[str, Any]:
     names = (
-        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_weight", "entropy_weight"
+        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_ratio", "kl_weight",
+        "entropy_weight",
     )  # fmt: skip
     return {name: getattr(terms, name) for name in names}
 

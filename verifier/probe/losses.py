@@ -22,7 +22,7 @@ from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows, SpotScore
-from verifier.stages.loss.records import LossRows, UpdateRatios
+from verifier.stages.loss.records import LossRows, LossTerms, UpdateRatios
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.stages.rollout.records import EngineLogprobs
 
@@ -63,7 +63,7 @@ class LossRecorder(AnswerRecorder):
         self._ledgers: dict[int, list[dict[str, np.ndarray]]] = {}
         self._batches: dict[int, list[bytes]] = {}
         self._frozen: dict[str, str] = {}
-        self._aggregations: dict[int, tuple[str, float]] = {}
+        self._terms: dict[int, LossTerms] = {}
 
     def scored(self, step: int, logprobs: Rows, *, ids: Sequence[Any], which: str = "current") -> None:
         """Log-probabilities that one scoring pass made for some rollouts of a step, before they are put in order.
@@ -85,14 +85,8 @@ class LossRecorder(AnswerRecorder):
         self.emit(record, {"sentinel": np.concatenate(sentinel), "logprob": np.concatenate(nats)})
 
     def scored_alone(
-        self,
-        step: int,
-        rollout: Any,
-        logprobs: Any,
-        *,
-        reference: Any = None,
-        beginning: Any = None,
-    ) -> None:
+        self, step: int, rollout: Any, logprobs: Any, *, reference: Any = None, beginning: Any = None,
+    ) -> None:  # fmt: skip
         """Log-probabilities of one rollout that was scored in a batch by itself, with the weights before the step.
 
         `reference` are those of the reference model, `beginning` those of the rollout without its end.
@@ -112,14 +106,9 @@ class LossRecorder(AnswerRecorder):
         if beginning is not None:
             arrays["beginning"] = row_of(beginning, np.float32)
         record = SpotScore(
-            name="rollout alone",
-            version=step,
-            id=name,
-            seed=0,
-            step=step,
-            mini_batches=0,
+            name="rollout alone", version=step, id=name, seed=0, step=step, mini_batches=0,
             temperature=own.tokens.temperature,
-        )
+        )  # fmt: skip
         self.emit(record, arrays)
 
     def engine_scores(self, step: int, logprobs: Rows) -> None:
@@ -140,18 +129,10 @@ class LossRecorder(AnswerRecorder):
             self.emit(ReferenceShard(name=name, version=step, frozen=frozen, **facts))
 
     def micro_batch(
-        self,
-        step: int,
-        ids: Sequence[Any],
-        input_ids: Any,
-        *,
-        attention_mask: Any = None,
-        labels: Any = None,
-        loss_mask: Any = None,
-        position_ids: Any = None,
-        cu_seqlens: Any = None,
+        self, step: int, ids: Sequence[Any], input_ids: Any, *, attention_mask: Any = None, labels: Any = None,
+        loss_mask: Any = None, position_ids: Any = None, cu_seqlens: Any = None,
         arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One micro-batch of a step as the model gets it, whose logits at each place score the token at the next.
 
         Args:
@@ -207,15 +188,9 @@ class LossRecorder(AnswerRecorder):
         }
         sizes: dict[str, Any] = {key: int(arguments[key]) for key in ARGUMENTS[4:] if key in arguments}
         layout = PackLayout(
-            name=name,
-            version=step,
-            cp_rank=0,
-            cu_seqlens=tuple(ends),
-            cu_seqlens_padded=tuple(ends),
-            max_seqlen=next(iter(sizes.values()), longest),
-            lengths=tuple(lengths),
-            filler=False,
-        )
+            name=name, version=step, cp_rank=0, cu_seqlens=tuple(ends), cu_seqlens_padded=tuple(ends),
+            max_seqlen=next(iter(sizes.values()), longest), lengths=tuple(lengths), filler=False,
+        )  # fmt: skip
         self.emit(layout, np.arange(ends[-1] if ends else 0))
         if arguments:
             lacks = tuple(key for key in (*ARGUMENTS, "total_tokens", "pad_between_seqs") if key not in arguments)
@@ -223,19 +198,9 @@ class LossRecorder(AnswerRecorder):
             self.emit(given)
 
     def token_losses(
-        self,
-        step: int,
-        logprobs: Any,
-        losses: Any,
-        *,
-        ids: Sequence[Any],
-        mask: Any = None,
-        entropies: Any = None,
-        old: Any = None,
-        advantages: Any = None,
-        reference: Any = None,
-        scale: float = 1.0,
-    ) -> None:
+        self, step: int, logprobs: Any, losses: Any, *, ids: Sequence[Any], mask: Any = None, entropies: Any = None,
+        old: Any = None, advantages: Any = None, reference: Any = None, scale: float = 1.0,
+    ) -> None:  # fmt: skip
         """Loss of each token of a micro-batch, as it enters the mean, before the backward pass.
 
         Gradients by these tensors are taken as the backward pass makes them; the tensors are not changed.
@@ -291,9 +256,9 @@ class LossRecorder(AnswerRecorder):
         micro.columns["dtype"] = np.array([kind])
         self._micros.setdefault(step, []).append(micro)
 
-    def aggregated(self, step: int, aggregation: str) -> None:
+    def aggregated(self, terms: LossTerms) -> None:
         """Keep the mean that a step's loss is to be."""
-        self._aggregations[step] = (aggregation, 1.0)
+        self._terms[terms.version] = terms
 
     def unbounded(self, kind: type[Any], why: str) -> None:
         """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
@@ -320,12 +285,9 @@ class LossRecorder(AnswerRecorder):
             return
         at = Mesh(**msgspec.structs.asdict(self.mesh)).coordinate(self.rank)
         record = PackedBatchDigest(
-            name=f"rollouts dp={at.dp} cp={at.cp}",
-            version=step,
-            coordinate=str(at),
-            digest=digest_of(b"".join(parts)),
+            name=f"rollouts dp={at.dp} cp={at.cp}", version=step, coordinate=str(at), digest=digest_of(b"".join(parts)),
             micro_batches=len(parts),
-        )
+        )  # fmt: skip
         self.emit(record)
 
     def _record_rows(self, step: int, own: OpenStep, micros: list[_Micro]) -> None:
@@ -361,33 +323,18 @@ class LossRecorder(AnswerRecorder):
         weight = np.zeros(len(tokens.mask))
         at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
         weight[at] = rows["weight"].astype(np.float64) / count
-        aggregation, constant = self._aggregations.get(step, ("", 1.0))
-        if aggregation:
+        if (terms := self._terms.get(step)) is not None:
             record = LossColumns(
-                name=name,
-                version=step,
-                aggregation=aggregation,
-                constant=constant,
-                dtype="float32",
-                ids=tokens.ids,
-                groups=tokens.groups,
-                lengths=tokens.lengths,
-            )
+                name=name, version=step, aggregation=terms.name, divisor=terms.divisor, dtype="float32", ids=tokens.ids,
+                groups=terms.parts or tokens.groups, lengths=tokens.lengths,
+            )  # fmt: skip
             self.emit(record, {"weight": weight, "mask": tokens.mask})
         if (divisor := own.divisor()) is not None and len(rows["sentinel"]):
             gaps = np.abs(np.expm1(rows["current"].astype(np.float64) - divisor[at]))
             ratios = UpdateRatios(
-                name=name,
-                version=step,
-                update=self.update_of(step),
-                first=True,
-                ratio_over="old",
-                at_reference=False,
-                ratio_gap=real(float(gaps.max())),
-                kl_gap=0.0,
-                clipped=0,
-                clamped=0,
-            )
+                name=name, version=step, update=self.update_of(step), first=own.is_first, ratio_over="old",
+                at_reference=False, ratio_gap=real(float(gaps.max())), kl_gap=0.0, clipped=0, clamped=0,
+            )  # fmt: skip
             if own.policy.get("ratio_over", "old") == "old":
                 self.emit(ratios)
 

@@ -108,23 +108,12 @@ class OptimizerRecorder(LossRecorder):
         self.world_size = 1
 
     def optimizer(
-        self,
-        optimizer: Any,
-        named_parameters: Iterable[tuple[str, Any]],
-        *,
-        clip_grad: float = 0.0,
-        asked: Mapping[str, Any] | None = None,
-        scheduler: Any = None,
-        schedule: Literal["constant", "linear", "cosine", ""] = "",
-        learning_rate: float = 0.0,
-        warmup_steps: int = 0,
-        total_steps: int = 0,
-        least_learning_rate: float = 0.0,
-        weight_decay: float = 0.0,
-        first_rate_step: int = 0,
-        vectors_decay: bool | None = None,
-        divisor: float | None = None,
-    ) -> None:
+        self, optimizer: Any, named_parameters: Iterable[tuple[str, Any]], *, clip_grad: float = 0.0,
+        asked: Mapping[str, Any] | None = None, scheduler: Any = None,
+        schedule: Literal["constant", "linear", "cosine", ""] = "", learning_rate: float = 0.0, warmup_steps: int = 0,
+        total_steps: int = 0, least_learning_rate: float = 0.0, weight_decay: float = 0.0, first_rate_step: int = 0,
+        vectors_decay: bool | None = None, divisor: float | None = None,
+    ) -> None:  # fmt: skip
         """Watch an optimizer of torch from now on, one step of it in each step of the loop.
 
         Args:
@@ -251,13 +240,9 @@ class OptimizerRecorder(LossRecorder):
             given = [cut(item.gradient, part.begin, part.size) for item, part in parts]
             whole = [torch.cat([part.whole.cpu(), totals(item.gradient)[:1].cpu()]).numpy() for item, part in parts]
             record = GradientSums(
-                name=f"update {update.number}",
-                version=step,
-                coordinate=str(self.rank),
-                tensors=tensors,
-                squares=real(squares),
-                divisor=self._divisor,
-            )
+                name=f"update {update.number}", version=step, coordinate=str(self.rank), tensors=tensors,
+                squares=real(squares), divisor=self._divisor,
+            )  # fmt: skip
             arrays = {
                 "added": joined([part.added for _, part in parts]),
                 "reduced": joined(given),
@@ -354,13 +339,9 @@ class OptimizerRecorder(LossRecorder):
             betas = self._optimizer.param_groups[0].get("betas", (0.0, 0.0))
             epsilon = float(self._optimizer.param_groups[0].get("eps", 0.0))
             settings = OptimizerSettings(
-                name="optimizer",
-                version=step,
-                beta_1=float(betas[0]),
-                beta_2=float(betas[1]),
-                epsilon=epsilon,
+                name="optimizer", version=step, beta_1=float(betas[0]), beta_2=float(betas[1]), epsilon=epsilon,
                 **self._settings,
-            )
+            )  # fmt: skip
             self.emit(settings)
         if self._why:
             self.unbounded(AdamSample, self._why)
@@ -381,14 +362,9 @@ class OptimizerRecorder(LossRecorder):
         if report is not None:
             loss, num_tokens, norm = report
             done = TrainerStep(
-                name=name,
-                version=step,
-                step=update.number,
-                loss=real(loss),
-                num_tokens=num_tokens,
-                grad_norm=real(norm),
-                **update.fields,
-            )
+                name=name, version=step, step=update.number, loss=real(loss), num_tokens=num_tokens,
+                grad_norm=real(norm), **update.fields,
+            )  # fmt: skip
             self.emit(done)
         for record, arrays in update.records:
             self.emit(record, arrays)
@@ -397,18 +373,12 @@ class OptimizerRecorder(LossRecorder):
             group = self._optimizer.param_groups[0]
             clips = report is not None and update.clipped
             taken, arrays = sample.record(
-                update.steps,
-                name=name,
-                version=step,
-                coordinate=str(self.rank),
-                clip_grad=self._clip_grad if clips else 0.0,
-                grad_norm=done.grad_norm if clips else 0.0,
-                beta_1=float(group["betas"][0]),
-                beta_2=float(group["betas"][1]),
-                epsilon=float(group["eps"]),
+                update.steps, name=name, version=step, coordinate=str(self.rank),
+                clip_grad=self._clip_grad if clips else 0.0, grad_norm=done.grad_norm if clips else 0.0,
+                beta_1=float(group["betas"][0]), beta_2=float(group["betas"][1]), epsilon=float(group["eps"]),
                 decoupled=type(self._optimizer).__name__ == "AdamW" or bool(group.get("decoupled_weight_decay")),
                 frozen=self._unowned,
-            )
+            )  # fmt: skip
             self.emit(taken, arrays)
         update.sample = None
         self._reports.pop(step, None)

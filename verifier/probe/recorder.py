@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from verifier.config_json import text_model
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
@@ -35,6 +37,7 @@ from verifier.stages.loss.records import KeptGradients, KeptTensors
 from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
+HEAD = "lm_head.weight"
 JOIN_S = 60.0
 """Seconds that a process waits for the one that makes the trace."""
 
@@ -206,8 +209,12 @@ class LoopRecorder(EngineRecorder):
         from verifier.model.checkpoint import open_checkpoint
         from verifier.stages.export.probe_tensors import source_tensors
 
-        for item in source_tensors(open_checkpoint(self.model)):
+        source = open_checkpoint(self.model)
+        is_tied = text_model(source.config).get("tie_word_embeddings") and HEAD not in source.names()
+        for item in source_tensors(source):
             self.emit(item)
+            if is_tied and item.name.endswith("embed_tokens.weight"):  # a state_dict has both names
+                self.emit(replace(item, name=HEAD, copy_of=item.name))
 
     def _passing(
         self, named: Named, version: int, kind: type[Any], *, keep: bool = True, **fields: Any

@@ -57,6 +57,8 @@ class OpenStep:
     truncated: tuple[bool, ...] = ()
     penalties: tuple[float, ...] = ()
     numbers: dict[str, int] = field(default_factory=dict)
+    is_first: bool = True
+    """The log-probabilities before the step are of the weights that it trains."""
 
     def number(self, name: str) -> int:
         """Number of a rollout by its id.
@@ -127,7 +129,7 @@ class StepRecorder(ABC):
         """Record what passes over a step's tokens have left."""
 
     @abstractmethod
-    def aggregated(self, step: int, aggregation: str) -> None:
+    def aggregated(self, terms: LossTerms) -> None:
         """Take the mean that a step's loss is to be."""
 
     @abstractmethod
@@ -204,7 +206,7 @@ class StepRecorder(ABC):
         ends = (end_token,) if isinstance(end_token, int) else tuple(end_token or ())
         own.ends, known = ends, bool(ends) and max_response_tokens is not None
         own.truncated = tuple(
-            finish_reasons[at] == "length" if finish_reasons is not None else known and row[-1:] != ends[:1]
+            finish_reasons[at] == "length" if finish_reasons is not None else known and not {*row[-1:]} & {*ends}
             for at, row in enumerate(found.responses)
         )
         if engine_logprobs is not None:
@@ -248,11 +250,14 @@ class StepRecorder(ABC):
             )  # fmt: skip
             self.emit(record, np.concatenate([row[2] for row in own]))
 
-    def trainer_logprobs(self, step: int, values: Rows, *, reference: Rows | None = None) -> None:
+    def trainer_logprobs(
+        self, step: int, values: Rows, *, reference: Rows | None = None, version: int | None = None
+    ) -> None:
         """The trainer's log-probabilities of a step's tokens before the step, nats, at the rollouts' temperature.
 
-        `reference` are those of the reference model. Rows have values of the response, of all tokens, or of all but the
-        first.
+        `reference` are those of the reference model, `version` that of weights older than those before the step. A row
+        that is None was not scored, as of a rollout without tokens in the loss. Rows have values of the response, of
+        all tokens, or of all but the first.
 
         Raises:
             UsageError: the step has no rollouts, or rows are of other lengths.
@@ -262,10 +267,14 @@ class StepRecorder(ABC):
         own.old = tokens.column(values, "trainer_logprobs")
         if reference is not None:
             own.reference = tokens.column(reference, "reference")
+        own.is_first = version in (None, step - 1)
         record = TrainerLogprobs(
-            name="old", version=step - 1, lengths=tuple(map(len, tokens.responses)), temperature=tokens.temperature
-        )
-        self.emit(record, own.old[of_responses(tokens)])
+            name="old" if own.is_first else f"old of step {step}", version=step - 1 if version is None else version,
+            lengths=tuple(0 if row is None else len(own) for row, own in zip(values, tokens.responses, strict=True)),
+            temperature=tokens.temperature,
+        )  # fmt: skip
+        scored = np.repeat([row is not None for row in values], tokens.lengths)
+        self.emit(record, own.old[of_responses(tokens) & scored])
 
     def advantages(
         self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
@@ -277,7 +286,8 @@ class StepRecorder(ABC):
         Args:
             step: number of the step.
             values: of each rollout.
-            estimator: "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"; another is not judged.
+            estimator: "grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"; others are not
+                judged.
             reasons: of each rollout why it is left out of the loss; empty for one that stays.
             ratio_over: "old" or "engine", the log-probabilities that the ratio divides by.
             max_staleness: versions that a token in the loss may be behind.
@@ -330,11 +340,15 @@ class StepRecorder(ABC):
     def loss(
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
+        kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
         `name` is "importance" (ratio times advantage), "clipped", "gspo" or "cispo"; `aggregation` "token_mean",
-        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks.
+        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks. `divisor` is what
+        the sum over tokens, or over means, is divided by where that is not the number of those with tokens in the loss.
+        With `kl_ratio` each token's KL estimate is multiplied by its ratio, with a gradient (arXiv 2512.02556). With
+        `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
 
         Raises:
             UsageError: an unknown name.
@@ -343,11 +357,11 @@ class StepRecorder(ABC):
             raise UsageError(f"the aggregation `{aggregation}` is none of token_mean, sequence_mean, prompt_mean")
         terms = LossTerms(
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
-            kl_weight=kl_weight, kl_kind=kl_kind, entropy_weight=entropy_weight,
-            temperature=self.opened(step).tokens.temperature,
+            kl_weight=kl_weight, kl_kind=kl_kind, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
+            temperature=self.opened(step).tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)),
         )  # fmt: skip
         self.emit(terms)
-        self.aggregated(step, aggregation)
+        self.aggregated(terms)
 
     def step(
         self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None

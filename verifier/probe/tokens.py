@@ -110,7 +110,7 @@ def _column(
     parts = []
     for at, (prompt, response, row) in enumerate(zip(prompts, responses, rows, strict=True)):
         values, whole = row_of(row, dtype), len(prompt) + len(response)
-        if values.size not in (len(response), whole - 1, whole):
+        if row is not None and values.size not in (len(response), whole - 1, whole):
             raise UsageError(
                 f"`{what}` has {values.size} values for rollout {at}, which has {len(response)} tokens in its response "
                 f"and {whole} with its prompt"

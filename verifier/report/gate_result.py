@@ -201,26 +201,34 @@ class WaiverUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"{self.check} of {self.of}, {self.issue}, {self.owner}: {self.reason}, until {self.until}; {self.came}"
 
 
-class GateResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A gate as it ended."""
+class GateEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Decision of a gate, and what it was made by and on."""
 
     format: Literal[1] = FORMAT
     decision: Decision
     reasons: tuple[str, ...]
     """Sentences; none of a gate that passes."""
-    first_bad_stage: str
-    """Earliest stage of all violations that are not waived; empty without one."""
     began: str
     ended: str
+    """Times in UTC, as in ISO 8601; of the card of a gate that was broken off, no end."""
     host: str
     tier: str
     gpus: tuple[str, ...]
     verifier: str
     commit: str
+    """Empty outside of a checkout; ends in "+" where files of the package differed from it."""
     versions: dict[str, str]
     """Upstream packages and their versions."""
     fixes: tuple[str, ...]
     """Fixes of upstream bugs that were asked for."""
+    waivers: tuple[WaiverUse, ...]
+
+
+class GateResult(GateEnd, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A gate as it ended."""
+
+    first_bad_stage: str
+    """Earliest stage of all violations that are not waived; empty without one."""
     models: tuple[str, ...]
     budget_minutes: float | None
     seconds: float
@@ -228,7 +236,6 @@ class GateResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str
     cells: tuple[CellResult, ...]
     left_out: tuple[LeftOut, ...]
-    waivers: tuple[WaiverUse, ...]
 
     @property
     def counted(self) -> str:
@@ -316,7 +323,8 @@ def _end(result: GateResult) -> str:
     machine = ", ".join([result.host, *result.gpus])
     code = f"verifier {result.verifier}" + (f" at {result.commit}" if result.commit else "")
     fixes = f"fixes on: {', '.join(result.fixes)}\n" if result.fixes else ""
+    decided = ": ".join([result.decision, *map(printable, result.reasons[:1])])
     return (
         f"{result.began} to {result.ended}, {result.seconds:,.0f} s of cells; {machine}\n{code}; {stack}\n{fixes}"
-        f"gate: {result.folder}\n{': '.join([result.decision, *map(printable, result.reasons[:1])])}\n"
+        f"gate: {result.folder}; a card of each model in its folder `cards`\n{decided}\n"
     )

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
-
 from verifier.core import store
 from verifier.core.finding import Outcome, Verdict
+from verifier.core.outputs import read_as
 from verifier.core.reader import has_evidence
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
@@ -53,13 +52,7 @@ def gate_at(path: Path) -> GateResult | None:
     file = path / RESULT if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         return None
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=GateResult)
-    except OSError as problem:
-        raise UsageError(f"`{file}` cannot be read: {problem.strerror}") from problem
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as problem:
-        said = " ".join(str(problem).split())
-        raise UsageError(f"`{file}` is not the JSON that `verifier gate --json` writes: {said}") from problem
+    return read_as(file, GateResult, "the JSON that `verifier gate --json` writes")
 
 
 def _readable(path: Path) -> Trace | None:

@@ -1,4 +1,4 @@
-"""The report, and the result of a gate, for machines: JSON, complete."""
+"""The report for machines: JSON, complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import msgspec
 from verifier.core.finding import Outcome
 from verifier.core.manifest import Manifest
 from verifier.core.stage import Stage
-from verifier.report.gate_result import GateResult
 from verifier.report.render_text import first_line, grouped, located
 from verifier.report.report import Report, explanation, why_it_ended
 
@@ -83,8 +82,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def gate_json(result: GateResult) -> str:
-    """The whole result of a gate; docs/gate-schema.json is its schema."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n"

@@ -100,7 +100,7 @@ class _Answer(msgspec.Struct, array_like=True):
     is_usage: bool = False
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     """Processes that run a reward and an environment; a context manager, to be kept over many steps.
 
     Args:
@@ -206,9 +206,6 @@ class RewardPool:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.close()
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()

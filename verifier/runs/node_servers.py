@@ -7,7 +7,6 @@ the actor's main thread, on which its methods run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import platform
 import socket
@@ -18,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-import verifier
 from verifier.engine.api import EngineConfig, Sampling
 from verifier.engine.client import EngineClient
 from verifier.engine.process import EngineProcess, engine_fork_server
@@ -27,7 +25,7 @@ from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
 from verifier.launch.watchdog import Vigil
-from verifier.platform.provenance import PINS, installed
+from verifier.platform.provenance import PINS, code_digest, installed
 
 FORWARDED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "TMPDIR", "XDG_CACHE_HOME")
 FORWARDED_PREFIXES = (
@@ -45,11 +43,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 def identity() -> dict[str, str]:
     """Versions of Python and of pinned libraries, and a digest of this package's files."""
-    root, digest = Path(verifier.__file__).parent, hashlib.blake2b(digest_size=16)
-    for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     versions = {name: installed(name) or "absent" for name in PINS}
-    return {"python": platform.python_version(), **versions, "verifier's files": digest.hexdigest()}
+    return {"python": platform.python_version(), **versions, "verifier's files": code_digest()}
 
 
 class NodeServer:

@@ -45,7 +45,7 @@ def measure(
         buckets.append(floors.bucket_of(longest, rounded, exact))
     return floors.Floor(
         model=floors.label_of(model), dtype=DTYPE, tier=tier, versions=floors.versions(), buckets=tuple(buckets),
-        config=floors.config_digest(checkpoint), weights=floors.weights_digest(checkpoint), why=why,
+        config=floors.config_digest(checkpoint.config), weights=floors.weights_digest(checkpoint), why=why,
         command=f"verifier noise --model {floors.label_of(model)} --record",
     )  # fmt: skip
 

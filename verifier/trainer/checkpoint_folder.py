@@ -22,10 +22,9 @@ from verifier.config.training import TrainConfig
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.observer import SILENT, Observer
-from verifier.trainer.run_folder import RunFolder, shared_knobs
+from verifier.trainer.run_folder import RunFolder, digest_of_file, shared_knobs
 
 MANIFEST, STATE = "manifest.json", "state.json"
-_PIECE = 16 * 2**20
 """Bytes that are read at a time."""
 
 
@@ -79,7 +78,7 @@ class Checkpoints:
         """Declare a checkpoint whole, once all of it is on the device, and remove those before the last ones."""
         aside, folder = self.partial(state.step), self.path(state.step)
         (aside / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
-        files = {name: _digest(aside / name, settle=True) for name in _listed(aside)}
+        files = {name: digest_of_file(aside / name, settle=True) for name in _listed(aside)}
         manifest = aside / MANIFEST
         manifest.write_bytes(_sealed(files))
         for settled in (manifest, *(item for item in aside.rglob("*") if item.is_dir()), aside):
@@ -130,7 +129,7 @@ def read_state(folder: Path) -> RunState:
         how = "is missing" if name in manifest.files else "is no file of it"
         raise UsageError(f"the checkpoint `{folder}` is not whole: `{name}` {how}")
     for name, digest in manifest.files.items():
-        if _digest(folder / name) != digest:
+        if digest_of_file(folder / name) != digest:
             raise UsageError(f"the checkpoint `{folder}` is damaged: `{name}` is not what the run wrote")
     try:
         return msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
@@ -151,17 +150,6 @@ def _sealed(files: dict[str, str]) -> bytes:
 def _listed(folder: Path) -> list[str]:
     found = (str(item.relative_to(folder)) for item in folder.rglob("*") if not item.is_dir())
     return sorted(name for name in found if name != MANIFEST)
-
-
-def _digest(file: Path, *, settle: bool = False) -> str:
-    """Digest of a file's contents, which are first written to the device if asked to."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        if settle:
-            os.fsync(stream.fileno())
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-    return "xxh3:" + digest.hexdigest()
 
 
 def _settle(path: Path) -> None:

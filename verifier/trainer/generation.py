@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from verifier.data.examples import Example, batch_indices, seed_of_round
 from verifier.data.recorded import RolloutRow
 from verifier.data.tokenizer import open_tokenizer
 from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.client import EngineClient
 from verifier.engine.kv_cache import LENT_SHARE, OWN_SHARE, cache_bytes
 from verifier.errors import ContractError
 from verifier.model.checkpoint import Checkpoint
@@ -34,19 +35,6 @@ SHOWN = 8
 """Rollouts of a step whose texts are shown."""
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
-
-
-class HoldingSampler(Sampler, Protocol):
-    """An engine whose weights may be updated while requests run."""
-
-    def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
-        """See `Engine.begin_batch`."""
-
-    def finish_batch(self) -> list[list[Sample]]:
-        """See `Engine.finish_batch`."""
-
-    def reset_prefix_cache(self, running: bool = False) -> bool:
-        """See `Engine.reset_prefix_cache`."""
 
 
 class EngineRollouts:
@@ -217,8 +205,8 @@ class EngineRollouts:
         return self._scored(step, number, (version,), indices, episodes, noted.noted)
 
     @property
-    def _holding(self) -> HoldingSampler:
-        return cast(HoldingSampler, self._client)
+    def _holding(self) -> EngineClient:
+        return cast(EngineClient, self._client)
 
     def _indices(self, step: int, number: int) -> tuple[int, ...]:
         seed = seed_of_round(self._config.seed, number)

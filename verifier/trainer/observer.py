@@ -144,14 +144,11 @@ class UpdateObserver:
         """Take what the step made: its result, rows of the loss if `keeps_rows`, and metrics of all ranks."""
 
 
-class TransferObserver:
+class TransferObserver(contextlib.AbstractContextManager["TransferObserver"]):
     """Told of one transfer, which is its body; see `verifier.engine.sender.TransferWatch`."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-
-    def __enter__(self) -> TransferObserver:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -167,7 +164,7 @@ class TransferObserver:
         """An adapter was exported, and rank 0 has written it to a folder."""
 
     def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """All that the engine ranks hold was overwritten."""
+        """See `TransferWatch.poisoned`."""
 
     def agreed(self, agreement: Agreement) -> None:
         """See `TransferWatch.agreed`."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
@@ -43,6 +45,8 @@ from verifier.trainer import update_log
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
+_OF_FILES = {".json", ".jsonl", ".yaml", ".log", ".safetensors", ".xz", ".gz"}
+_PIECE = 16 << 20
 FINISHED, KNOBS, CONFIG, SAMPLES = "finished.json", "knobs.json", "config.yaml", "samples.jsonl"
 
 
@@ -126,14 +130,16 @@ class RunFolder:
         return [_object(line, file) for line in _text(file).splitlines()[-count:]] if file.exists() else []
 
     def finish(self, asked: int, **ended: float | None) -> None:
-        """Write how the run ended, and for how many steps it was asked."""
-        self.write(FINISHED, json.dumps({"asked": asked, **ended}) + "\n")
+        """Write how the run ended, for how many steps it was asked, and a digest of each file of its model."""
+        found = sorted(file for file in self.exported.rglob("*") if file.is_file())
+        files = {str(file.relative_to(self.exported)): digest_of_file(file, settle=True) for file in found}
+        self.write(FINISHED, json.dumps({"asked": asked, **ended, "files": files}) + "\n")
 
     def finished(self, asked: int) -> dict[str, Any] | None:
         """Return how the run ended, or None if it has not, or is asked for more steps now.
 
         Raises:
-            UsageError: the file is damaged.
+            UsageError: the file is damaged, or a file of the model is not what the run wrote.
         """
         if not (file := self.path / FINISHED).exists():
             return None
@@ -142,7 +148,14 @@ class RunFolder:
             ended = msgspec.convert(found, _Finished)
         except msgspec.ValidationError as problem:
             raise UsageError(f"`{file}` is damaged: {problem}") from problem
-        return {name: found[name] for name in ("steps", "loss", "accuracy")} if ended.asked == asked else None
+        if ended.asked != asked:
+            return None
+        for part in (name for name in ended.files if not _is_written(self.exported / name, ended.files[name])):
+            raise UsageError(
+                f"`{self.exported / part}` is not what the finished run wrote: put it back, or remove `{file}`, and "
+                "the run goes on from its last checkpoint and exports its model again"
+            )
+        return {name: found[name] for name in ("steps", "loss", "accuracy")}
 
     def rewind(self, step: int) -> dict[str, Any]:
         """Remove what the run did after a step; return the metrics of that step, empty for step 0."""
@@ -187,6 +200,23 @@ class _Finished(msgspec.Struct):
     steps: int
     loss: float
     accuracy: float | None
+    files: dict[str, str] = {}
+    """File of the exported model -> digest; empty in runs of version 0.2.0."""
+
+
+def digest_of_file(file: Path, *, settle: bool = False) -> str:
+    """Digest of a file's contents, which are first written to the device if asked to."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        if settle:
+            os.fsync(stream.fileno())
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return "xxh3:" + digest.hexdigest()
+
+
+def _is_written(file: Path, digest: str) -> bool:
+    return file.is_file() and digest_of_file(file) == digest
 
 
 def _text(file: Path) -> str:
@@ -227,8 +257,10 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
     path = config.run
     folder = RunFolder(path)
     with locked_folder(path, "lock", "run folder", "run"):
-        for file in (root / name for root, _, names in path.walk() for name in names):
-            if not (file.is_file() or file.is_symlink()):
+        for file in path.rglob("*"):
+            if file.is_dir() and file.suffix in _OF_FILES:
+                raise UsageError(f"`{file}` is a folder where a run keeps a file: remove it")
+            if not (file.is_file() or file.is_symlink() or file.is_dir()):
                 raise UsageError(f"`{file}` is a pipe, a socket or a device, whose reader would wait: remove it")
         _require_same_run(config)
         for name in ("batches", "steps"):

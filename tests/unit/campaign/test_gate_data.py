@@ -12,8 +12,8 @@ from tests.unit.campaign.gate_cases import CELL, FAULT, finding, violated, waive
 from verifier.campaign.gate.decision import decided, waived
 from verifier.campaign.gate.run import _fits, _not_run
 from verifier.config import GateConfig
+from verifier.core.outputs import json_text
 from verifier.report.gate_result import CellResult, GateResult, LeftOut, render_gate
-from verifier.report.render_json import gate_json
 from verifier.report.render_junit import gate_junit, github_annotations
 
 CELLS = (
@@ -58,7 +58,7 @@ def test_text():
 
 
 def test_json_comes_back():
-    assert msgspec.json.decode(gate_json(made()), type=GateResult) == made()
+    assert msgspec.json.decode(json_text(made()), type=GateResult) == made()
 
 
 def test_junit_has_a_case_per_cell_with_its_time():

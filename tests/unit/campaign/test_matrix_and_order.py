@@ -11,6 +11,7 @@ from verifier.campaign.gate.run import planned
 from verifier.config import GateConfig
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
+from verifier.model.architectures_hf import write_scaled
 from verifier.model.tiny import write_tiny
 
 
@@ -49,6 +50,13 @@ def test_a_model_with_a_tokenizer_trains_both_ways_and_a_dense_one_replays_no_ro
     ]  # fmt: skip
     assert not any("route replay" in cell.carries for cell in cells)
     assert not any("ep2" in cell.mesh for cell in cells)
+
+
+def test_a_mixture_without_a_row_trains_on_sampled_rollouts_and_replays_no_routes(tmp_path):
+    model = str(write_scaled("olmoe", tmp_path))
+    matrix = matrix_of(GateConfig(models=(model,), kinds=("train",)), "cpu", 0)
+    assert matrix.left_out == []
+    assert [(cell.algorithm, cell.engine) for cell in matrix.cells] == [("sft", ""), ("grpo", "vllm")]
 
 
 def test_an_engine_that_cannot_run_here_is_left_out_with_its_reason():

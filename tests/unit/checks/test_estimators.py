@@ -97,7 +97,7 @@ def test_an_advantage_that_is_not_finite_is_violated(value, tmp_path):
     assert verdict(tmp_path / "trace", given, [0.0] * 7 + [value]) is Verdict.VIOLATED
 
 
-@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"])
+@pytest.mark.parametrize("estimator", ["grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_other_estimators_hold_by_other_formulas_of_them(estimator, dtype, tmp_path):
     """As verl writes them: a sum without one's own reward, and `rsqrt` of the unbiased variance and 1e-8."""
@@ -107,6 +107,8 @@ def test_other_estimators_hold_by_other_formulas_of_them(estimator, dtype, tmp_p
         centred = rewards - rewards.mean(1, keepdim=True)
         if estimator == "dr_grpo":
             made = centred
+        elif estimator == "grpo_batch":  # TRL's scale_rewards="batch"
+            made = centred / (rewards.std() + 1e-4)
         elif estimator == "rloo":
             made = rewards - (rewards.sum(1, keepdim=True) - rewards) / 7
         else:

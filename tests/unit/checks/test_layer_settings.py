@@ -53,6 +53,9 @@ def in_trainer(config, fields):
         ({}, {LAYER_WINDOWS: {"1": 1023}}, "window of layer 1"),
         ({}, {LAYER_WINDOWS: {"0": 1024}}, "window of layer 0"),
         ({"layer_types": ["sliding_attention", "linear_attention"]}, {LAYER_WINDOWS: {"0": None}}, None),
+        ({"sliding_window": 8192}, {"window_size": [8191, 0], LAYER_WINDOWS: {"0": 8191}}, None),  # Ministral 8B
+        ({"sliding_window": 8192}, {"window_size": None, LAYER_WINDOWS: {"0": None}}, None),
+        ({"sliding_window": 8192}, {}, "config.json sliding_window"),
         ({}, {"final_logit_softcapping": None}, "config.json final_logit_softcapping"),
         ({"final_logit_softcapping": None}, {}, "config.json final_logit_softcapping"),
         ({"final_logit_softcapping": None}, {"final_logit_softcapping": None}, None),

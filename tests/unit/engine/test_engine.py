@@ -95,6 +95,13 @@ def test_latent_attention_is_refused_on_cpu_only() -> None:
     assert str(caught.value) == "vLLM has no CPU kernels for multi-head latent attention; use --engine hf"
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_dual_chunk_attention_is_refused(on_cpu: bool) -> None:
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}  # Qwen2.5-7B-1M
+    with pytest.raises(UsageError, match="vLLM has no kernels for dual chunk attention: use"):
+        refuse_unsupported({"dual_chunk_attention_config": chunks}, on_cpu=on_cpu)
+
+
 def test_no_stage_is_without_a_layer() -> None:
     refuse_unsupported({"num_hidden_layers": 4}, on_cpu=True, pp=4)
     with pytest.raises(UsageError) as caught:

@@ -98,7 +98,7 @@ def test_table_has_a_line_per_bucket(checkpoint: Checkpoint) -> None:
 def test_what_is_no_floor_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "floor.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match="is no noise floor that `verifier noise --record` wrote"):
+    with pytest.raises(UsageError, match="is not a noise floor that `verifier noise --record` wrote"):
         read_floor(file)
 
 
@@ -109,7 +109,8 @@ def test_stored_floors_are_of_the_generated_checkpoints(path: Path, tmp_path: Pa
     assert path.name == floor_path(found.model, found.dtype, found.tier).name
     if found.model.startswith("tiny:"):
         generated = open_checkpoint(write_tiny(found.model.removeprefix("tiny:"), tmp_path, found.dtype))
-        assert (found.config, found.weights) == (floors.config_digest(generated), floors.weights_digest(generated))
+        digests = floors.config_digest(generated.config), floors.weights_digest(generated)
+        assert (found.config, found.weights) == digests
 
 
 def test_every_generated_model_has_a_floor_on_the_cpu_tier() -> None:

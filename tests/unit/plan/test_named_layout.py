@@ -5,8 +5,10 @@ What this does not exercise: published sizes (tests/dist/test_published_configs.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +122,23 @@ def test_a_model_of_several_modalities_is_planned_as_its_language_model():
         "layers that predict further tokens (MTP), of which config.json names 1",
         "the part of the model that reads images",
     )
+
+
+OTHERWISE_SPELLED = {
+    "qwen3-vl-30b-a3b-instruct": (Mesh(tp=4, ep=8, dp=2), 30_532_122_624),  # no class of the text alone; untied outside
+    "gemma-3n-e4b-it": (Mesh(tp=2, dp=4), 6_835_235_568),  # a width for each layer
+    "phi-3.5-moe-instruct": (Mesh(tp=8, pp=2, ep=8), 41_873_153_344),  # PhiMoEForCausalLM, Phimoe in transformers
+    "ernie-4.5-21b-a3b-pt": (Mesh(tp=4, ep=8, dp=2), 21_825_436_160),  # moe_num_experts, moe_k
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE_SPELLED)
+def test_a_published_config_of_another_spelling_has_the_parameters_of_a_model_without_weights(name):
+    mesh, parameters = OTHERWISE_SPELLED[name]
+    config = json.loads((Path(__file__).parent / "published" / name / "config.json").read_text())
+    plan = plan_of(config, mesh)
+    assert (plan.contradictions, plan.num_parameters) == ((), parameters)
+    assert plan.specs[0].shape == (plan.sizes["vocab_size"], plan.sizes["hidden_size"])
 
 
 REFUSED = {

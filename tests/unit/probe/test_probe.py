@@ -292,3 +292,43 @@ print("LOADED", sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stdout + done.stderr
+
+
+MEANS = {
+    "dapo of a longer batch": ({"divisor": 11 * 2 / 4}, lambda losses, masks: (losses * masks).sum(-1) / 5.5),
+    "grpo": (
+        {"aggregation": "sequence_mean", "divisor": 4},
+        lambda losses, masks: (losses * masks).sum(-1) / masks.sum(-1).clamp(min=1) / 4,
+    ),
+    "dr_grpo": ({"divisor": 4 * 8}, lambda losses, masks: (losses * masks).sum(-1) / (4 * 8)),
+    "bnpo": (
+        {"aggregation": "prompt_mean", "parts": [0, 0, 1, 1], "divisor": 2},
+        lambda losses, masks: (losses * masks).sum(-1) / masks.sum().clamp(min=1) / 2,
+    ),
+}
+"""Mean of TRL -> what a loop says of it, and its sum over two micro-batches of two completions, as TRL writes it."""
+
+
+@pytest.mark.parametrize("said", MEANS)
+@pytest.mark.parametrize("meant", MEANS)
+def test_a_mean_of_trl_holds_if_it_is_the_one_that_the_loop_says(tmp_path, said, meant):
+    masks = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
+    sizes, ids = [3, 1, 2, 2], ["a", "b", "c", "d"]
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        record.rollouts(
+            1, prompts=[[9]] * 4, responses=[[5] * size for size in sizes], ids=ids, versions=0, rewards=[0.0] * 4,
+            loss_mask=[mask[:size] for mask, size in zip(masks, sizes, strict=True)],
+        )  # fmt: skip
+        record.trainer_logprobs(
+            1, [[-1.0] * size if name != "c" else None for name, size in zip(ids, sizes, strict=True)]
+        )
+        record.advantages(1, [1.0] * 4)
+        record.loss(1, "importance", **MEANS[said][0])
+        for part in (slice(0, 2), slice(2, 4)):
+            nats = torch.full((2, 4), -1.0, requires_grad=True)
+            losses = -(nats - nats.detach()).exp()
+            record.token_losses(1, nats, losses, ids=ids[part], mask=masks[part])
+            MEANS[meant][1](losses, masks[part]).sum().backward()
+        record.step(1)
+    found, _ = outcomes(tmp_path / "trace")
+    assert found["ADV001"] is (Verdict.HOLDS if said == meant else Verdict.VIOLATED)

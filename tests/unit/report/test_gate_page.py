@@ -9,9 +9,9 @@ from tests.meta.sources import ROOT
 from tests.unit.campaign.gate_cases import finding, violated
 from tests.unit.campaign.test_gate_data import made
 from tests.unit.report.pages import HOSTILE, hostile, parsed
+from verifier.core.outputs import json_text
 from verifier.report.pages import page_of_gate
 from verifier.report.render_html import html
-from verifier.report.render_json import gate_json
 
 
 def test_the_decision_stands_first_and_a_root_before_its_consequences():
@@ -60,7 +60,7 @@ def test_no_text_becomes_markup():
 
 def test_a_page_needs_no_torch(tmp_path):
     result = tmp_path / "gate.json"
-    result.write_text(gate_json(made()))
+    result.write_text(json_text(made()))
     code = "import sys; from verifier.cli.app import run; code = run(sys.argv[1:]); "
     code += (
         "sys.exit(code or 7 * bool({'torch', 'transformers', 'ray', 'vllm', 'megatron', 'plotly'} & set(sys.modules)))"

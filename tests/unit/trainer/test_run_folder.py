@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,35 @@ def _reads(run: Path) -> None:
     with opened(config_of(run)) as folder:
         assert folder.finished(3) is None
         folder.rewind(1)
+
+
+@pytest.mark.parametrize("name", ["logs/rank000.log", "metrics.jsonl", "batches/000001-00.safetensors"])
+def test_a_folder_where_a_run_keeps_a_file_is_refused(name, tmp_path):
+    begin(tmp_path / "run")
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with (
+        pytest.raises(UsageError, match=f"`.*{name}` is a folder where a run keeps a file"),
+        opened(config_of(tmp_path / "run")),
+    ):
+        pytest.fail("opened")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_bytes(b"other"), Path.unlink, lambda file: shutil.rmtree(file.parent)]
+)
+def test_a_finished_run_whose_model_is_not_what_it_wrote_is_refused(damage, tmp_path):
+    begin(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.exported.mkdir()
+    file = folder.exported / "model.safetensors"
+    file.write_bytes(b"weights")
+    folder.finish(3, steps=3, loss=1.0, accuracy=None)
+    (folder.exported / "README.md").write_text("a file of the user\n")
+    assert folder.finished(3) == {"steps": 3, "loss": 1.0, "accuracy": None}
+    damage(file)
+    with pytest.raises(UsageError, match="is not what the finished run wrote"):
+        folder.finished(3)
+    assert folder.finished(4) is None
 
 
 def test_a_last_line_that_was_cut_is_left_out(tmp_path):

@@ -306,7 +306,7 @@ def _training_words(
     except UsageError:
         kind = "hf"
     words += ["grpo.max_answer_tokens=8", f"engine.kind={kind}"]
-    if kind == "vllm" and num_experts_of(sizes):
+    if kind == "vllm" and num_experts_of(sizes) and family_of(sizes):  # a row tells which layers have routers
         words, also = [*words, "grpo.replay_routes=true"], f"{also}; route replay"
     return words, also
 

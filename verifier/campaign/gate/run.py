@@ -23,6 +23,7 @@ import msgspec
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier import __version__
+from verifier.campaign.gate.card import write_cards
 from verifier.campaign.gate.decision import (
     GateLedger,
     decided,
@@ -36,8 +37,8 @@ from verifier.config import GateConfig, next_trace
 from verifier.config.cluster import RayOptions
 from verifier.config.gate import GATE_FILE
 from verifier.config.load import resolved
+from verifier.core.outputs import json_text, write_whole
 from verifier.core.outputs import sweep as sweep_work_folders
-from verifier.core.outputs import write_whole
 from verifier.core.plugins import installed_plugins
 from verifier.core.store import now
 from verifier.errors import InternalError, UsageError
@@ -56,7 +57,6 @@ from verifier.platform.provenance import (
 )
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
 from verifier.report.progress import Progress
-from verifier.report.render_json import gate_json
 from verifier.runs.node_servers import NodeServer
 
 if TYPE_CHECKING:
@@ -233,23 +233,29 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
     identify = partial(identity_of, machine=machine)
     sweep_work_folders()
     with opened_ledger(config.folder) as ledger:
+
+        def result_at(ended: str) -> GateResult:
+            results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
+            cells, uses = waived(results, config.waivers, datetime.now(timezone.utc).date())
+            decision, reasons, stage = decided(cells, uses)
+            return GateResult(
+                decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=ended,
+                host=host(), tier=tier, gpus=gpus, verifier=__version__, commit=this_code().commit,
+                versions=installed_versions(), fixes=config.fixes, models=config.models,
+                budget_minutes=config.budget_minutes, seconds=round(sum(item.seconds for item in cells), 1),
+                folder=str(config.folder), cells=tuple(cells), left_out=tuple(matrix.left_out), waivers=tuple(uses),
+            )  # fmt: skip
+
         write_whole(config.folder / GATE_FILE, resolved(config, {"folder": "the folder itself"}))
+        write_cards(result_at(""), config.folder)  # so that none of an earlier gate is left if this one is killed
         folder = config.folder.absolute()
         workers: AbstractContextManager[WorkerPool | NodePool] = WorkerPool(places_of(len(gpus)), folder)
         with node_pool(config.ray, folder, gpus) if config.ray.use else workers as pool:
             _run(config, matrix.cells, ledger, identify, pool, progress)
         sweep_work_folders()  # of workers that died
-        results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
-        cells, uses = waived(results, config.waivers, datetime.now(timezone.utc).date())
-        decision, reasons, stage = decided(cells, uses)
-        result = GateResult(
-            decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=now(), host=host(),
-            tier=tier, gpus=gpus, verifier=__version__, commit=this_code().commit, versions=installed_versions(),
-            fixes=config.fixes, models=config.models, budget_minutes=config.budget_minutes,
-            seconds=round(sum(item.seconds for item in cells), 1), folder=str(config.folder), cells=tuple(cells),
-            left_out=tuple(matrix.left_out), waivers=tuple(uses),
-        )  # fmt: skip
-        write_whole(config.folder / RESULT, gate_json(result))
+        result = result_at(now())
+        write_whole(config.folder / RESULT, json_text(result))
+        write_cards(result, config.folder)
     return result
 
 

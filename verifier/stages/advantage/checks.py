@@ -16,7 +16,7 @@ from verifier.stages.advantage.records import Advantages, LossColumns, PolicyCol
 from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
 from verifier.stages.data.records import Drops
 
-KNOWN = ("grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+KNOWN = ("grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 """Unit roundoff of each dtype: greatest relative error of one rounding to nearest."""
 EPSILON = 1e-6
@@ -68,9 +68,9 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 
     What it checks: per rollout with a token in the loss, the advantage against the textbook formula in float64: GRPO,
-    Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the deviation (n or n - 1) are those
-    that the record names. Of an epsilon that it does not name the advantage may be that of any from 0 to 1e-4, and of a
-    divisor that it does not name, that of one of the two for the whole batch.
+    also by the batch's deviation, Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the
+    deviation (n or n - 1) are those that the record names. Of an epsilon that it does not name the advantage may be
+    that of any from 0 to 1e-4, and of a divisor that it does not name, that of one of the two for the whole batch.
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
@@ -146,6 +146,10 @@ def _expected(item: Advantages, ddof: int | None) -> dict[str, _Expected] | None
         own = _centred(_Numbers({name: rewards[name] for name in names}, max(errors[name] for name in names)), each, u)
         if estimator == "grpo":
             found |= _divided(own, each, (low, high), 1 if ddof is None else ddof, u)
+        elif estimator == "grpo_batch":
+            every = dict.fromkeys(rewards, 1)
+            batch = _centred(_Numbers(rewards, max(errors.values())), every, u)
+            found |= _divided(batch, every, (low, high), 1 if ddof is None else ddof, u, of=own)
         elif estimator == "dr_grpo":
             found |= _scaled(own, 1.0, u)
         elif estimator == "rloo":
@@ -178,9 +182,12 @@ def _centred(given: _Numbers, counts: Mapping[str, int], u: float) -> _Numbers:
 
 
 def _divided(
-    own: _Numbers, counts: Mapping[str, int], epsilons: tuple[float, float], ddof: int, u: float, least: float = 0.0
+    own: _Numbers, counts: Mapping[str, int], epsilons: tuple[float, float], ddof: int, u: float, least: float = 0.0,
+    of: _Numbers | None = None,
 ) -> dict[str, _Expected]:  # fmt: skip
-    """Deviations by their root of mean squares and an epsilon; `least` is the least variance.
+    """Deviations, or the numbers `of`, by the root of the deviations' mean square and an epsilon.
+
+    `least` is the least variance.
 
     A root of a mean of squares is off by no more than the root of the mean square of what its terms are off by, and by
     n + 4 roundings of its own.
@@ -197,10 +204,11 @@ def _divided(
     def expected(value: float) -> _Expected:
         sides = sorted(value / (deviation + epsilon) if value else 0.0 for epsilon in epsilons)
         most = max(map(abs, sides))
-        rest = (own.error + most * off) / smallest if smallest else math.inf
+        rest = (divided.error + most * off) / smallest if smallest else math.inf
         return _Expected(sides[0], sides[1], rest + _relative(4, u) * most + LEAST)
 
-    return _each(own, expected)
+    divided = own if of is None else of
+    return _each(divided, expected)
 
 
 def _scaled(own: _Numbers, factor: float, u: float) -> dict[str, _Expected]:
@@ -429,9 +437,9 @@ def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
     prompts = sum(1 for count in by_prompt.values() if count)
     return [
         0.0 if not count
-        else 1 / total if item.aggregation == "token_mean"
-        else 1 / (len(trained) * count) if item.aggregation == "sequence_mean"
-        else 1 / (prompts * by_prompt[group]) if item.aggregation == "prompt_mean"
+        else 1 / (item.divisor or total) if item.aggregation == "token_mean"
+        else 1 / ((item.divisor or len(trained)) * count) if item.aggregation == "sequence_mean"
+        else 1 / ((item.divisor or prompts) * by_prompt[group]) if item.aggregation == "prompt_mean"
         else 1 / (len(counts) * item.constant)
         for count, group in zip(counts, item.groups, strict=True)
     ]  # fmt: skip

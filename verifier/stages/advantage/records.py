@@ -70,6 +70,8 @@ class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns
     """Mean that the weights make: "token_mean", "sequence_mean", "prompt_mean" or "constant"."""
     constant: float = 1.0
     """Tokens of a sequence that the aggregation "constant" divides by."""
+    divisor: float | None = None
+    """Divisor of the sum over tokens, or of means; None: the number of those with tokens in the loss."""
     dtype: str = "float64"
     """Dtype in which the weights were computed."""
     ids: tuple[str, ...]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verifier.config_json import with_defaults
+from verifier.config_json import text_model, with_defaults
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.megatron.lora_megatron import further_settings, read_adapter
@@ -31,7 +31,9 @@ from verifier.stages.train.records import FrozenShard
 def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) -> None:
     """The config.json that megatron-bridge wrote with an export, and the source's, as transformers reads both."""
     for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
-        probe.emit(kind(name="config.json", version=version, values=_texts(_read(path))))
+        stated, key = text_model(json.loads((path / "config.json").read_text())), "tie_word_embeddings"
+        tied = {key: stated[key]} if key in stated else {}  # the text model's own goes before the default of the whole
+        probe.emit(kind(name="config.json", version=version, values=_texts(_read(path) | tied)))
 
 
 def record_stated(probe: Probe, source: Checkpoint) -> None:

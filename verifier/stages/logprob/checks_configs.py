@@ -181,7 +181,7 @@ def trainer_setting_differs_from_config(trace: Trace) -> Iterator[Comparison]:
     config = values_of(next(trace.of(StatedConfig)))
     rest = sorted(config.keys() - ENGINE_KEYS - stated.NOT_OF_THE_FORWARD)
     for item in trace.of(ProviderFields):
-        fields = values_of(item)
+        fields = stated.cutting_windows(values_of(item), config)
         for row in TRAINER:
             key, wanted = row.keys.split()[0], row.want(config)
             if wanted is ...:

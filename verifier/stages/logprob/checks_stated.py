@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from verifier.config_json import (
+    EXPERT_COUNTS,
     Config,
     further_pattern,
     has_delta_nets,
@@ -16,6 +17,7 @@ from verifier.config_json import (
     rope,
     rotary_dim,
 )
+from verifier.stages.logprob.records import LAYER_WINDOWS
 
 BIASED = frozenset({"qwen2", "qwen2_moe"})
 """Model types whose queries, keys and values have biases whatever `attention_bias` says."""
@@ -57,8 +59,7 @@ def hybrid_layers(config: Config) -> Any:
 
 def experts(config: Config) -> int | None:
     """Number of routed experts of a layer; None where no layer has any."""
-    keys = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    found = next((config[key] for key in keys if config.get(key)), None)
+    found = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     return None if "E" not in (hybrid_pattern(config) or "E") else found
 
 
@@ -137,12 +138,24 @@ def gates_attention(config: Config) -> bool:
     return has_delta_nets(config) and config.get("attn_output_gate", True)
 
 
+def cutting_windows(fields: Config, config: Config) -> Config:
+    """Fields of the trainer without windows of all positions, which cut nothing."""
+    most = config.get("max_position_embeddings") or math.inf
+    size, layers = trainer_window(fields), fields.get(LAYER_WINDOWS, {})
+    return {
+        **fields, "window_size": None if size is None or size >= most else fields["window_size"],
+        LAYER_WINDOWS: {layer: None if rows is None or rows + 1 >= most else rows for layer, rows in layers.items()},
+    }  # fmt: skip
+
+
 def engine_window(config: Config, module: str) -> Any:
     """Window of a layer's module in vLLM, tokens before and after."""
     layers, at = layer_windows(config), re.search(r"\blayers\.(\d+)\.", module)
     if layers is None or at is None or int(at[1]) >= len(layers):
         return ...
     before = layers[int(at[1])]
+    if before is None and (config.get("sliding_window") or 0) >= config.get("max_position_embeddings", math.inf):
+        return ...  # a window of all positions cuts nothing
     return "[-1, -1]" if before is None else f"[{before}, 0]"
 
 
@@ -162,8 +175,13 @@ def softmax_scale(config: Config) -> Any:
 
 
 def trainer_softmax_scale(fields: Config) -> Any:
-    """Scale of attention scores in the trainer; null stands for that of the head's width."""
-    scale = fields.get("softmax_scale")
+    """Scale of attention scores in the trainer; null stands for that of the head's width.
+
+    Source:
+        megatron/bridge/models/gemma/gemma2_provider.py: attention of Gemma 2 takes `query_pre_attn_scalar` alone.
+    """
+    scalar = fields.get("query_pre_attn_scalar")
+    scale = float(scalar) ** -0.5 if scalar else fields.get("softmax_scale")
     return None if scale and math.isclose(scale, fields["kv_channels"] ** -0.5, rel_tol=1e-12) else scale  # or 1 / sqrt
 
 

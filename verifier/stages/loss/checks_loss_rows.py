@@ -153,8 +153,11 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
         }  # fmt: skip
         if terms.kl_kind == "k3":
             edge |= _at_limit(distance)
-        value = value + terms.kl_weight * kl_estimates(terms.kl_kind, distance)
-        slope = slope + terms.kl_weight * slopes[terms.kl_kind]
+        divergence, rate = kl_estimates(terms.kl_kind, distance), slopes[terms.kl_kind]
+        if terms.kl_ratio:
+            times = np.exp(np.clip(current - update.given["divisor"], -LIMIT, LIMIT))
+            divergence, rate = times * divergence, times * (divergence + rate)
+        value, slope = value + terms.kl_weight * divergence, slope + terms.kl_weight * rate
     if terms.entropy_weight:  # a recorded loop without one may have no entropies
         value = value - terms.entropy_weight * update.rows["entropy"].astype(np.float64)
     return value, slope, edge
@@ -171,6 +174,10 @@ def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.nda
     distance = np.abs(update.rows["current"] - update.given["reference"])
     lever = np.ones(len(distance)) if terms.kl_kind == "k1" else distance + NATS
     of_slope = np.full(len(distance), 0.0 if terms.kl_kind == "k1" else NATS)
+    if terms.kl_ratio:  # by the product rule
+        times = np.exp(np.clip(update.rows["current"] - update.given["divisor"], -LIMIT, LIMIT))
+        further = kl_estimates(terms.kl_kind, update.rows["current"] - update.given["reference"])
+        lever, of_slope = times * (lever + further), times * (of_slope + NATS * (2 * lever + further))
     return terms.kl_weight * NATS * lever, terms.kl_weight * of_slope
 
 

@@ -74,9 +74,15 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     kl_weight: float = 0.0
     """Weight of the KL estimate in the loss; 0 where it is in the reward."""
     kl_kind: str = "k3"
+    kl_ratio: bool = False
+    """The KL estimate is multiplied by the token's ratio."""
     entropy_weight: float = 0.0
     temperature: float = 1.0
     """Divisor of the logits."""
+    divisor: float | None = None
+    """Divisor of the sum over tokens, or of means of sequences or parts; None: the number of those in the loss."""
+    parts: tuple[str, ...] = ()
+    """Part of each rollout, whose mean stands in the place of its prompt's; empty: prompts."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
