@@ -41,7 +41,6 @@ class RunningBatches:
         self._batches = deque[_Batch]()
         self._inner: dict[str, str] = {}
         self._found: dict[tuple[str, int], Sample] = {}
-        self._before: list[dict[tuple[str, int], int]] = []
         self._sampled_by: dict[tuple[str, int], list[int]] = {}
 
     def begin(
@@ -49,7 +48,7 @@ class RunningBatches:
     ) -> None:
         """Add a batch behind the others."""
         number = next(_NUMBERS)
-        batch = _Batch({f"batch {number} request {at}": own for at, own in enumerate(asked)}, len(self._before))
+        batch = _Batch({f"batch {number} request {at}": own for at, own in enumerate(asked)}, [])
         for (name, params), prompt in zip(batch.asked.items(), prompts, strict=True):
             params.output_kind = RequestOutputKind.CUMULATIVE
             self._inner[name] = self._engine.add_request(name, tokens_input([*prompt]), params, lora_request=adapter)
@@ -75,7 +74,8 @@ class RunningBatches:
         """Count a weight update: tokens from here on are sampled by the new weights, of this version."""
         self.held = None if self.held is None else version
         counts = {key: len(sample.tokens) for key, sample in self._found.items()}
-        self._before = [*self._before, counts] if self._batches else []
+        for batch in self._batches:
+            batch.before.append(counts)
 
     def finish(self) -> list[list[Sample]]:
         """Sample the first batch to its end; returns the samples of each of its prompts."""
@@ -93,7 +93,7 @@ class RunningBatches:
 
     def _with_updates(self, batch: _Batch, name: str, at: int) -> Sample:
         sample = self._found.pop((name, at))
-        before = [counts.get((name, at), 0) for counts in self._before[batch.updates :]]
+        before = [counts.get((name, at), 0) for counts in batch.before]
         found = (sum(count <= place for count in before) for place in range(len(sample.tokens)))
         weights = weights_of(self._sampled_by.pop((name, at), ()))
         return replace(sample, updates=tuple(found), shaped=shaped_by(batch.asked[name]), weights=weights)
@@ -101,10 +101,11 @@ class RunningBatches:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Requests of one batch, by name, and the number of updates that came before it."""
+    """Requests of a batch, by name."""
 
     asked: dict[str, SamplingParams]
-    updates: int
+    before: list[dict[tuple[str, int], int]]
+    """Tokens of each sample before each update since the batch was begun."""
 
 
 def nats_of(row: Mapping[int, Any], token: int) -> float:
