@@ -151,6 +151,7 @@ def test_two_batches_ahead_each_token_names_its_weights_and_a_resume_ends_with_t
         assert max(ages) == min(step - 1, 2)
         assert name == "inflight" or len(ages) == 1
     assert name == "async" or any({*row.tolist()} == {2, 3, 4} for row in versions(found[4]))
+    assert not [*(whole / "oracle").iterdir()]
     stopped = tmp_path / "run"
     shutil.copytree(whole, stopped)
     for step in (4, 6):

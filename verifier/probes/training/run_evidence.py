@@ -337,7 +337,9 @@ class RunEvidence(Observer):
         self._verdicts.ask(ended.step, ended.trace)
         if self.run.ahead is not None or ended.computed is not None:
             self._verdicts.settle(ended.step)
-        for version in [each for each in self._held if each < ended.step - self.run.config.grpo.max_staleness]:
+        config = self.run.config
+        needed = ended.step - config.grpo.max_staleness if ended.step < config.steps else ended.step
+        for version in [each for each in self._held if each < needed]:
             shutil.rmtree(self._held.pop(version).parent)
 
     def on_evaluation(self, version: int, answered: Answered | None) -> None:
