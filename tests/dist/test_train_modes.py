@@ -6,6 +6,7 @@ What this does not exercise: the bugs that the checks catch (tests/faults), engi
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -132,6 +133,38 @@ def test_metrics_tell_the_age_of_tokens(name, run):
     lines = [json.loads(line) for line in (run(name) / "metrics.jsonl").read_text().splitlines()]
     assert [line["staleness"] > 0 for line in lines] == [False, True, True]
     assert [line["dropped_stale"] for line in lines] == [0.0, 0.0, 0.0]
+
+
+AHEAD = {"async": ("grpo.mode=async",), "inflight": ("grpo.mode=inflight", "grpo.inflight_steps=2")}
+"""Name of a run that samples two batches ahead -> its knobs."""
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_two_batches_ahead_each_token_names_its_weights_and_a_resume_ends_with_the_same_bits(name, resources, tmp_path):
+    words = [text for text in LIVE if not text.startswith(("steps=", "grpo.max_staleness="))]
+    knobs = [*words, *AHEAD[name], "steps=6", "grpo.max_staleness=2", "checkpoint.every=2", "checkpoint.keep=9"]
+    whole = train(resources, tmp_path / "whole", knobs)
+    found = [store.read(whole / "steps" / f"{step:06d}") for step in range(1, 7)]
+    for step, trace in enumerate(found, 1):
+        assert report_of(trace, "").verdict is Verdict.HOLDS
+        ages = {int(step - 1 - item) for row in versions(trace) for item in row}
+        assert max(ages) == min(step - 1, 2)
+        assert name == "inflight" or len(ages) == 1
+    assert name == "async" or any({*row.tolist()} == {2, 3, 4} for row in versions(found[4]))
+    assert not [*(whole / "oracle").iterdir()]
+    stopped = tmp_path / "run"
+    shutil.copytree(whole, stopped)
+    for step in (4, 6):
+        shutil.rmtree(stopped / "checkpoints" / f"{step:06d}")
+    shutil.rmtree(stopped / "hf_model")
+    (stopped / "finished.json").unlink(missing_ok=True)
+    train(resources, stopped, knobs)
+    for file in (whole / "hf_model").glob("*.safetensors"):
+        assert file.read_bytes() == (stopped / "hf_model" / file.name).read_bytes()
+    for step in range(1, 7):
+        one, other = (store.read(run / "steps" / f"{step:06d}") for run in (whole, stopped))
+        assert [item.ids for item in one.of(PolicyColumns)] == [item.ids for item in other.of(PolicyColumns)]
+        assert report_of(other, "").verdict is Verdict.HOLDS
 
 
 @pytest.mark.slow

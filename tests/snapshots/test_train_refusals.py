@@ -133,6 +133,7 @@ REFUSED = {
     "async-without-staleness": f"{ADD} algorithm=grpo grpo.mode=async",
     "inflight-steps-of-another-mode": f"{ADD} algorithm=grpo grpo.inflight_steps=3",
     "kept-cache-of-another-mode": f"{ADD} {STALE} grpo.mode=async grpo.keep_kv_cache=true",
+    "kept-cache-of-older-batches": f"{ADD} {STALE.replace('=1', '=2')} grpo.mode=inflight grpo.keep_kv_cache=true",
     "kept-cache-of-transformers": f"{ADD} {STALE} grpo.mode=inflight grpo.keep_kv_cache=true engine.kind=hf",
     "staleness-in-sync": f"{ADD} {STALE}",
     "async-of-recorded-rollouts": f"{ADD} {STALE} grpo.mode=async data.rollouts=rollouts",

@@ -88,10 +88,12 @@ class GrpoOptions(Knobs):
         "sync", choices=("sync", "async", "inflight"),
     )  # fmt: skip
     inflight_steps: int | None = knob(
-        "Engine steps of a batch before the new weights reach it; null: half of max_answer_tokens.", None, least=1
+        "Engine steps before new weights reach requests; null: max_answer_tokens / (max_staleness + 1).", None, least=1
     )
     keep_kv_cache: bool = knob("Requests that run keep keys and values of the old weights; else recomputed.", False)
-    max_staleness: int = knob("Versions that sampled tokens may be behind the weights that they train.", 0, least=0)
+    max_staleness: int = knob(
+        "Versions that sampled tokens may be behind the weights that they train, and batches sampled ahead.", 0, least=0
+    )
 
     def _contradictions(self) -> dict[str, object]:
         check_environment(self.environment)
@@ -120,6 +122,8 @@ class GrpoOptions(Knobs):
             **unread,
             "{grpo.mode} and {grpo.max_staleness}: a batch is sampled a version before it trains, use "
             "grpo.max_staleness=1, or grpo.mode=sync": self.mode != "sync" and not self.max_staleness,
+            "{grpo.keep_kv_cache} and {grpo.max_staleness}: keys of older weights leave the engine's cache when no "
+            "request runs, use grpo.max_staleness=1": self.keep_kv_cache and self.max_staleness > 1,
             **of_requests,
             f"{turns}: no reply would ever be read, use grpo.max_turns=2 or more": (
                 self.has_turns and self.max_turns == 1
@@ -149,8 +153,8 @@ class GrpoOptions(Knobs):
 
     @property
     def steps_before_update(self) -> int:
-        """Engine steps of a batch before the new weights reach it."""
-        return self.inflight_steps or max(1, self.max_answer_tokens // 2)
+        """Engine steps between two updates of the weights."""
+        return self.inflight_steps or max(1, self.max_answer_tokens // (self.max_staleness + 1))
 
     @property
     def has_turns(self) -> bool:

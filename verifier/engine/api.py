@@ -226,10 +226,10 @@ class Engine(Protocol):
         """Sample continuations of each prompt."""
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
-        """Take so many steps of sampling continuations, and hold the rest: weights are updated between two steps."""
+        """Begin to sample continuations, and take so many steps of all that have begun; updates come between."""
 
     def finish_batch(self) -> list[list[Sample]]:
-        """Sample what `begin_batch` held to its end, each token with the updates that came before it."""
+        """Sample the batch that began first to its end, each token with the updates since then that came before it."""
 
     def state(self) -> list[list[EngineTensor]]:
         """Describe every parameter, buffer and derived tensor of each rank."""

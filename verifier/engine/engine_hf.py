@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -47,7 +48,7 @@ class HfEngine(Engine):
         self._limits = Limits.of(self._source.config, config)
         self._carried = frozenset(holder for holder, _ in self._places().values())
         self._saved: dict[str, torch.Tensor] = {}
-        self._batch: list[list[_Running]] = []
+        self._batches = deque[tuple[int, list[list[_Running]]]]()
         self._updates = self._held = 0
         self._unseeded = torch.Generator().manual_seed(config.seed)
 
@@ -64,14 +65,19 @@ class HfEngine(Engine):
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`."""
-        self._batch, self._updates = self._begun(prompts, sampling), 0
-        self._draw(self._batch, steps)
+        self._batches.append((self._updates, self._begun(prompts, sampling)))
+        self._draw([each for _, batch in self._batches for each in batch], steps)
 
     def finish_batch(self) -> list[list[Sample]]:
         """See `Engine.finish_batch`."""
-        samples, self._batch = self._batch, []
+        if not self._batches:
+            raise ContractError("no batch has begun, so there is none to finish")
+        before, samples = self._batches.popleft()
         self._draw(samples)
-        return [[replace(one.sample(), updates=tuple(one.updates)) for one in each] for each in samples]
+        return [
+            [replace(one.sample(), updates=tuple(count - before for count in one.updates)) for one in each]
+            for each in samples
+        ]
 
     def state(self) -> list[list[EngineTensor]]:
         """See `Engine.state`."""
@@ -88,7 +94,8 @@ class HfEngine(Engine):
         return [[poison_stored(item, self._carried, self._saved) for item in stored_in_model(self.model)]]
 
     def connect(self, address: Address) -> None:
-        """See `Engine.connect`."""
+        """See `Engine.connect`. Batches of another sender end."""
+        self._batches.clear()
         self.receiver.connect(address)
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:

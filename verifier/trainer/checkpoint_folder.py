@@ -42,8 +42,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     config: str
     """Digest of the knobs that a resumed run must share."""
     mesh: str
-    rollouts: list[Any] = []
-    """Rollouts of the next step that were sampled ahead, by round and group; see `SampledBatch.saved`."""
+    rollouts: list[list[dict[str, Any]]] = []
+    """Rollouts of the next steps that were sampled ahead, by step, round and group; see `SampledBatch.saved`."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,8 +219,8 @@ class Continuation:
         return 0 if self._at is None else self._at.updates
 
     def restore(self, ahead: AheadRollouts | None) -> None:
-        """Give back the batch that was sampled ahead of the checkpoint, if there is one."""
-        if self._at is not None and ahead is not None and self._at.rollouts:
+        """Give back the batches that were sampled ahead of the checkpoint."""
+        if self._at is not None and ahead is not None:
             ahead.restore(self._at.step + 1, self._at.rollouts)
 
     def load(self, call: Call) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class EngineRollouts:
         try_environment(config.grpo, self._examples[0])
         self._longest_prompt = max(map(len, [*self._prompts, *self._held_out_prompts]))
         self._num_seqs = -(-config.data.batch_size // config.engine.replicas) * config.grpo.group_size
+        if config.grpo.mode == "inflight":
+            self._num_seqs *= config.grpo.max_staleness
         self._cache_bytes = cache_bytes(
             config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, engine=config.engine,
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
@@ -166,15 +168,15 @@ class EngineRollouts:
             rounds.append(self._ordered(step, number, indices, groups, turns, noted))
         return SampledBatch(rounds=rounds, limit=self._config.grpo.max_sampling_rounds)
 
-    def begin(self, step: int) -> None:
-        """Sample the beginning of a step's answers; `finish` goes on, from other weights where these have come."""
+    def begin(self, step: int, last: bool = True) -> None:
+        """Begin a step's answers; if it is the last to begin before an update, sample a part of all that have begun."""
         prompts, sampling = self._asked(step, 0, self._indices(step, 0))
-        self._holding.begin_batch(prompts, sampling, self._config.grpo.steps_before_update)
+        self._holding.begin_batch(prompts, sampling, self._config.grpo.steps_before_update if last else 0)
 
-    def finish(self, step: int, version: int, held: int) -> SampledBatch:
-        """Sample the rest of a step's answers.
+    def finish(self, step: int, held: Sequence[int]) -> SampledBatch:
+        """Sample the rest of the answers of the first step that has begun.
 
-        The weights of `version` sampled the first tokens, and the engine holds those of `held`.
+        The engine has held the versions `held`, in order, since they were begun.
 
         Raises:
             ContractError: the engine did not drop keys and values that are of the weights before.
@@ -184,7 +186,7 @@ class EngineRollouts:
             raise ContractError("the engine did not drop its prefix cache, which holds keys of the old weights")
         indices = self._indices(step, 0)
         episodes = self._episodes.first([self._prompts[index] for index in indices], answers)
-        return self._completed(step, held, self._scored(step, 0, version, indices, episodes, [noted_of(answers)]))
+        return self._completed(step, held[-1], self._scored(step, 0, held, indices, episodes, [noted_of(answers)]))
 
     def _completed(self, step: int, version: int, first: Round) -> SampledBatch:
         """Replace groups without variance, round by round, by answers that a version samples."""
@@ -200,7 +202,7 @@ class EngineRollouts:
         noted = NotedAnswers(self._client)
         asked = [self._examples[index] for index in indices]
         episodes = self._episodes.play(noted, prompts, sampling, self._config.data.batch_size, asked)
-        return self._scored(step, number, version, indices, episodes, noted.noted)
+        return self._scored(step, number, (version,), indices, episodes, noted.noted)
 
     @property
     def _holding(self) -> EngineClient:
@@ -221,17 +223,17 @@ class EngineRollouts:
         )  # fmt: skip
 
     def _scored(
-        self, step: int, number: int, version: int, indices: Sequence[int],
+        self, step: int, number: int, held: Sequence[int], indices: Sequence[int],
         episodes: Sequence[Sequence[Sequence[Turn]]], noted: Sequence[Noted],
     ) -> Round:  # fmt: skip
-        """Rollouts of a round with their rewards; a version sampled the first token of each."""
+        """Rollouts of a round with their rewards; the engine has held versions, in order, since they were begun."""
         assert self._reward is not None
         at, examples = f"{step}.{number}" if number else f"{step}", [self._examples[index] for index in indices]
         groups, played = [], []
         for place, (example, own) in enumerate(zip(examples, episodes, strict=True)):
             group = []
             for which, turns in enumerate(own):
-                found = self._rows(version, f"{at}/{place}", which, example, turns)
+                found = self._rows(held, f"{at}/{place}", which, example, turns)
                 played.append((found[-1].trajectory or found[-1].id, turns))
                 group += found
             groups.append(group)
@@ -299,7 +301,7 @@ class EngineRollouts:
             found[name] = sum(rewards) / len(rewards)
             given.append(Rewarded(number=name, texts=texts, rewards=rewards))
             where = [(at, self._held_out[at]) for at in places(step, len(prompts))]
-            rows = [self._rows(step, f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
+            rows = [self._rows((step,), f"{name} {step}/{at}", 0, example, episodes[at][0]) for at, example in where]
             kept.append([row for own in rows for row in own])
             played += [
                 (own[-1].trajectory or own[-1].id, episodes[at][0]) for (at, _), own in zip(where, rows, strict=True)
@@ -312,29 +314,29 @@ class EngineRollouts:
         return found | ({"held_out_errors": float(failures)} if failures else {})
 
     def _rows(
-        self, version: int, place: str, which: int, example: Example, turns: Sequence[Turn]
+        self, held: Sequence[int], place: str, which: int, example: Example, turns: Sequence[Turn]
     ) -> list[RolloutRow]:  # fmt: skip
         """Rollouts of an episode, without their reward; see `_row`."""
 
         def row(turn: Turn) -> RolloutRow:
-            return self._row(version, place, which, example, turn.prompt, turn.sample)
+            return self._row(held, place, which, example, turn.prompt, turn.sample)
 
         return rows_of(turns, row, step_wise=self._config.grpo.step_wise)
 
     def _row(
-        self, version: int, place: str, number: int, example: Example, prompt: tuple[int, ...], sample: Sample
-    ) -> RolloutRow:
+        self, held: Sequence[int], place: str, number: int, example: Example, prompt: tuple[int, ...], sample: Sample,
+    ) -> RolloutRow:  # fmt: skip
         """Rollout of a sample.
 
-        The weights of `version` sampled its first token; `place` has the step and number of the prompt, and `number` is
-        the sample's in its group.
+        For `held` see `versions_of`; `place` has the step and number of the prompt, and `number` is the sample's in its
+        group.
         """
         name, tokens, eos_id = f"{place}/{number}/{example.id}", sample.tokens, self._tokenizer.eos_id
         ended, replays = bool(tokens) and tokens[-1] == eos_id, self._config.grpo.replay_routes
         drawn = (True,) * len(tokens)
         return RolloutRow(
             id=name, group=f"{place}/{example.id}", prompt=prompt, response=tuple(tokens), sampled=drawn, mask=drawn,
-            logprobs=tuple(sample.logprobs), versions=versions_of(sample, version), reward=0.0, answer=example.answer,
+            logprobs=tuple(sample.logprobs), versions=versions_of(sample, held), reward=0.0, answer=example.answer,
             text=self._episodes.text(tokens), truncated=not ended,
             routes=whole_routes(name, sample.routes, len(prompt) + len(tokens)) if replays else None,
         )  # fmt: skip

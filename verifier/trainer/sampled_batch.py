@@ -116,11 +116,9 @@ def has_fresh(config: TrainConfig, rollouts: Iterable[Rollout], version: int) ->
     return any(bool((fresh_tokens(config, item, version) & item.mask).any()) for item in rollouts)
 
 
-def versions_of(sample: Sample, version: int) -> tuple[int, ...]:
-    """Version of the weights that sampled each token, where the first were of `version`."""
-    if not any(sample.updates):
-        return (version,) * len(sample.tokens)
-    return tuple(version + count for count in sample.updates)
+def versions_of(sample: Sample, held: Sequence[int]) -> tuple[int, ...]:
+    """Version of the weights that sampled each token, of those that its engine held, in order."""
+    return tuple(held[count] for count in sample.updates or (0,) * len(sample.tokens))
 
 
 class LogprobLost(StackFailed):

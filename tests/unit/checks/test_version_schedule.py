@@ -85,6 +85,13 @@ def test_a_version_without_an_update_is_sampled_by_the_weights_that_were_sent_la
     assert wrong("async", [3, 3], sent=(1, 4), weights=(((1, 2),),)) == []
 
 
+def test_a_token_of_four_versions_before_that_claims_to_be_one_younger_is_named():
+    sent = (0, 1, 2, 3, 4)
+    assert wrong("async", [0, 0], sent=sent, weights=(((0, 2),),)) == []
+    assert wrong("async", [1, 1], sent=sent, weights=(((0, 2),),)) == ["weights of 5/0"]
+    assert wrong("inflight", [0, 1, 2, 4], sent=sent, weights=(((0, 1), (1, 2), (4, 1)),)) == ["weights of 5/0"]
+
+
 def test_of_a_batch_from_before_a_resume_no_newer_weights_are_known():
     assert wrong("async", [3, 3], sent=(4,), begins=True, weights=(((3, 2),),)) == []
     assert wrong("async", [3, 3], sent=(4,), begins=True, weights=(((2, 2),),)) == []

@@ -42,9 +42,9 @@ def test_a_resume_takes_the_step_and_the_batch_that_its_checkpoint_has(tmp_path)
         continuation = Continuation(config, folder, lambda text: None)  # type: ignore[arg-type]
         assert continuation.rewind()[0] == step
         continuation.restore(ahead)
-        assert given == ([(step + 1, [{"groups": [[f"of {step}"]]}])] if step else [])
+        assert given == ([(step + 1, [[{"groups": [[f"of {step}"]]}]])] if step else [])
         for later in ((1, 2), (3,), ())[number]:
-            continuation.begin(lambda name, **_: [[]], later, later, [{"groups": [[f"of {later}"]]}])
+            continuation.begin(lambda name, **_: [[]], later, later, [[{"groups": [[f"of {later}"]]}]])
             continuation.finish(lambda name, **_: [[]], wait=True)
 
 

@@ -209,7 +209,7 @@ def trained_twice(call: Call) -> Any:
 def thrown_away(call: Call) -> Any:
     """The batch of a checkpoint, which step 4 is to take."""
     if call.step == 4:
-        call.self._next = None
+        call.self._queue.clear()
     return call.faulty()
 
 
@@ -421,6 +421,10 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         "verifier.data.arithmetic:is_held_out(prompt)", lambda call: call.wrong(False), ORDER,
     ),
     "batch-sampled-ahead-trained-twice": (TAKE, trained_twice, AHEAD),
+    "update-not-counted-in-flight": (
+        "verifier.trainer.ahead:AheadRollouts.resume(self, held)", lambda call: call.faulty(held=None),
+        test_ahead.test_requests_in_flight_go_on_over_as_many_updates_as_the_bound_allows,
+    ),
     "batch-ahead-dropped-at-a-resume": (TAKE, thrown_away, AHEAD),
     "batch-ahead-not-saved": (f"{CHECKPOINTS}.last_whole(self, before)", without_batch, RESUME),
     "saved-before-the-step-is-counted": (
@@ -451,7 +455,7 @@ PLANTED: dict[str, tuple[str, Callable[[Call], Any], Callable[..., None]]] = {
         on_every_turn, terms.test_the_reward_of_an_episode_stands_on_its_last_turn_alone,
     ),
     "new-weights-reach-no-running-request": (
-        "verifier.trainer.generation:EngineRollouts.begin(self, step)",
+        "verifier.trainer.generation:EngineRollouts.begin(self, step, last)",
         lambda call: call.wrong(call.self._holding.begin_batch([], None, 10**6)),
         terms.test_requests_in_flight_stop_for_an_update_after_as_many_tokens_as_the_config_says,
     ),

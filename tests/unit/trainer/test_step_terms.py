@@ -236,7 +236,7 @@ def test_the_reward_of_an_episode_stands_on_its_last_turn_alone(tmp_path):
     rollouts = EngineRollouts(config_of(tmp_path, TURNED), open_checkpoint(write_tiny("add", tmp_path)))
     rollouts._reward = Reward()  # type: ignore[assignment]
     turns = [Turn(prompt=(2,), sample=Sample(tokens=(3, 4), logprobs=(-1.0, -1.0)), text="12") for _ in range(3)]
-    (group,) = rollouts._scored(2, 0, 1, [0], [[turns, turns[:1], turns[:2]]], []).groups
+    (group,) = rollouts._scored(2, 0, (1,), [0], [[turns, turns[:1], turns[:2]]], []).groups
     assert [row.index for row in group] == [0, 1, 2, 0, 0, 1]
     assert [row.reward for row in group] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from verifier.engine.api import NO_SEED, Sample, weights_of
+from verifier.errors import ContractError
 
 _NUMBERS = itertools.count()
 _OF_NO_SHAPE = frozenset({
@@ -27,59 +29,88 @@ _OF_NO_SHAPE = frozenset({
 """Knobs of vLLM's requests that change no token's distribution: counts, ends, and what is reported."""
 
 
-class RunningBatch:
-    """Requests that are sampled together, and how far each sample had come when weights were updated.
+class RunningBatches:
+    """Batches of requests that are sampled side by side, and how far each sample had come when weights were updated.
 
     The engine's scheduler ends a step before it begins the next. `held` is the version of the weights; None for an
     engine that gets adapters.
     """
 
-    def __init__(
-        self, engine: LLMEngine, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams],
-        adapter: LoRARequest | None, held: int | None = None,
-    ) -> None:  # fmt: skip
-        self._engine, self.prompts, number = engine, prompts, next(_NUMBERS)
-        self._asked = {f"batch {number} request {at}": params for at, params in enumerate(asked)}
+    def __init__(self, engine: LLMEngine, held: int | None = None) -> None:
+        self._engine, self.held = engine, held
+        self._batches = deque[_Batch]()
+        self._inner: dict[str, str] = {}
         self._found: dict[tuple[str, int], Sample] = {}
-        self._before: list[dict[tuple[str, int], int]] = []
-        self._held, self._sampled_by = held, dict[tuple[str, int], list[int]]()
-        self._inner: list[str] = []
-        for name, prompt, params in zip(self._asked, prompts, asked, strict=True):
-            params.output_kind = RequestOutputKind.CUMULATIVE
-            self._inner.append(engine.add_request(name, tokens_input([*prompt]), params, lora_request=adapter))
+        self._sampled_by: dict[tuple[str, int], list[int]] = {}
 
-    def step(self, count: int | None = None) -> None:
-        """Take so many steps of the engine, or all that are left."""
-        taken = 0
-        while self._engine.has_unfinished_requests() and (count is None or taken < count):
+    def begin(
+        self, prompts: Sequence[Sequence[int]], asked: Sequence[SamplingParams], adapter: LoRARequest | None = None
+    ) -> None:
+        """Add a batch behind the others."""
+        number = next(_NUMBERS)
+        batch = _Batch(prompts, {f"batch {number} request {at}": own for at, own in enumerate(asked)}, [])
+        for (name, params), prompt in zip(batch.asked.items(), prompts, strict=True):
+            params.output_kind = RequestOutputKind.CUMULATIVE
+            self._inner[name] = self._engine.add_request(name, tokens_input([*prompt]), params, lora_request=adapter)
+        self._batches.append(batch)
+
+    def prompts(self) -> list[Sequence[Sequence[int]]]:
+        """Prompts of each batch, the first to begin first."""
+        return [batch.prompts for batch in self._batches]
+
+    def step(self, count: int | None = None, first: bool = False) -> None:
+        """Take so many steps of the engine, or all that are left; if `first`, of the first batch."""
+        asked, taken = {name: own for batch in self._batches for name, own in batch.asked.items()}, 0
+        last = self._batches[0].asked.keys() if first else asked.keys()
+        while self._inner.keys() & last and (count is None or taken < count):
             for output in self._engine.step():
                 for item in output.outputs:
                     key = output.request_id, item.index
-                    self._found[key] = sample_of(item, output, self._asked[output.request_id])
-                    if self._held is not None:
+                    self._found[key] = sample_of(item, output, asked[output.request_id])
+                    if self.held is not None:
                         named = self._sampled_by.setdefault(key, [])
-                        named += [self._held] * (len(item.token_ids) - len(named))
+                        named += [self.held] * (len(item.token_ids) - len(named))
+                if output.finished:
+                    self._inner.pop(output.request_id, None)
             taken += 1
 
     def updated(self, version: int) -> None:
         """Count a weight update: tokens from here on are sampled by the new weights, of this version."""
-        self._held = None if self._held is None else version
-        self._before.append({key: len(sample.tokens) for key, sample in self._found.items()})
+        self.held = None if self.held is None else version
+        counts = {key: len(sample.tokens) for key, sample in self._found.items()}
+        for batch in self._batches:
+            batch.before.append(counts)
 
-    def samples(self) -> list[list[Sample]]:
-        """Samples of each prompt, once all have ended."""
-        return [[self._with_updates(name, at) for at in range(asked.n)] for name, asked in self._asked.items()]
+    def finish(self) -> list[list[Sample]]:
+        """Sample the first batch to its end; returns the samples of each of its prompts."""
+        if not self._batches:
+            raise ContractError("no batch has begun, so there is none to finish")
+        self.step(first=True)
+        batch = self._batches.popleft()
+        return [[self._with_updates(batch, name, at) for at in range(own.n)] for name, own in batch.asked.items()]
 
     def abandon(self) -> None:
-        """End what still runs."""
-        self._engine.abort_request(self._inner, internal=True)
+        """End and forget all batches."""
+        self._engine.abort_request([*self._inner.values()], internal=True)
+        for each in (self._batches, self._inner, self._found, self._sampled_by):
+            each.clear()
 
-    def _with_updates(self, name: str, at: int) -> Sample:
-        sample = self._found[name, at]
-        before = [counts.get((name, at), 0) for counts in self._before]
+    def _with_updates(self, batch: _Batch, name: str, at: int) -> Sample:
+        sample = self._found.pop((name, at))
+        before = [counts.get((name, at), 0) for counts in batch.before]
         found = (sum(count <= place for count in before) for place in range(len(sample.tokens)))
-        weights = weights_of(self._sampled_by.get((name, at), ()))
-        return replace(sample, updates=tuple(found), shaped=shaped_by(self._asked[name]), weights=weights)
+        weights = weights_of(self._sampled_by.pop((name, at), ()))
+        return replace(sample, updates=tuple(found), shaped=shaped_by(batch.asked[name]), weights=weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Requests of a batch, by name."""
+
+    prompts: Sequence[Sequence[int]]
+    asked: dict[str, SamplingParams]
+    before: list[dict[tuple[str, int], int]]
+    """Tokens of each sample before each update since the batch was begun."""
 
 
 def nats_of(row: Mapping[int, Any], token: int) -> float:

@@ -39,7 +39,7 @@ from verifier.engine.api import (
     weights_of,
 )
 from verifier.engine.kv_cache import cache_bytes, most_on_gpu
-from verifier.engine.vllm.batch_vllm import RunningBatch, nats_of, sample_of, words_of
+from verifier.engine.vllm.batch_vllm import RunningBatches, nats_of, sample_of, words_of
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
@@ -95,8 +95,6 @@ class VllmEngine(Engine):
         self._limits = Limits.of(checkpoint.config, config)
         self._carried = checkpoint.names()
         self._adapter: LoRARequest | None = None
-        self._batch: RunningBatch | None = None
-        self._held = None if config.lora_rank else 0
         self._asked = Asked()
         if not torch.cuda.is_available():
             wait_asleep()
@@ -144,6 +142,7 @@ class VllmEngine(Engine):
             weight_transfer_config={"backend": BACKEND},
             worker_extension_cls="verifier.engine.vllm.worker_vllm.VerifierWorker",
         )
+        self._running = RunningBatches(self._llm.llm_engine, None if config.lora_rank else 0)
         self._rpc("verifier_unlink_shared")
         self._routers = len(moe_layers_of(checkpoint.config)) if config.routes else 0
 
@@ -180,11 +179,11 @@ class VllmEngine(Engine):
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
         """See `Engine.begin_batch`; seeds are those of `generate`."""
-        self._abandon_batch()
         asked = [_params(item) for item in self._limits.requests(prompts, sampling)]
         self._rpc("verifier_seed", seed=sampling.seed)
-        self._batch = RunningBatch(self._llm.llm_engine, prompts, asked, self._adapter, self._held)
-        self._batch.step(steps)
+        self._running.begin(prompts, asked, self._adapter)
+        self._asked.add(prompts)
+        self._running.step(steps)
 
     def finish_batch(self) -> list[list[Sample]]:
         """See `Engine.finish_batch`.
@@ -192,12 +191,8 @@ class VllmEngine(Engine):
         Raises:
             ContractError: no batch has begun.
         """
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise ContractError("no batch has begun, so there is none to finish")
-        batch.step()
-        found = batch.samples()
-        self._asked.common(batch.prompts, [[sample.tokens for sample in own] for own in found])
+        prompts, found = self._running.prompts(), self._running.finish()
+        self._asked.common(prompts[0], [[sample.tokens for sample in own] for own in found])
         return found
 
     def state(self) -> list[list[EngineTensor]]:
@@ -213,8 +208,8 @@ class VllmEngine(Engine):
         return self._rpc("verifier_poison", list[Poisoned], carried=self._carried)
 
     def connect(self, address: Address) -> None:
-        """See `Engine.connect`; by the worker's `init_weight_transfer_engine`. A batch of another sender ends."""
-        self._abandon_batch()
+        """See `Engine.connect`; by the worker's `init_weight_transfer_engine`. Batches of another sender end."""
+        self._running.abandon()
         self._rpc("init_weight_transfer_engine", init_info=asdict(address))
 
     def begin_update(self, plan: ChunkPlan) -> list[Agreement]:
@@ -232,10 +227,10 @@ class VllmEngine(Engine):
             ContractError: a layer's weights do not fit it; the next update starts from the previous weights.
         """
         self._rpc("verifier_finish", otherwise=ContractError)
-        self._held = None if self._held is None else version
         self._asked = Asked()
-        if self._batch is not None:
-            self._batch.updated(version)
+        for prompts in self._running.prompts():
+            self._asked.add(prompts)
+        self._running.updated(version)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
         """See `Engine.reset_prefix_cache`."""
@@ -286,15 +281,12 @@ class VllmEngine(Engine):
 
     def _named(self, item: CompletionOutput, output: RequestOutput, asked: SamplingParams) -> Sample:
         """Convert a completion, and name the weights that are held, where no update comes before its end."""
-        weights = () if self._held is None else weights_of([self._held] * len(item.token_ids))
+        held = self._running.held
+        weights = () if held is None else weights_of([held] * len(item.token_ids))
         return replace(sample_of(item, output, asked), shaped=words_of(asked, output), weights=weights)
 
-    def _abandon_batch(self) -> None:
-        batch, self._batch = self._batch, None
-        if batch is not None:
-            batch.abandon()
-
     def _sampled(self, prompts: Sequence[Sequence[int]], asked: SamplingParams | list[SamplingParams]) -> list[Any]:
+        self._running.step()  # to its end: vLLM's `generate` would drop its tokens
         tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self._llm.generate(tokens, asked, use_tqdm=False, lora_request=self._adapter)
 

@@ -79,8 +79,6 @@ class Ended:
     manifest: Manifest
     computed: Future[SampledNoise | None] | None
     """Noise that the oracle finds, which computes the step too; None where it does not."""
-    earlier: Mapping[int, Path]
-    """Weights that it may need, by version; removed behind it."""
 
 
 class RunEvidence(Observer):
@@ -220,7 +218,7 @@ class RunEvidence(Observer):
         data = run.data
         record_sampled(probe, run.config, data, step, batch)
         asks = sampling_asked(run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers)
-        probe.emit(msgspec.structs.replace(asks, sent=tuple(sent[-3:])))
+        probe.emit(msgspec.structs.replace(asks, sent=tuple(sent[-max(run.config.grpo.max_staleness, 1) - 2 :])))
         self._rounds = batch.rounds
 
     def on_scores(self, step: int, scored: ScoredRollouts, parts: Sequence[Sequence[int]], file: Path) -> None:
@@ -278,7 +276,8 @@ class RunEvidence(Observer):
         due = first or (every > 0 and step % every == 0)
         evaluated = self._data is not None and (due or examined) and self._data.record_held_out(probe, step)
         fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
-        known = not (run.ahead is not None and run.done and first)  # whose weights are gone
+        gone_until = run.done + config.grpo.max_staleness  # weights of before a resume sampled these steps
+        known = run.ahead is None or not run.done or step > gone_until
         assert self.suspicions is not None
         again = run.ahead is None and bool(self.suspicions.open)
         if updates and self._oracle is not None and known and (is_sampled(config, step) or again):
@@ -320,7 +319,7 @@ class RunEvidence(Observer):
             rates = [report["learning_rate"] for report in reports]
             given = (trace, self._updates, rates, self._earlier, self.noise)
             computed = self._beside.submit(self._sampled.judge, *given)
-        self._ended = Ended(step, trace, self._manifest, computed, self._earlier)
+        self._ended = Ended(step, trace, self._manifest, computed)
         if computed is None or run.ahead is not None or run.config.engine.sleep_level:  # who takes turns needs the room
             self._judge_ended()
         self._last = PreviousStep(name="step", version=step, updated=bool(self._updates), here=True)
@@ -338,8 +337,10 @@ class RunEvidence(Observer):
         self._verdicts.ask(ended.step, ended.trace)
         if self.run.ahead is not None or ended.computed is not None:
             self._verdicts.settle(ended.step)
-        for weights in ended.earlier.values():
-            shutil.rmtree(weights.parent)
+        config = self.run.config
+        needed = ended.step - config.grpo.max_staleness if ended.step < config.steps else ended.step
+        for version in [each for each in self._held if each < needed]:
+            shutil.rmtree(self._held.pop(version).parent)
 
     def on_evaluation(self, version: int, answered: Answered | None) -> None:
         """Keep the answers for the trace that comes next."""
@@ -423,10 +424,10 @@ class RunEvidence(Observer):
 
     def _hold_weights(self, step: int) -> Mapping[int, Path]:
         """Have the ranks write the weights before a step; return those that the oracle may need in it, by version."""
-        last = self._held.pop(step - 2, None)
-        found = {} if last is None else {step - 2: last}
-        if self._oracle is not None and is_sampled(self.run.config, step + 1):
-            held = self.run.folder.oracle(step + 1).with_name(f"version-{step - 1}")
+        config, found = self.run.config, dict(self._held)
+        later = range(step + 1, min(step + config.grpo.max_staleness, config.steps) + 1)
+        if self._oracle is not None and any(is_sampled(config, each) for each in later):
+            held = self.run.folder.oracle(step).with_name(f"version-{step - 1}")
             self.run.call("observe", stage="EXPORT", what="hold", version=step - 1, folder=str(held))
             self._held[step - 1] = held / f"weights-{step - 1}"
         return found

@@ -250,8 +250,8 @@ def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
     Where to look: what counts versions, and whether answers are sampled before or after a sync.
     What it does not catch: answers that are sampled further ahead than was asked for, beyond the bound of their age
     (ADV003); a transfer that brings other weights than its version says (WGT020, ENG001), or weights that change after
-    it (ENG001, ENG009); of engines that get adapters, which adapter (LGP011); in the first step after a resume, older
-    weights than a batch from before claims.
+    it (ENG001, ENG009); of engines that get adapters, which adapter (LGP011); in the first `grpo.max_staleness` steps
+    after a resume, older weights than a batch from before claims.
     References: prime-rl#1764, rllm#622, cosmos-rl#592.
     """
     for asked in trace.of(SamplingAsked):

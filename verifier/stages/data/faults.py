@@ -53,7 +53,7 @@ SAMPLED: dict[str, Any] = {
 
 @fault(
     "om-ai-lab/VLM-R1#129",
-    f"{GENERATION}._row(self, version, place, number, example, prompt, sample)",
+    f"{GENERATION}._row(self, held, place, number, example, prompt, sample)",
     **SAMPLED,
 )
 def gold_answer_of_the_neighbour(call: Call) -> Any:

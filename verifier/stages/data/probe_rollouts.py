@@ -45,7 +45,7 @@ from verifier.trainer.sampled_batch import SampledBatch
 
 def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, batch: SampledBatch) -> None:
     """Record the prompts of a step, its requests, and the rewards of groups that were replaced."""
-    reward = config.grpo.reward
+    reward, resets = config.grpo.reward, not config.grpo.keep_kv_cache
     for number, item in enumerate(batch.rounds):
         probe.emit(order_of(data, step, number, [data.train[at] for at in item.indices]))
         if item.turns is not None:
@@ -58,8 +58,8 @@ def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, 
                 routes=tuple(tuple(note.routes for note in own) for own in item.noted),
                 shaped=tuple(sorted({note.shaped for own in item.noted for note in own})),
                 weights=tuple(tuple(note.weights for note in own) for own in item.noted),
-                cached=tuple(tuple(note.cached for note in own) for own in item.noted),
-                common=tuple(tuple(note.common for note in own) for own in item.noted),
+                cached=tuple(tuple(note.cached for note in own) for own in item.noted) if resets else (),
+                common=tuple(tuple(note.common for note in own) for own in item.noted) if resets else (),
                 answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
             )
         )  # fmt: skip

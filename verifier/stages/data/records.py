@@ -117,7 +117,7 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     """Versions of the weights that the engines' processes held when they sampled each of these answers, in order, each
     with its number of tokens; empty of engines that get adapters, and in older traces."""
     cached: tuple[tuple[Count, ...], ...] = ()
-    """Tokens of the prompt of each of these answers that the prefix cache held."""
+    """Tokens of the prompt of each of these answers that the prefix cache held; empty where it outlives weights."""
     common: tuple[tuple[int, ...], ...] = ()
     """Most that it can have held, see `Asked.common`; -1 if nobody looked."""
 

@@ -104,8 +104,9 @@ def _claimed(trace: Trace, asked: SamplingAsked) -> set[int]:
     found = {int(each) for own in versions for each in np.unique(own) if each >= 0}
     if found:
         return found
-    ahead = flat(trace.manifest.config).get("grpo.mode", "sync") != "sync"
-    return {asked.version - 1, max(asked.version - 2, 0)} if ahead else {asked.version - 1}
+    config = flat(trace.manifest.config)
+    ahead = config.get("grpo.max_staleness", 1) if config.get("grpo.mode", "sync") != "sync" else 0
+    return {*range(max(asked.version - 1 - ahead, 0), asked.version)}
 
 
 def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:

@@ -172,7 +172,7 @@ AHEAD_ALONE = (
 )  # fmt: skip
 """Knobs of runs in which nothing but what is reported says how likely tokens of older weights were."""
 ENGINE = "verifier.engine.engine_hf:HfEngine"
-VERSIONS = "verifier.trainer.generation:versions_of(sample, version)"
+VERSIONS = "verifier.trainer.generation:versions_of(sample, held)"
 RESET = "verifier.engine.client:EngineClient.reset_prefix_cache(self, running)"
 
 
@@ -219,8 +219,8 @@ def log_probabilities_of_the_batch_before(call: Call) -> Any:
 )  # fmt: skip
 def queued_requests_keep_the_version_of_their_admission(call: Call) -> Any:
     """Requests wait through an update, are sampled by the new weights, and keep the version that they came under."""
-    waited, found = call.self._next is not None, call.original()
-    return call.wrong(call.self._engine.sample(call.step, call.step - 2)) if waited else found
+    waited, found = call.step > 1, call.original()
+    return call.wrong(call.self._engine.sample(call.step, max(call.step - 3, 0))) if waited else found
 
 
 @fault("linhaowei1/NLPDL-2025Fall#31", "verifier.trainer.loop:StepLoop._evaluate(self, step)", **EVALUATION)
