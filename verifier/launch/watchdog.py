@@ -45,7 +45,7 @@ def find_stall(
     involved = {rank for rank in waiting if (slot := slots[rank]) and slot.since_s < now_s - deadline_s}
     seen: set[int] = set()
     stalls: dict[tuple[int, int], Stall] = {}
-    """By group and count of the collective: all that wait in one miss the same ranks, the oldest for how long."""
+    # By group and count of the collective: all that wait in one miss the same ranks, the oldest for the longest.
     while reached := involved - seen:
         seen |= reached
         for slot in sorted(filter(None, map(slots.__getitem__, reached)), key=lambda slot: slot.since_s):
