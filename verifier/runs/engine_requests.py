@@ -56,9 +56,13 @@ LONG_ANSWER = 1000
 
 
 def like(prompt: Sequence[int], vocabulary: int) -> list[list[int]]:
-    """Prompts that differ from one in the last token of a block of 16 or 32, or of 64 to 256, or have two swapped."""
-    changed = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 :]] for at in (31, 255) if at < len(prompt)]
-    return [*changed, [*prompt[:32], *prompt[64:96], *prompt[32:64], *prompt[96:]]]
+    """Prompts that differ from one in the last token of a block of 16 or 32, or of 64 to 256, or have two swapped.
+
+    Each ends a block and a token behind its difference.
+    """
+    places = (at for at in (31, 255) if at < len(prompt))
+    changed = [[*prompt[:at], (prompt[at] + 1) % vocabulary, *prompt[at + 1 : at + 34]] for at in places]
+    return [*changed, [*prompt[:32], *prompt[64:96], *prompt[32:64], *prompt[96:97]]]
 
 
 def shapes_of(prompt: Sequence[int], ends: Sequence[int]) -> list[dict[str, Any]]:
