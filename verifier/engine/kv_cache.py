@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verifier.config import EngineOptions
 from verifier.config_json import keeps_states, text_model
-from verifier.engine.api import LEAST_KV_CACHE_BYTES
+from verifier.engine.api import LEAST_KV_CACHE_BYTES, Sampling
 from verifier.errors import UsageError
 from verifier.model.families import size_if_any
 
@@ -62,6 +62,15 @@ def cache_bytes(
         return LEAST_KV_CACHE_BYTES
     one = -(-length // _BLOCK) * _BLOCK * each
     return int(max(LEAST_KV_CACHE_BYTES, min(one * count, most), one + _BLOCK * each))
+
+
+def holds_all(prompts: Sequence[Sequence[int]], requests: Sequence[Sampling], num_blocks: int, block_size: int) -> bool:
+    """Tell whether no request of a batch can be preempted: one that is, within its prompt, finds its own blocks cached.
+
+    A cache has `num_blocks` of `block_size` tokens, one of which vLLM keeps to itself.
+    """
+    sizes = ((asked.n, len(prompt) + asked.max_tokens) for prompt, asked in zip(prompts, requests, strict=True))
+    return sum(n * -(-size // block_size) for n, size in sizes) < num_blocks
 
 
 def most_on_gpu(share: float, device_bytes: int, weight_bytes: int, engine: EngineOptions) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from verifier.core.prefixes import Asked
 from verifier.core.seal import seal_of_array
 from verifier.errors import UsageError
 from verifier.probe.steps import StepRecorder
@@ -44,10 +43,6 @@ NEUTRAL = {
 class AnswerRecorder(StepRecorder):
     """Calls of one process on answers, on the examples that they answer, and on evaluations."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._prefixes, self._prefixes_of = Asked(), set[int]()
-
     def answers(
         self,
         step: int,
@@ -58,8 +53,6 @@ class AnswerRecorder(StepRecorder):
         seeds: Sequence[int] = (),
         versions: Sequence[int] = (),
         sampling_params: Mapping[str, Any] | None = None,
-        prompts: Rows = (),
-        cached_tokens: Sequence[int] = (),
     ) -> None:
         """Answers of a step as the engine returned them, before anything pads, filters or reorders them.
 
@@ -72,8 +65,6 @@ class AnswerRecorder(StepRecorder):
             versions: of the weights that the engine says it held for each.
             sampling_params: of the requests: temperature, top_p, top_k, min_p and penalties, by vLLM's names. They are
                 to be neutral but for the temperature of `rollouts`.
-            prompts: token ids of the prompt of each.
-            cached_tokens: of each prompt (vLLM's `num_cached_tokens`), if the engine answers nothing else.
 
         Raises:
             UsageError: lists of different lengths.
@@ -81,8 +72,6 @@ class AnswerRecorder(StepRecorder):
         rows = [(row_of(own, np.int64), row_of(nats, np.float32)) for own, nats in zip(tokens, logprobs, strict=False)]
         if {len(tokens), len(logprobs), len(seeds) or len(tokens), len(versions) or len(tokens)} != {len(rows)}:
             raise UsageError(f"step {step} has {len(tokens)} answers and {len(logprobs)} rows of log-probabilities")
-        if self._prefixes_of != {*versions}:
-            self._prefixes, self._prefixes_of = Asked(), {*versions}
         params = sampling_params or {}
         shaped = [f"{key}={params[key]!r}" for key, same in NEUTRAL.items() if params.get(key, same[0]) not in same]
         record = RequestSeeds(
@@ -96,8 +85,6 @@ class AnswerRecorder(StepRecorder):
             weights=(tuple(((version, len(row)),) for version, (row, _) in zip(versions, rows, strict=True)),)
             if versions
             else (),
-            cached=(tuple(cached_tokens),) if cached_tokens else (),
-            common=(tuple(self._prefixes.common(prompts, [[row] for row in tokens])),) if cached_tokens else (),
         )
         self.emit(record)
 

@@ -25,7 +25,6 @@ from verifier.trainer.observer import SILENT, Observer
 from verifier.trainer.run_folder import RunFolder, digest_of_file, shared_knobs
 
 MANIFEST, STATE = "manifest.json", "state.json"
-"""Bytes that are read at a time."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from verifier.config import EngineOptions
-from verifier.engine.api import EngineConfig
-from verifier.engine.kv_cache import bytes_per_token, cache_bytes, kept_keys, most_on_gpu
+from verifier.engine.api import EngineConfig, Sampling
+from verifier.engine.kv_cache import bytes_per_token, cache_bytes, holds_all, kept_keys, most_on_gpu
 from verifier.errors import UsageError
 from verifier.model.named import config_of
 
@@ -94,3 +94,10 @@ def test_an_engine_tells_its_cached_blocks_and_the_keys_of_requests_that_run():
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     assert kept_keys(SimpleNamespace(_llm=SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))) == [(2, 7)]
     assert kept_keys(SimpleNamespace()) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("num_blocks", "holds"), [(9, True), (8, False), (0, False)])
+def test_a_cache_that_may_preempt_a_request_is_told(num_blocks, holds):
+    """Two samples of 3 blocks of 16 tokens each, and one of 2; a block is vLLM's own."""
+    prompts, asked = [(1,) * 33, (1,) * 16], [Sampling(n=2, max_tokens=15, seed=0), Sampling(max_tokens=1, seed=0)]
+    assert holds_all(prompts, asked, num_blocks, 16) is holds

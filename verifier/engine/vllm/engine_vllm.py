@@ -38,7 +38,7 @@ from verifier.engine.api import (
     value_of,
     weights_of,
 )
-from verifier.engine.kv_cache import cache_bytes, most_on_gpu
+from verifier.engine.kv_cache import cache_bytes, holds_all, most_on_gpu
 from verifier.engine.vllm.batch_vllm import RunningBatches, nats_of, sample_of, words_of
 from verifier.engine.vllm.worker_vllm import BACKEND
 from verifier.errors import ContractError, InternalError, UsageError, VerifierError
@@ -175,6 +175,9 @@ class VllmEngine(Engine):
         outputs = zip(self._sampled(prompts, params), params, strict=True)
         found = [[self._named(item, output, own) for item in output.outputs] for output, own in outputs]
         most = self._asked.common(prompts, [[sample.tokens for sample in own] for own in found])
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        if not holds_all(prompts, requests, cache.num_gpu_blocks or 0, cache.block_size):
+            return found
         return [[replace(each, common_tokens=at) for each in own] for own, at in zip(found, most, strict=True)]
 
     def begin_batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, steps: int) -> None:
