@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -40,6 +40,8 @@ from verifier.stages.logprob.records import (
     Activation,
     DtypeNoise,
     EngineNoise,
+    OracleEnds,
+    OracleEntropy,
     OracleLogprobs,
     OracleOfNext,
     OracleOfPlaces,
@@ -321,6 +323,44 @@ def oracle_record(
     return record, {key: np.array([*chain.from_iterable(part)], np.float64) for key, part in parts.items()}
 
 
+def sided(
+    kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int], *, routed: bool = False
+) -> Iterator[tuple[Record, Any]]:
+    """Records of log-probabilities, and of what the run's dtype changes them by, each with its arrays."""
+    yield oracle_record(kind, name, version, sides.exact, sides.scales, whole)
+    yield noise_of_logprobs(name, version, sides, routed=routed), None
+
+
+def ends_record(
+    name: str, version: int, ends: Sequence[int], temperature: float, shares: Sides
+) -> tuple[OracleEnds, np.ndarray]:
+    """Record of how likely an end token was at each sampled token, and its array."""
+    exact, other = (np.concatenate([*map(np.asarray, side)]) for side in shares[:2])
+    noise = real(float(np.abs(exact - other).sum()))
+    return OracleEnds(name=name, version=version, ends=tuple(ends), temperature=temperature, noise=noise), exact
+
+
+def entropies_of(sides: Sides, masks: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Entropies at tokens in the loss, as `policy_hf.entropies` answers; `masks` are [L] bool of each sequence."""
+    exact, _, scale = (
+        [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
+        for side in sides
+    )
+    both = zip(sides.exact, sides.other, strict=True)
+    noise = max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in both)
+    return {"entropy": np.concatenate(exact), "scale": np.concatenate(scale), "noise": noise}
+
+
+def entropy_record(
+    name: str, version: int, temperature: float, found: Mapping[str, Any], rollouts: Sequence[int] | None = None
+) -> tuple[OracleEntropy, dict[str, np.ndarray]]:
+    """Record of an answer of `policy_hf.entropies`, of all rollouts of an update or of some, and its arrays."""
+    places = None if rollouts is None else tuple(rollouts)
+    noise = real(found["noise"])
+    record = OracleEntropy(name=name, version=version, temperature=temperature, noise=noise, rollouts=places)
+    return record, {ONLY: np.array(found["entropy"], np.float64), "scale": np.array(found["scale"])}
+
+
 def places_record(
     sampled: SampledTokens, vocabulary: int, rows: Sequence[Sequence[Any]]
 ) -> tuple[OracleOfPlaces, dict[str, np.ndarray]]:
@@ -337,7 +377,7 @@ def noise_of_logprobs(name: str, version: int, sides: Sides, *, routed: bool = F
     return msgspec.structs.replace(noise, routed=routed, **scales_of(sides.scales))
 
 
-def scales_of(scales: Scored) -> dict[str, Real]:
+def scales_of(scales: Scored) -> dict[str, Any]:
     """Fields of a `NoiseRecord` by the scales of its tokens; none where there are none."""
     values = np.array([*chain.from_iterable(scales)], np.float64)
     if not len(values):
@@ -416,14 +456,14 @@ def numbered(places: Iterable[Hashable]) -> np.ndarray:
 
 
 def sampled_noise(
-    step: int, measured: int, rounded: np.ndarray, exact: np.ndarray, places: np.ndarray | None = None, *, routed: bool
+    step: int, measured: int, sides: Sides, places: np.ndarray | None = None, *, routed: bool = False
 ) -> SampledNoise:
     """Noise of a dtype on sampled tokens.
 
-    The weights of the version `measured` sampled the tokens of a step. `rounded` are log-probabilities in that dtype,
-    by token, and `exact` those in float32. `places` has the number of the place behind its prompt of each token, which
-    samples of one prompt share; all differ by default.
+    The weights of the version `measured` sampled the tokens of a step, which `sides` has in two dtypes. `places` has
+    the number of the place behind its prompt of each token, which samples of one prompt share; all differ by default.
     """
+    rounded, exact = (np.concatenate([*side]) for side in (sides.other, sides.exact))
     differences = np.asarray(rounded, np.float64) - np.asarray(exact, np.float64)
     sizes, squares = np.abs(differences), differences**2
     unsure = -np.expm1(np.minimum(np.asarray(exact, np.float64), 0.0))
@@ -436,4 +476,5 @@ def sampled_noise(
         bias=real(float(differences.mean())), slope=real(slope), slope_error=real(error), routed=routed,
         greatest_of_run=real(float(sizes.max())), unsure=real(float(unsure.mean())),
         unsure_squares=real(float((unsure**2).mean())), most_unsure=real(float(unsure.max())),
+        **scales_of(sides.scales),
     )  # fmt: skip

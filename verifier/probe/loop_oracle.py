@@ -24,26 +24,27 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.outputs import work_folder
 from verifier.core.reader import read
-from verifier.core.record import ONLY, Record, real
+from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
-from verifier.oracle.oracle import Oracle, Scored, Sides
-from verifier.oracle.recording import gradient_record, noise_of_logprobs, oracle_record, places_record, scales_of
+from verifier.oracle.oracle import Oracle, Sides
+from verifier.oracle.recording import (
+    ends_record,
+    entropies_of,
+    entropy_record,
+    gradient_record,
+    numbered,
+    places_record,
+    sampled_noise,
+    sided,
+)
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
-from verifier.stages.logprob.records import (
-    OracleEnds,
-    OracleEntropy,
-    OracleLogprobs,
-    OracleOfSampled,
-    SampledNoise,
-    TrainerLogprobs,
-)
+from verifier.stages.logprob.records import OracleLogprobs, OracleOfSampled, SampledNoise, TrainerLogprobs
 from verifier.stages.loss.records import KeptGradients, KeptTensors, LossTerms
 from verifier.stages.pack.records import Rollouts
-from verifier.stages.replay.records import OracleRecord
 from verifier.stages.rollout.records import SampledTokens
 from verifier.stages.train.records import KeptWeights
 
@@ -141,8 +142,8 @@ class _Recording:
                     continue
                 if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
                     sides = self._sides(weights, tokens, scored.temperature)
-                    tails = Sides(*(_tails(side, scored.lengths) for side in sides))
-                    yield from self._sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
+                    tails = _cut(sides, scored.lengths)
+                    yield from sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
             for columns in seen.of(LossColumns, version=step):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
@@ -157,9 +158,9 @@ class _Recording:
                 ]
                 told = (self.seen.manifest.dtype, "cpu", [*sampled.temperatures], None, drawn)
                 sides, places = self.oracle.sampled(weights, rows, *told)
-                tails = Sides(*(_tails(side, sampled.lengths) for side in sides))
+                tails = _cut(sides, sampled.lengths)
                 whole = tuple(map(len, rows))
-                yield from self._sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
+                yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
                 size = int(text_model(json.loads((weights / "config.json").read_text())).get("vocab_size", 0))
                 if described := [*chain.from_iterable(places)]:  # greedy tokens are drawn from nothing
                     yield places_record(sampled, size or 1 << 30, described)
@@ -178,12 +179,7 @@ class _Recording:
             return
         ends, temperature = (asked.end, *asked.other_ends), sampled.temperatures[0]
         _, shares, _ = self.oracle.describe(weights, rows, self.seen.manifest.dtype, "cpu", temperature, [], ends)
-        exact, other = (np.concatenate([*map(np.array, _tails(side, sampled.lengths))]) for side in shares[:2])
-        noise = real(float(np.abs(exact - other).sum()))
-        record = OracleEnds(
-            name=sampled.name, version=sampled.version, ends=ends, temperature=temperature, noise=noise
-        )  # fmt: skip
-        yield record, exact
+        yield ends_record(sampled.name, sampled.version, ends, temperature, _cut(shares, sampled.lengths))
 
     def _entropies(
         self, weights: Path, columns: LossColumns, tokens: Sequence[Sequence[int]], temperature: float
@@ -192,35 +188,16 @@ class _Recording:
         dtype, seen = self.seen.manifest.dtype, self.seen
         _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
         masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-        exact, _, scale = (
-            [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
-            for side in sides
-        )
-        whole = zip(sides.exact, sides.other, strict=True)
-        noise = max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in whole)
-        record = OracleEntropy(
-            name=columns.name, version=columns.version, temperature=temperature, noise=real(noise)
-        )  # fmt: skip
-        scales = {"scale": np.concatenate(scale)} if dtype == "float32" else {}
-        return record, {ONLY: np.concatenate(exact).astype(np.float64), **scales}
+        found = entropies_of(sides, masks)
+        return entropy_record(columns.name, columns.version, temperature, found)
 
     def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> Sides:
         return self.oracle.score_twice(weights, rows, self.seen.manifest.dtype, temperature=temperature)
 
-    def _sided(
-        self, kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int]
-    ) -> Iterator[tuple[Record, Any]]:
-        yield oracle_record(kind, name, version, sides.exact, sides.scales, whole)
-        yield noise_of_logprobs(name, version, sides), None
-
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
-        from verifier.oracle.recording import numbered, sampled_noise
-
-        exact, low = (np.concatenate([np.array(row) for row in side]) for side in tails[:2])
         rows = zip(sampled.prompts, sampled.lengths, strict=True)
         places = numbered((tuple(prompt), place) for prompt, length in rows for place in range(length))
-        found = sampled_noise(step, sampled.version, low, exact, places, routed=False)
-        return replace(found, **scales_of(tails.scales))
+        return sampled_noise(step, sampled.version, tails, places)
 
     def _gradients(self) -> Iterator[tuple[Record, Any]]:
         """Gradients of steps whose weights and gradients were kept and whose loss is known."""
@@ -296,5 +273,6 @@ def _objective(terms: LossTerms) -> Mapping[str, Any]:
     return {name: getattr(terms, name) for name in names}
 
 
-def _tails(rows: Scored, lengths: Sequence[int]) -> Scored:
-    return [row[len(row) - size :] for row, size in zip(rows, lengths, strict=True)]
+def _cut(sides: Sides, lengths: Sequence[int]) -> Sides:
+    """The last values of each row."""
+    return Sides(*([row[len(row) - size :] for row, size in zip(side, lengths, strict=True)] for side in sides))

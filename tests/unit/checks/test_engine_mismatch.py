@@ -19,6 +19,7 @@ from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
 from verifier.core.record import real
 from verifier.core.trace import Trace
+from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import sampled_noise
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.logprob.checks_logprobs import CHANCE, most_beyond
@@ -51,7 +52,7 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=No
         columns["engine"] = change(exact) + noises[1] * unsure(exact)
         exact = np.log1p(-floor * generator.uniform(0.5, 1.0, num))
         noises[2] *= unsure(exact)
-    noise = sampled_noise(2, measured, exact + noises[2], exact, routed=routed)
+    noise = sampled_noise(2, measured, Sides([exact], [exact + noises[2]], []), routed=routed)
     noise = replace(noise, greatest_of_run=max(noise.greatest_of_run, real(more), key=float))
     manifest = Manifest(dtype="bfloat16" if temperature is None else "float32", model=model, complete=True)
     noise = replace(noise, scale=scale, coarsest=4 * scale, drawn=drawn)
@@ -136,7 +137,7 @@ def shared_noise(seed, *, together):
 
     exact, rounded, _ = draw(16)
     places = np.tile(np.arange(160).reshape(16, 1, 10), (1, 4, 1)).ravel() if together else None
-    noise = sampled_noise(2, 1, rounded, exact, places, routed=False)
+    noise = sampled_noise(2, 1, Sides([exact], [rounded], []), places)
     _, old, engine = draw(15)
     ids, columns = tuple(f"{at}" for at in range(60)), np.ones(600)
     policy = PolicyColumns(

@@ -12,6 +12,7 @@ import pytest
 
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
+from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import sampled_noise
 from verifier.stages.rollout.checks_engine_mismatch import evaluation_by_other_policy
 from verifier.stages.rollout.records import EvaluatedAnswers
@@ -110,7 +111,7 @@ def test_in_bf16_the_number_of_tokens_beyond_the_measured_noise_is_judged():
     """Chance puts two of four tokens, and one of two greedy ones, beyond the greatest of 100,000."""
     exact = -np.random.default_rng(3).uniform(0.2, 3.0, 100_000)
     rounded = exact + np.random.default_rng(4).normal(0.0, 1e-3, len(exact))
-    noise = sampled_noise(3, 2, rounded, exact, routed=False)
+    noise = sampled_noise(3, 2, Sides([exact], [rounded], []))
     far = lambda *at: NATS + np.isin(np.arange(6), at).astype(np.float32)  # noqa: E731
     said = ["number of tokens beyond 3 times the greatest noise"]
     assert wrong(dtype="bfloat16", noise=noise, engine=far(1, 4)) == []

@@ -14,6 +14,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.record import Record
 from verifier.core.trace import Trace
 from verifier.data.rollout import NO_VERSION, make_rollout
+from verifier.oracle.oracle import Sides
 from verifier.oracle.recording import sampled_noise
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.logprob.probe_spot_scores import EVERY, beginning_of, place_of
@@ -144,7 +145,7 @@ def test_in_bf16_old_is_held_against_the_noise_of_sampled_steps(off: float, verd
     seen, arrays, manifest = policy(dtype="bfloat16")
     exact = -np.random.default_rng(5).uniform(0.5, 4.0, 200)
     noise = np.random.default_rng(6).normal(0.0, 0.01, 200)
-    seen.append(sampled_noise(1, 0, exact + noise, exact, routed=False))
+    seen.append(sampled_noise(1, 0, Sides([exact], [exact + noise], [])))
     arrays["policy"]["old"] += np.float32(off)
     arrays["policy"]["reference"] += np.float32(9)  # of other weights than the noise
     found = judged(seen, arrays, manifest)

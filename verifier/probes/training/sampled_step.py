@@ -24,7 +24,7 @@ from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
 from verifier.config_json import text_model
 from verifier.core.outputs import full_disk_refused
-from verifier.core.record import ONLY, Probe, real
+from verifier.core.record import Probe
 from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import open_tokenizer
@@ -36,20 +36,19 @@ from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     choices_record,
+    ends_record,
+    entropies_of,
+    entropy_record,
     gradient_record,
-    noise_of_logprobs,
     numbered,
-    oracle_record,
     sampled_noise,
-    scales_of,
+    sided,
 )
 from verifier.platform import host_bytes
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.stages.logprob.probe_oracle_scores import load_scores
 from verifier.stages.logprob.records import (
-    OracleEnds,
-    OracleEntropy,
     OracleLogprobs,
     OracleOfSampled,
     SampledNoise,
@@ -328,15 +327,8 @@ class SampledStep:
             asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
             rows += self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read)
         for update, row in zip(updates, rows, strict=True):
-            record = OracleEntropy(
-                name=update.name,
-                version=self._step,
-                temperature=temperature,
-                noise=real(row["noise"]),
-                rollouts=None if (places := self.places.get(str(update.number))) is None else tuple(places),
-            )
-            arrays = {ONLY: np.array(row["entropy"], np.float64), "scale": np.array(row["scale"])}
-            recorder.emit(record, arrays)
+            places = self.places.get(str(update.number))
+            recorder.emit(*entropy_record(update.name, self._step, temperature, row, places))
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         arrays = {
@@ -397,10 +389,10 @@ class SampledStep:
                 if not own:
                     continue
                 sides = own_sides if version == last else self._scored(weights, sequences, routes, sampled)
-                tails = Sides(*([rows[at][a - 1 : b - 1] for at, a, b in own] for rows in sides))
+                tails = _of_runs(sides, own)
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
-                    self._record_ends(recorder, ends, shares, own)
+                    recorder.emit(*ends_record("rollouts", last, ends, temperature, _of_runs(shares, own)))
                     places = numbered((scored.rollouts[at].group, place) for at, a, b in own for place in range(a, b))
                     noise = self._noise(tails, places, known)
                     recorder.emit(noise)
@@ -409,31 +401,16 @@ class SampledStep:
         rows = zip(*(side for side in entropies), strict=True)
         return noise, {rollout.id: [*row] for rollout, row in zip(scored.rollouts, rows, strict=True)}
 
-    def _record_ends(
-        self, recorder: Recorder, ends: Sequence[int], shares: Sides, runs: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Record how likely an end token was at each token of runs of the last version: rollout, begin, end of each."""
-        exact, other = (
-            np.concatenate([np.array(rows[at][a - 1 : b - 1]) for at, a, b in runs])
-            for rows in (shares.exact, shares.other)
-        )
-        record = OracleEnds(
-            name="rollouts", version=self._step - 1, ends=tuple(ends), temperature=self._config.grpo.temperature,
-            noise=real(float(np.abs(exact - other).sum())),
-        )  # fmt: skip
-        recorder.emit(record, exact)
-
     def _record_oracle(
         self, probe: Probe, kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int]
     ) -> None:
-        probe.emit(*oracle_record(kind, name, version, sides.exact, sides.scales, whole))
-        probe.emit(noise_of_logprobs(name, version, sides, routed=self._routed))
+        for record, arrays in sided(kind, name, version, sides, whole, routed=self._routed):
+            probe.emit(record, arrays)
 
     def _noise(self, sides: Sides, places: np.ndarray, known: SampledNoise | None) -> SampledNoise:
         """Noise on the tokens of runs of one version, at these places."""
-        rounded, exact = np.concatenate([*sides.other]), np.concatenate([*sides.exact])
-        found = sampled_noise(self._step, self._step - 1, rounded, exact, places, routed=self._routed)
-        found = replace(found, partly=bool(self.places), **scales_of(sides.scales))
+        found = sampled_noise(self._step, self._step - 1, sides, places, routed=self._routed)
+        found = replace(found, partly=bool(self.places))
         if known is None:
             return found
         return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
@@ -460,16 +437,16 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
 
 
+def _of_runs(sides: Sides, runs: Sequence[tuple[int, int, int]]) -> Sides:
+    """Values of runs of tokens: place of its rollout, begin and end of each."""
+    return Sides(*([rows[at][a - 1 : b - 1] for at, a, b in runs] for rows in sides))
+
+
 def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
     """Answer of `policy_hf:entropies` for an update, from entropies by rollout."""
     rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
-    exact, other, scale = ([np.array(known[item.id][side]) for item in rollouts] for side in range(3))
-    masks = [rollout.mask[1:].astype(bool) for rollout in rollouts]
-    return {
-        "entropy": np.concatenate([row[mask] for row, mask in zip(exact, masks, strict=True)]).tolist(),
-        "scale": [value for row, mask in zip(scale, masks, strict=True) for value in row[mask].tolist()],
-        "noise": max(float(np.abs(a - b).max()) for a, b in zip(exact, other, strict=True)),
-    }
+    sides = Sides(*([known[item.id][side] for item in rollouts] for side in range(3)))
+    return entropies_of(sides, [rollout.mask.astype(bool) for rollout in rollouts])
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from verifier.config import TrainConfig
 from verifier.model.families import size_if_any
 from verifier.oracle.oracle import Oracle
-from verifier.oracle.recording import sampled_noise, scales_of
+from verifier.oracle.recording import sampled_noise
 from verifier.probes.training.sampled_step import unsampled_because
 from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline
@@ -34,6 +34,4 @@ def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:
     path = model.checkpoint.path
     with Oracle(path, until.left("float32's rounding was measured")) as oracle:
         sides = oracle.score_twice(path, tokens, "float32")
-    exact, other = (np.concatenate([*rows]) for rows in (sides.exact, sides.other))
-    found = sampled_noise(1, 0, other, exact, routed=False)
-    return replace(found, drawn=True, **scales_of(sides.scales))
+    return replace(sampled_noise(1, 0, sides), drawn=True)
