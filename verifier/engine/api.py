@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -19,6 +19,11 @@ from verifier.launch.child import resolve
 from verifier.model.families import num_experts_of
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.wire import Address, Agreement, Receipt, TransferFailed
+
+if TYPE_CHECKING:
+    import torch
+
+    from verifier.engine.sender import Delivery
 
 DTYPES = ("float32", "bfloat16")
 _CPU_TOKENS = 640
@@ -120,6 +125,25 @@ class Poisoned:
     name: str
     how: str
     """ "nan"; "nan, restored before the update" (no checkpoint carries it); or "left", and ": " with the reason."""
+
+
+class TransferWatch:
+    """Told of a transfer under way. It only looks."""
+
+    version: int
+    """Version of the weights."""
+
+    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
+        """All that the engine ranks hold was overwritten, before the transfer."""
+
+    def agreed(self, agreement: Agreement) -> None:
+        """All members have said which plan they hold."""
+
+    def drawn(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor was drawn from the stream and is going to be packed."""
+
+    def delivered(self, delivery: Delivery) -> None:
+        """Every engine rank has confirmed a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

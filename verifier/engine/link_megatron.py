@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from verifier.engine import sender
+from verifier.engine.api import TransferWatch
 from verifier.engine.client import EngineClient, is_far
 from verifier.engine.replicas import clients_of
 from verifier.plan.chunk_plan import ChunkPlan
@@ -92,7 +93,7 @@ class EngineLink:
             sleeper.wake_up(tag)
 
     def transfer(
-        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: sender.TransferWatch,
+        self, plan: ChunkPlan, stream: Iterator[tuple[str, torch.Tensor]], watch: TransferWatch,
         running: sender.Running = "none",
         before_caches: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip

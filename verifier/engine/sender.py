@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from verifier.engine.api import Poisoned
+from verifier.engine.api import TransferWatch
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, VerifierError
 from verifier.plan.chunk_plan import ChunkPlan
@@ -40,25 +40,6 @@ class Delivery:
 
 Running = Literal["none", "recomputed", "kept"]
 """Keys and values of requests that run during an update; "none": no request runs."""
-
-
-class TransferWatch(Protocol):
-    """Told of a transfer under way. It only looks."""
-
-    version: int
-    """Version of the weights."""
-
-    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """All that the engine ranks hold was overwritten, before the transfer."""
-
-    def agreed(self, agreement: Agreement) -> None:
-        """All members have said which plan they hold."""
-
-    def drawn(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor was drawn from the stream and is going to be packed."""
-
-    def delivered(self, delivery: Delivery) -> None:
-        """Every engine rank has confirmed a chunk."""
 
 
 def transfer(

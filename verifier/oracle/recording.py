@@ -23,7 +23,7 @@ from verifier.core import ragged, store
 from verifier.core.comparison import slope_of
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
-from verifier.core.record import ONLY, Measurement, Real, Record, real
+from verifier.core.record import ONLY, Measurement, Record, real
 from verifier.core.trace import Trace
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout, adapters_of

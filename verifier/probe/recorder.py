@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +26,13 @@ from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
 from verifier.core.record import Array, Record, Role
 from verifier.errors import UsageError
-from verifier.plan.digest import digest_tensors, dtype_name
+from verifier.plan.digest import dtype_name
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.state import EngineRecorder, Named, pairs_of
 from verifier.probe.tokens import mark_of, seal
+from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
 from verifier.stages.export.records import ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
 from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
@@ -207,7 +208,6 @@ class LoopRecorder(EngineRecorder):
 
     def _record_source(self) -> None:
         from verifier.model.checkpoint import open_checkpoint
-        from verifier.stages.export.probe_tensors import source_tensors
 
         source = open_checkpoint(self.model)
         is_tied = text_model(source.config).get("tie_word_embeddings") and HEAD not in source.names()
@@ -220,29 +220,21 @@ class LoopRecorder(EngineRecorder):
         self, named: Named, version: int, kind: type[Any], *, keep: bool = True, **fields: Any
     ) -> Iterator[tuple[str, Any]]:
         """Pairs as they pass, each recorded; a list is digested at once, a stream tensor by tensor."""
-        kept: dict[str, Any] | None = None
-        if keep and kind is not ReceivedTensor and self.keeps(version) and not self.rank:
-            kept = {}
-        whole = isinstance(named, Mapping | list | tuple)
-        if kind is ExportedTensor and not whole:  # what is held while later tensors come is looked at again
-            from verifier.stages.export.probe_tensors import recorded
-
-            for name, tensor in recorded(self, pairs_of(named), version):
-                if kept is not None:
-                    kept[name] = _copied(tensor)
-                yield name, tensor
-            if kept is not None and version:
-                self._keep(KeptWeights, "weights", version, kept)
-            return
-        groups = [list(pairs_of(named))] if whole else ([pair] for pair in pairs_of(named))
-        for group in groups:
-            for name, facts in _facts(group):
-                self.emit(kind(name=name, version=version, **facts, **fields))
-            for name, tensor in group:
-                if kept is not None:
-                    kept[name] = tensor if whole else _copied(tensor)
-                yield name, tensor
-        if kept is not None and version:  # version 0 is the checkpoint
+        keeps = keep and kind is not ReceivedTensor and self.keeps(version) and not self.rank
+        pairs, whole, kept = pairs_of(named), isinstance(named, Mapping | list | tuple), dict[str, Any]()
+        if whole:
+            held = list(pairs)
+            record_tensors(self, kind, held, version, **fields)
+            pairs = iter(held)
+        elif kind is ExportedTensor:  # what is held while later tensors come is looked at again
+            pairs = recorded(self, pairs, version)
+        for name, tensor in pairs:
+            if kind is ReceivedTensor and not whole:
+                record_tensors(self, kind, [(name, tensor)], version, **fields)
+            if keeps:
+                kept[name] = tensor if whole else _copied(tensor)
+            yield name, tensor
+        if keeps and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)
 
     def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
@@ -253,13 +245,6 @@ class LoopRecorder(EngineRecorder):
 
 def _copied(tensor: Any) -> Any:
     return tensor.detach().clone() if hasattr(tensor, "detach") else tensor.copy()
-
-
-def _facts(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name, and the fields of a `TensorRecord`, of each tensor; digested together, where the tensors are."""
-    held = list(pairs)
-    for (name, tensor), digest in zip(held, digest_tensors(tensor for _, tensor in held), strict=True):
-        yield name, {"digest": digest, "dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape)}
 
 
 def open(  # noqa: A001 - `probe.open` is what a loop calls

@@ -14,7 +14,8 @@ from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.answers import texts_of
 from verifier.probe.optimizer import OptimizerRecorder
-from verifier.stages.checkpoint.records import LoadedState, SavedState, WrittenTensors
+from verifier.stages.checkpoint.probe_written import record_written
+from verifier.stages.checkpoint.records import LoadedState, SavedState
 from verifier.stages.engine.records import (
     CheckpointView,
     ColdSettings,
@@ -27,11 +28,18 @@ from verifier.stages.engine.records import (
     SyncedSettings,
     SyncedTensor,
 )
+from verifier.stages.export.probe_tensors import (
+    IndexedFiles,
+    merged_matrix,
+    record_files,
+    record_saved,
+    record_source,
+    record_tensors,
+)
 from verifier.stages.export.records import (
     ExportedAdapterMatrix,
     ExportedAdapterScaling,
     ExportedConfig,
-    MergedMatrix,
     ShardAfterExport,
     WrittenShard,
 )
@@ -44,6 +52,7 @@ from verifier.stages.train.records import (
     ShardAfterScoring,
     UpdatedShard,
 )
+from verifier.trainer.merge_rounding import merge_gap
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
 """Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
@@ -122,8 +131,7 @@ class StateRecorder(OptimizerRecorder):
         `further` are settings of its configuration beyond rank, alpha and linears.
         """
         for kind, side in ((ExportedAdapterMatrix, named), (LiveAdapterMatrix, live)):
-            for name, tensor in pairs_of(side):
-                self.emit(kind(name=name, version=version, **described(tensor)))
+            record_tensors(self, kind, pairs_of(side), version)
         told = {key: json.dumps(value) for key, value in (further or {}).items()}
         self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
         self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
@@ -137,25 +145,10 @@ class StateRecorder(OptimizerRecorder):
         Raises:
             UsageError: another dtype than float32.
         """
-        import torch
-
-        if merged.dtype != torch.float32:
+        if str(merged.dtype) != "torch.float32":
             raise UsageError(f"`{name}` is merged in {merged.dtype}: what that rounds has no bound here")
-        with torch.no_grad():
-            product, size = (scaling * (y.double() @ x.double()) for y, x in ((b, a), (b.abs(), a.abs())))
-            right, most = base.double() + product, base.double().abs() + abs(size)
-            half = torch.finfo(torch.float32).eps / 2
-            gaps = (merged.double() - right).abs() / (half * most).clamp(min=torch.finfo(torch.float32).tiny)
-            where = int(gaps.argmax())
-        record = MergedMatrix(
-            name=name,
-            version=version,
-            dtype="float32",
-            rank_of_adapter=a.shape[0],
-            where=where,
-            gap=real(float(gaps.reshape(-1)[where])),
-        )
-        self.emit(record)
+        gap, *_ = merge_gap(merged.detach(), base.detach().cpu(), a.detach().cpu(), b.detach().cpu(), scaling)
+        self.emit(merged_matrix(name, gap, version))
 
     def export_saved(self, folder: Path | str, version: int, *, live: Named = ()) -> None:
         """A checkpoint that the loop has saved, beside the one that it began with and the weights of a version.
@@ -165,8 +158,6 @@ class StateRecorder(OptimizerRecorder):
         Raises:
             UsageError: `probe.open` was given no `model`.
         """
-        from verifier.stages.export.probe_tensors import IndexedFiles, record_files, record_saved, source_tensors
-
         folder = Path(folder)
         if not self.model:
             raise UsageError("`export_saved` compares with the checkpoint that the loop began with: give model to open")
@@ -181,13 +172,11 @@ class StateRecorder(OptimizerRecorder):
             from verifier.model.checkpoint import open_checkpoint
 
             self.has_source = True
-            for item in source_tensors(open_checkpoint(source)):
-                self.emit(item)
+            record_source(self, open_checkpoint(source))
         if version not in self._stepped:
             self.weights_held(live, version, after="step")
-        for name in files.names:
-            facts = described(files.read(name))
-            self.emit(WrittenShard(name=name, version=version, coordinate="", **facts))
+        read = ((name, files.read(name)) for name in files.names)
+        record_tensors(self, WrittenShard, read, version, coordinate="")
 
     def checkpoint_saved(self, version: int, state: Mapping[str, Any], folder: Path | str | None = None) -> None:
         """State that this process holds as it saves a checkpoint, to be compared with what a resume loads.
@@ -223,27 +212,12 @@ class StateRecorder(OptimizerRecorder):
 
     def checkpoint_written(self, version: int, given: Named, written: Named) -> None:
         """Tensors that were given to be saved, and what the files of the checkpoint have: some elements of each."""
-        found = dict(pairs_of(written))
-        names, sides, counts, there = [], ([], []), [], []  # type: ignore[var-annotated]
+        found, tensors = dict(pairs_of(written)), []
         for name, tensor in pairs_of(given):
-            names.append(name)
             own = _elements(tensor)
             read = _elements(found[name]) if name in found and found[name].numel() == tensor.numel() else own[:0]
-            for side, values in zip(sides, (own, read), strict=True):
-                side.append(values)
-            counts.append(len(own))
-            there.append(len(read))
-        record = WrittenTensors(
-            name=f"trainer rank {self.rank}",
-            version=version,
-            tensors=tuple(names),
-            counts=tuple(counts),
-            found=tuple(there),
-        )
-        empty = [np.zeros(0, np.int64)]
-        self.emit(
-            record, {key: np.concatenate(empty + side) for key, side in zip(("given", "written"), sides, strict=True)}
-        )
+            tensors.append({"name": name, "given": own, "written": read})
+        record_written(self, f"trainer rank {self.rank}", version, tensors)
 
     def engine_restarted(self, version: int, restarts: int = 1) -> None:
         """Engines were started again and answered by a version; what they hold is to be recorded as of that version."""

@@ -28,6 +28,21 @@ class MergeGap:
     """Element with the greatest distance, in the flattened matrix."""
 
 
+def merge_gap(
+    merged: torch.Tensor, base: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, scaling: float
+) -> tuple[MergeGap, torch.Tensor, torch.Tensor]:
+    """Distance from base + scaling * outward @ inward; the distance of each element, and the product, in float64."""
+    import torch
+
+    base, inward, outward = base.double(), inward.double(), outward.double()
+    product = scaling * outward @ inward
+    off = (merged.cpu().double() - (base + product)).abs()
+    magnitude = base.abs() + scaling * outward.abs() @ inward.abs()
+    steps = off / (magnitude * torch.finfo(merged.dtype).eps / 2).clamp(min=torch.finfo(torch.float64).tiny)
+    where, dtype = int(steps.argmax()), str(merged.dtype).removeprefix("torch.")
+    return MergeGap(dtype=dtype, rank=len(inward), gap=float(steps.view(-1)[where]), where=where), off, product
+
+
 class MergeRounding:
     """Measurement over the matrices of one export.
 
@@ -40,24 +55,14 @@ class MergeRounding:
 
     def add(self, name: str, tensor: torch.Tensor) -> MergeGap | None:
         """Compare one exported tensor; None if it has no adapter."""
-        import torch
-
         linear = name.removesuffix(".weight")
         if linear + _A not in self._adapter:
             return None
-        inward, outward = (self._adapter[linear + end].double() for end in (_A, _B))
-        base, scaling = self._base.read(name).double(), self._lora.scaling
-        product = scaling * outward @ inward
-        off = (tensor.cpu().double() - (base + product)).abs()
+        inward, outward = (self._adapter[linear + end] for end in (_A, _B))
+        gap, off, product = merge_gap(tensor, self._base.read(name), inward, outward, self._lora.scaling)
         self._lost += float(off.square().sum())
         self._added += float(product.square().sum())
-        magnitude = base.abs() + scaling * outward.abs() @ inward.abs()
-        steps = off / (magnitude * torch.finfo(tensor.dtype).eps / 2).clamp(min=torch.finfo(torch.float64).tiny)
-        where = int(steps.argmax())
-        return MergeGap(
-            dtype=str(tensor.dtype).removeprefix("torch."), rank=self._lora.rank, gap=float(steps.view(-1)[where]),
-            where=where,
-        )  # fmt: skip
+        return gap
 
     def share(self) -> float:
         """L2 norm of what rounding took or added, over that of the adapters' product; 0 for a product of zeros."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verifier.engine.api import TransferWatch
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,9 +22,8 @@ if TYPE_CHECKING:
     from verifier.data.examples import Example
     from verifier.data.recorded import RolloutRow
     from verifier.data.rollout import Rollout
-    from verifier.engine.api import Poisoned
     from verifier.engine.client import EngineClient
-    from verifier.engine.sender import Delivery, Running
+    from verifier.engine.sender import Running
     from verifier.export.live_weights import LiveWeights
     from verifier.megatron.optimizer_megatron import StepSettings
     from verifier.megatron.pack import PackedBatch
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from verifier.trainer.sampled_batch import SampledBatch
     from verifier.trainer.state_megatron import Facts
     from verifier.trainer.weight_sync_megatron import Adapters
-    from verifier.transport.wire import Agreement
 
 Note = Mapping[str, Any]
 """Message of a controller's observer to those of the ranks, as JSON, which goes with a call."""
@@ -144,8 +144,8 @@ class UpdateObserver:
         """Take what the step made: its result, rows of the loss if `keeps_rows`, and metrics of all ranks."""
 
 
-class TransferObserver(contextlib.AbstractContextManager["TransferObserver"]):
-    """Told of one transfer, which is its body; see `verifier.engine.sender.TransferWatch`."""
+class TransferObserver(TransferWatch, contextlib.AbstractContextManager["TransferObserver"]):
+    """Told of one transfer, which is its body."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -162,18 +162,6 @@ class TransferObserver(contextlib.AbstractContextManager["TransferObserver"]):
 
     def on_adapter(self, path: Path, adapter: Mapping[str, torch.Tensor]) -> None:
         """An adapter was exported, and rank 0 has written it to a folder."""
-
-    def poisoned(self, outcomes: Sequence[Sequence[Poisoned]]) -> None:
-        """See `TransferWatch.poisoned`."""
-
-    def agreed(self, agreement: Agreement) -> None:
-        """See `TransferWatch.agreed`."""
-
-    def drawn(self, name: str, tensor: torch.Tensor) -> None:
-        """See `TransferWatch.drawn`."""
-
-    def delivered(self, delivery: Delivery) -> None:
-        """See `TransferWatch.delivered`."""
 
     def on_sent(self, refused: str) -> None:
         """The engines hold the weights, or say why they refused them. A collective."""

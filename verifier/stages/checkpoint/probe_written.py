@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from verifier.core.record import Probe
 from verifier.stages.checkpoint.records import WrittenTensors
-from verifier.trainer.observer import Observer
 
 
-class CheckpointEvidence(Observer):
+class CheckpointEvidence:
     """Checkpoints of a run that no trace has yet."""
 
     def __init__(self) -> None:
@@ -38,12 +37,17 @@ class CheckpointEvidence(Observer):
         stored, self._stored = self._stored, []
         read = [(step, rank, tensors) for step, ranks in stored for rank, tensors in enumerate(ranks) if any(ranks)]
         for step, rank, tensors in read:
-            bits = {key: [item[key] for item in tensors] for key in ("given", "written")}
-            probe.emit(
-                WrittenTensors(
-                    name=f"rank {rank}", version=step, tensors=tuple(item["name"] for item in tensors),
-                    counts=tuple(map(len, bits["given"])), found=tuple(map(len, bits["written"])),
-                ),
-                {key: np.array([bit for part in parts for bit in part], np.int64) for key, parts in bits.items()},
-            )  # fmt: skip
+            record_written(probe, f"rank {rank}", step, tensors)
         return bool(read)
+
+
+def record_written(probe: Probe, name: str, version: int, tensors: Sequence[Mapping[str, Any]]) -> None:
+    """Record tensors by "name", with the bits that were "given" to be written and those "written"; none if absent."""
+    bits = {key: [item[key] for item in tensors] for key in ("given", "written")}
+    record = WrittenTensors(
+        name=name, version=version, tensors=tuple(item["name"] for item in tensors),
+        counts=tuple(map(len, bits["given"])), found=tuple(map(len, bits["written"])),
+    )  # fmt: skip
+    probe.emit(
+        record, {key: np.array([bit for part in parts for bit in part], np.int64) for key, parts in bits.items()}
+    )

@@ -10,11 +10,10 @@ from verifier.core.record import Probe
 from verifier.megatron.step_megatron import params_synced
 from verifier.plan.digest import described
 from verifier.probes.training.kept_records import Kept
-from verifier.stages.export.probe_tensors import IndexedFiles, record_saved, source_tensors
+from verifier.stages.export.probe_tensors import IndexedFiles, merged_matrix, record_saved, source_tensors
 from verifier.stages.export.records import WrittenShard
 from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live
 from verifier.stages.train.records import UpdatedShard
-from verifier.stages.transport.probe_megatron import merged_matrix
 from verifier.trainer.merge_rounding import MergeRounding
 from verifier.trainer.observer import RankParts
 

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from verifier.core.reader import digest_of
-from verifier.core.record import Probe, TensorRecord
+from verifier.core.record import Probe, real
 from verifier.model.checkpoint import INDEX, Checkpoint
 from verifier.model.families import copies_of
-from verifier.plan.digest import described, digest_tensor
+from verifier.plan.digest import described, digest_tensor, digest_tensors
 from verifier.stages.export.records import (
     ExportedTensor,
     ExportStream,
+    MergedMatrix,
     Reread,
     SavedCheckpoint,
     SavedFiles,
     SavedTensor,
 )
 from verifier.stages.load.records import SourceFiles, SourceTensor
+from verifier.trainer.merge_rounding import MergeGap
 from verifier.trainer.model_files import beside_weights, holds_weights
 
 if TYPE_CHECKING:
@@ -36,11 +38,13 @@ ARRAYS = -1
 
 
 def record_tensors(
-    probe: Probe, kind: type[TensorRecord], tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0
+    probe: Probe, kind: type[Any], tensors: Iterable[tuple[str, Tensor]], version: int = 0, **fields: Any
 ) -> None:
-    """Digest named tensors one by one."""
-    for name, tensor in tensors:
-        probe.emit(kind(name=name, version=version, **described(tensor)))
+    """Digest named tensors as records of a kind: those of a list together, others one by one as they come."""
+    for group in [tensors] if isinstance(tensors, list) else ([pair] for pair in tensors):
+        digests = digest_tensors(tensor for _, tensor in group)
+        for (name, tensor), digest in zip(group, digests, strict=True):
+            probe.emit(kind(name=name, version=version, **described(tensor, digest), **fields))
 
 
 def record_source(probe: Probe, source: Checkpoint) -> None:
@@ -88,6 +92,13 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
         last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
         ends.append(item.data_ptr() + (last + 1) * item.element_size())
     return max(one.data_ptr(), other.data_ptr()) < min(ends)
+
+
+def merged_matrix(name: str, gap: MergeGap, version: int) -> MergedMatrix:
+    """Record of the rounding of a merged matrix."""
+    return MergedMatrix(
+        name=name, version=version, dtype=gap.dtype, rank_of_adapter=gap.rank, gap=real(gap.gap), where=gap.where
+    )
 
 
 class IndexedFiles:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verifier.core.record import real
 from verifier.core.store import Recorder
 from verifier.engine.client import EngineClient
 from verifier.export.live_weights import LiveWeights
@@ -18,8 +17,7 @@ from verifier.model.families import served
 from verifier.stages.engine.probe_engine_state import EvidenceBefore, HeldEngine, TransferProbe, record_views
 from verifier.stages.engine.records import KeptKeys
 from verifier.stages.export.probe_shards_megatron import cut
-from verifier.stages.export.probe_tensors import recorded
-from verifier.stages.export.records import MergedMatrix
+from verifier.stages.export.probe_tensors import merged_matrix, recorded
 from verifier.stages.load.probe_configs_megatron import record_exported_adapter, record_plan
 from verifier.stages.transport.records import Handover
 from verifier.trainer.merge_rounding import MergeGap
@@ -29,13 +27,6 @@ if TYPE_CHECKING:
     from verifier.probes.training.rank_evidence_megatron import RankEvidence
 
 KEPT_KEYS = "verifier.engine.kv_cache:kept_keys"
-
-
-def merged_matrix(name: str, gap: MergeGap, version: int) -> MergedMatrix:
-    """Record of the rounding of a merged matrix."""
-    return MergedMatrix(
-        name=name, version=version, dtype=gap.dtype, rank_of_adapter=gap.rank, gap=real(gap.gap), where=gap.where
-    )
 
 
 def held_adapter(parts: RankParts, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
