@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from verifier.config.training import OptimizerOptions
 from verifier.errors import ContractError
 from verifier.launch.child import give_memory_back
 from verifier.megatron import fsdp_megatron
@@ -18,24 +19,11 @@ from verifier.platform.upstream_fixes_megatron import index_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
+class StepSettings(OptimizerOptions):
     """Adam's settings and the schedule of its rates, by the number of the step from 1 on."""
 
-    schedule: Literal["constant", "linear", "cosine"]
-    learning_rate: float
-    """Learning rate once the warm-up has ended."""
-    least_learning_rate: float
-    """Learning rate at `decay_steps`, and after; a constant schedule has none."""
-    warmup_steps: int
-    """Steps in which the rate rises by equal amounts, from the first on."""
-    decay_steps: int
+    decay_steps: int = 1
     """Step at which the rate is the least."""
-    weight_decay: float
-    clip_grad: float
-    """Greatest L2 norm of a step's gradient; 0 does not clip."""
-    beta_1: float
-    beta_2: float
-    epsilon: float
 
 
 class RolloutRule(Protocol):

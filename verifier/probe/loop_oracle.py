@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from verifier.algorithms.aggregation import token_weights
 from verifier.config_json import text_model
 from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
@@ -252,17 +253,14 @@ def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:
     """Weight of each token in the mean that the loss is to be, [L] of each rollout."""
-    counts = [int(mask.sum()) for mask in masks]
-    by_group: dict[str, int] = {}
-    for group, count in zip(groups, counts, strict=True):
-        by_group[group] = by_group.get(group, 0) + count
-    known = {
-        "token_mean": (sum(counts), [1] * len(masks)), "sequence_mean": (sum(map(bool, counts)), counts),
-        "prompt_mean": (sum(map(bool, by_group.values())), [by_group[group] for group in groups]),
-    }  # fmt: skip
-    number, sizes = known[terms.name]
-    divisor = max(1, number) if terms.divisor is None else terms.divisor
-    return [mask / (divisor * max(1, size)) for mask, size in zip(masks, sizes, strict=True)]
+    if not any(mask.any() for mask in masks):
+        return [np.zeros(len(mask)) for mask in masks]
+    found = token_weights(masks, groups, terms.name)
+    if terms.divisor is None:
+        return found
+    kept = [group for mask, group in zip(masks, groups, strict=True) if mask.any()]
+    number = {"token_mean": sum(int(mask.sum()) for mask in masks), "sequence_mean": len(kept)}
+    return [row * number.get(terms.name, len({*kept})) / terms.divisor for row in found]
 
 
 def _objective(terms: LossTerms) -> Mapping[str, Any]:

@@ -21,7 +21,14 @@ from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.load.records import Unbounded
-from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows, SpotScore
+from verifier.stages.logprob.records import (
+    ARRAYS_OF_PACK,
+    NUMBERS_OF_PACK,
+    GivenArguments,
+    ReferenceShard,
+    ScoredRows,
+    SpotScore,
+)
 from verifier.stages.loss.records import LossRows, LossTerms, UpdateRatios
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.stages.rollout.records import EngineLogprobs
@@ -31,15 +38,6 @@ POSITION_BITS = 32
 NO_LABEL = -100
 WIDE = ("float32", "float64")
 """Dtypes of rows whose rounding is bounded."""
-ARGUMENTS = (
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-)
-"""Arguments of a packed forward pass, by Megatron's names."""
 
 
 @dataclass
@@ -184,16 +182,16 @@ class LossRecorder(AnswerRecorder):
     ) -> None:
         longest = max((b - a for a, b in pairwise(ends)), default=0)
         told: dict[str, Any] = {
-            key: tuple(map(int, row_of(arguments[key], np.int64))) for key in ARGUMENTS[:4] if key in arguments
+            key: tuple(map(int, row_of(arguments[key], np.int64))) for key in ARRAYS_OF_PACK if key in arguments
         }
-        sizes: dict[str, Any] = {key: int(arguments[key]) for key in ARGUMENTS[4:] if key in arguments}
+        sizes: dict[str, Any] = {key: int(arguments[key]) for key in NUMBERS_OF_PACK[:2] if key in arguments}
         layout = PackLayout(
             name=name, version=step, cp_rank=0, cu_seqlens=tuple(ends), cu_seqlens_padded=tuple(ends),
             max_seqlen=next(iter(sizes.values()), longest), lengths=tuple(lengths), filler=False,
         )  # fmt: skip
         self.emit(layout, np.arange(ends[-1] if ends else 0))
         if arguments:
-            lacks = tuple(key for key in (*ARGUMENTS, "total_tokens", "pad_between_seqs") if key not in arguments)
+            lacks = tuple(key for key in (*ARRAYS_OF_PACK, *NUMBERS_OF_PACK) if key not in arguments)
             given = GivenArguments(name=name, version=step, chunk=0, num_rows=rows, lacks=lacks, **told, **sizes)
             self.emit(given)
 

@@ -9,18 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
-
 from verifier.core.record import Array, Record, real
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.train.records import (
     AdamSample,
-    GradientSums,
     OptimizerSettings,
-    ParameterGroup,
-    SummedTensor,
     TrainerStep,
 )
 
@@ -28,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.stages.train.probe_adam_elements import UpdateSample
+    from verifier.stages.train.probe_gradient_elements import Part
 
 AUDITED = ("Adam", "AdamW")
 """Optimizers of torch whose formula is known."""
@@ -66,21 +62,11 @@ class _Torch:
 
 
 @dataclass(slots=True)
-class _Passes:
-    """Gradients of a parameter as backward passes give them."""
-
-    begin: int
-    size: int
-    added: torch.Tensor
-    whole: torch.Tensor
-
-
-@dataclass(slots=True)
 class _Update:
     """Facts of one optimizer step."""
 
     number: int
-    records: list[tuple[Record, Array | Mapping[str, Array] | None]] = field(default_factory=list)
+    sums: tuple[Record, Mapping[str, Array]] | None = None
     sample: UpdateSample | None = None
     clipped: bool = False
     """The gradient was taken before it is clipped."""
@@ -100,7 +86,7 @@ class OptimizerRecorder(LossRecorder):
         self._unowned: tuple[str, ...] = ()
         self._settings: dict[str, Any] = {}
         self._clip_grad, self._divisor = 0.0, 1.0
-        self._passes: dict[str, _Passes] = {}
+        self._passes: dict[str, Part] = {}
         self._last: UpdateSample | None = None
         self._updates: dict[int, _Update] = {}
         self._reports: dict[int, tuple[float, int, float]] = {}
@@ -183,20 +169,18 @@ class OptimizerRecorder(LossRecorder):
         """Add what a backward pass gives to some elements of some tensors."""
         import torch
 
-        from verifier.stages.train.probe_gradient_elements import ELEMENTS, WHOLE, cut, totals
+        from verifier.stages.train.probe_gradient_elements import ELEMENTS, WHOLE, Part
 
-        if name not in self._summed() or found.dtype not in (torch.float32, torch.bfloat16):
+        if name not in self._summed() or found.dtype not in (torch.float32, torch.bfloat16) or found.numel() > WHOLE:
             return
-        with torch.no_grad():
-            if name not in self._passes:
-                turns = -(-found.numel() // ELEMENTS)
-                begin = (self._taken + 1) % turns * ELEMENTS
-                size, zeros = min(ELEMENTS, found.numel() - begin), torch.zeros(3, dtype=torch.float64)
-                self._passes[name] = _Passes(begin, size, found.new_zeros(size), zeros.to(found.device))
-            part = self._passes[name]
-            part.added += cut(found.detach(), part.begin, part.size)
-            if found.numel() <= WHOLE:
-                part.whole += totals(found.detach())
+        if name not in self._passes:
+            begin = (self._taken + 1) % -(-found.numel() // ELEMENTS) * ELEMENTS
+            size, zeros = min(ELEMENTS, found.numel() - begin), torch.zeros(3, dtype=torch.float64)
+            self._passes[name] = Part(
+                name=name, group=name, copies=self.world_size, numel=found.numel(), begin=begin, size=size,
+                added=found.detach().new_zeros(size), whole=zeros.to(found.device),
+            )  # fmt: skip
+        self._passes[name].add(found.detach())
 
     def _summed(self) -> set[str]:
         """Tensors of an update whose passes are added up, others in each."""
@@ -212,44 +196,22 @@ class OptimizerRecorder(LossRecorder):
             return
         import torch
 
-        from verifier.stages.train.probe_gradient_elements import cut, joined, totals
+        from verifier.stages.train.probe_gradient_elements import cut, sums_record
 
         self.current = step
         update = self._updates[step] = _Update(self._number())
         with torch.no_grad():
             update.sample, update.clipped = self._sample(update.number), True
             known = [(item, self._passes[item.name]) for item in self._owned if item.name in self._passes]
-            parts = [(item, part) for item, part in known if part.whole[2] > 0]
-            tensors = tuple(
-                SummedTensor(
-                    name=item.name,
-                    group=item.name,
-                    copies=self.world_size,
-                    begin=part.begin,
-                    elements=part.size,
-                    owned_begin=0,
-                    owned=part.size,
-                    dtype=_dtype(part.added),
-                    size=item.model.numel(),
-                    owned_size=item.model.numel(),
-                )
-                for item, part in parts
-            )
+            for item, part in known:
+                part.own(item.gradient)
+                part.used = cut(item.model.detach(), part.begin, part.size)
             grads = [item.gradient for item in self._owned if item.model.grad is not None] if not self.rank else []
             squares = float(sum(float(own.double().square().sum()) for own in grads))
-            given = [cut(item.gradient, part.begin, part.size) for item, part in parts]
-            whole = [torch.cat([part.whole.cpu(), totals(item.gradient)[:1].cpu()]).numpy() for item, part in parts]
-            record = GradientSums(
-                name=f"update {update.number}", version=step, coordinate=str(self.rank), tensors=tensors,
+            update.sums = sums_record(
+                [part for _, part in known], name=f"update {update.number}", version=step, coordinate=str(self.rank),
                 squares=real(squares), divisor=self._divisor,
             )  # fmt: skip
-            arrays = {
-                "added": joined([part.added for _, part in parts]),
-                "reduced": joined(given),
-                "used": joined([cut(item.model.detach(), part.begin, part.size) for item, part in parts]),
-                "whole": np.stack(whole) if whole else np.zeros((0, 4)),
-            }
-        update.records.append((record, arrays))
 
     def _number(self) -> int:
         """Number of the optimizer step that comes next, from 1, by the optimizer's count when it was first seen."""
@@ -266,7 +228,7 @@ class OptimizerRecorder(LossRecorder):
     def _before_step(self) -> None:
         import torch
 
-        from verifier.stages.train.probe_adam_elements import greatest_moment
+        from verifier.stages.train.probe_adam_elements import greatest_moment, group_of
 
         step = self.current
         update = self._updates.setdefault(step, _Update(self._number()))
@@ -276,13 +238,7 @@ class OptimizerRecorder(LossRecorder):
             return
         with torch.no_grad():
             groups = [
-                ParameterGroup(
-                    learning_rate=real(float(group["lr"])),
-                    weight_decay=real(float(group.get("weight_decay", 0.0))),
-                    vectors=sum(item.ndim == 1 for item in group["params"]),
-                    others=sum(item.ndim != 1 for item in group["params"]),
-                )
-                for group in self._optimizer.param_groups
+                group_of(group, [item.ndim for item in group["params"]]) for group in self._optimizer.param_groups
             ]
             update.fields = {
                 "learning_rate": max((item.learning_rate for item in groups), key=float),
@@ -366,8 +322,8 @@ class OptimizerRecorder(LossRecorder):
                 grad_norm=real(norm), **update.fields,
             )  # fmt: skip
             self.emit(done)
-        for record, arrays in update.records:
-            self.emit(record, arrays)
+        if update.sums is not None:
+            self.emit(*update.sums)
         sample = update.sample
         if sample is not None and sample.after and (report is not None or not update.clipped):
             group = self._optimizer.param_groups[0]
@@ -392,10 +348,6 @@ class OptimizerRecorder(LossRecorder):
     def is_idle(self) -> bool:
         """Tell whether the optimizer's last step had a rate of 0."""
         return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
-
-
-def _dtype(tensor: torch.Tensor) -> Any:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _said(value: Any) -> str:

@@ -248,20 +248,20 @@ class EngineRecorder(StateRecorder):
             settings: of each module, numbers, flags and names that it computes with.
             cold: of a second engine, which loaded the weights at its start, and which this one is to equal.
         """
-        kind, module = (ColdTensor, ColdSettings) if cold else (SyncedTensor, SyncedSettings)
-        found: dict[str, str] = {}
-        groups: tuple[tuple[Any, Mapping[str, Any]], ...] = (("parameter", tensors), ("buffer", buffers or {}))
-        for sort, group in groups:
-            for name, tensor in group.items():
-                facts = described(tensor)
-                found[name] = facts["digest"]
-                self.emit(kind(name=name, version=version, sort=sort, **facts))
-        for name, values in (settings or {}).items():
-            self.emit(
-                module(name=name or "the model", version=version, values={key: str(own) for key, own in values.items()})
-            )
+        from verifier.engine.api import EngineTensor
+        from verifier.stages.engine.probe_engine_state import EngineState
+
+        groups = (("parameter", tensors), ("buffer", buffers or {}))
+        held = [
+            EngineTensor(name=name, kind=kind, **described(own))
+            for kind, group in groups
+            for name, own in group.items()
+        ]
+        told = [(name, {key: str(own) for key, own in values.items()}) for name, values in (settings or {}).items()]
+        kinds = (ColdTensor, ColdSettings) if cold else (SyncedTensor, SyncedSettings)
+        EngineState(tensors=[held], settings=[told]).record([self], version, *kinds)
         if not cold:
-            self.synced = version, found
+            self.synced = version, {item.name: item.digest for item in held}
 
     def engine_served(self, tensors: Mapping[str, Any]) -> None:
         """All that `engine_held` named, parameters and buffers, as it is before the next sync.

@@ -15,7 +15,7 @@ from verifier.megatron.pack import PackedBatch
 from verifier.megatron.step_megatron import OnRows
 from verifier.mesh import Coordinate
 from verifier.model.provider_megatron import TrainerModel
-from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows
+from verifier.stages.logprob.records import ARRAYS_OF_PACK, NUMBERS_OF_PACK, GivenArguments, ReferenceShard, ScoredRows
 from verifier.trainer.state_megatron import digests_of
 
 SIDES = ("current", "reference")
@@ -102,10 +102,6 @@ def reference_shards(
             )  # fmt: skip
 
 
-_TENSORS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-_NUMBERS = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "pad_between_seqs")
-
-
 @contextlib.contextmanager
 def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int) -> Iterator[None]:
     """Record what every chunk is given for each micro-batch of a pass, once it is over: nothing waits for a copy."""
@@ -120,13 +116,13 @@ def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int
         yield
     counts = dict.fromkeys(range(len(trainer.chunks)), 0)
     for number, packed, tokens in seen:
-        lengths = {key: _ints(getattr(packed, key)) for key in _TENSORS}
-        hints = {key: getattr(packed, key) for key in _NUMBERS if hasattr(packed, key)}
+        lengths = {key: _ints(getattr(packed, key)) for key in ARRAYS_OF_PACK}
+        hints = {key: getattr(packed, key) for key in NUMBERS_OF_PACK if hasattr(packed, key)}
         where = f"{name} micro-batch {counts[number]}"
         probe.emit(
             GivenArguments(
                 name=where, version=version, chunk=number, num_rows=tokens.shape[1],
-                lacks=tuple(key for key in _NUMBERS if key not in hints), **lengths,
+                lacks=tuple(key for key in NUMBERS_OF_PACK if key not in hints), **lengths,
                 **{key: None if value is None else int(value) for key, value in hints.items()},
             )
         )  # fmt: skip

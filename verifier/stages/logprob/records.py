@@ -69,6 +69,11 @@ class ProviderFields(ConfigRecord, frozen=True, kw_only=True, tag="logprob/provi
     owed = (Owed(provider_rank, once),)
 
 
+ARRAYS_OF_PACK = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+NUMBERS_OF_PACK = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "pad_between_seqs")
+"""Arguments of a packed forward pass, by Megatron's names."""
+
+
 class GivenArguments(Record, frozen=True, kw_only=True, tag="logprob/arguments"):
     """Arguments of one model chunk's forward pass over one packed micro-batch: fields of PackedSeqParams."""
 

@@ -15,7 +15,7 @@ from verifier.core.store import Recorder
 from verifier.megatron.optimizer_megatron import StepSettings, models_of, owned_masters
 from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import READS_IMAGES, TrainerModel
-from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment
+from verifier.stages.train.probe_adam_elements import Slice, UpdateSample, chosen, greatest_moment, group_of
 from verifier.stages.train.probe_gradient_sums_megatron import Places, Sums, UpdateSums
 from verifier.stages.train.records import ParameterGroup
 
@@ -31,23 +31,8 @@ def groups_of(optimizer: Any, *, known: bool) -> list[ParameterGroup]:
             continue
         shapes = models_of(part)
         for group in part.optimizer.param_groups:
-            flat = [shapes[id(item)].ndim == 1 for item in group["params"] if id(item) in shapes]
-            vectors = sum(flat)
-            found.append(
-                ParameterGroup(
-                    learning_rate=real(group["lr"]), weight_decay=real(group["weight_decay"]), vectors=vectors,
-                    others=len(flat) - vectors,
-                )
-            )  # fmt: skip
-    if found:
-        return found
-    groups = optimizer.param_groups
-    return [
-        ParameterGroup(
-            learning_rate=real(item["lr"]), weight_decay=real(item["weight_decay"]), vectors=0, others=0
-        )
-        for item in groups
-    ]  # fmt: skip
+            found.append(group_of(group, [shapes[id(item)].ndim for item in group["params"] if id(item) in shapes]))
+    return found or [group_of(group, ()) for group in optimizer.param_groups]
 
 
 class Audits:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from verifier.core.record import real
-from verifier.stages.train.records import AdamSample, SampledMaster
+from verifier.stages.train.records import AdamSample, ParameterGroup, SampledMaster
 
 TENSORS = 16
 """Tensors of an update's sample, at most."""
@@ -170,3 +170,10 @@ def greatest_moment(owned: Sequence[Held]) -> float:
     moments = [state.get(name) for state in (item.moments() for item in owned) for name in ("exp_avg", "exp_avg_sq")]
     found = [item.detach().abs().max().float() for item in moments if item is not None]
     return float(torch.stack([item.to(found[0].device) for item in found]).max()) if found else 0.0
+
+
+def group_of(group: Mapping[str, Any], dims: Sequence[int]) -> ParameterGroup:
+    """A group of an optimizer's parameters, of which these dimensions are known, with its rates as they are."""
+    rate, decay = (real(float(group.get(key, 0.0))) for key in ("lr", "weight_decay"))
+    vectors = sum(each == 1 for each in dims)
+    return ParameterGroup(learning_rate=rate, weight_decay=decay, vectors=vectors, others=len(dims) - vectors)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 
@@ -23,30 +23,14 @@ from verifier.megatron.optimizer_megatron import in_norm, owned_parts
 from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.step_trace import compares_products
-from verifier.stages.train.probe_gradient_elements import ELEMENTS, TENSORS, WHOLE, cut, joined, totals
+from verifier.stages.train.probe_gradient_elements import ELEMENTS, TENSORS, WHOLE, Part, cut, sums_record
 from verifier.stages.train.probe_gradient_products_megatron import READS_STREAM, Damped, Products
-from verifier.stages.train.records import GradientProducts, GradientSums, SummedTensor
+from verifier.stages.train.records import GradientProducts
 
 Places = Mapping[tuple[int, str], ParamPlacement]
 """(model chunk, local name of a parameter) -> what is there."""
 SHARDED = frozenset({"cp", "dp", "edp"})
 """Mesh axes over which a distributed optimizer shards gradients."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Elements of one parameter's gradient."""
-
-    name: str
-    parameter: Any
-    place: ParamPlacement
-    begin: int
-    size: int
-    added: torch.Tensor
-    """Sum of what backward passes gave, in the gradient buffer's type."""
-    whole: torch.Tensor | None
-    """Sum of what backward passes gave of all elements, sum of its magnitudes, and number of passes, [3] float64;
-    None of a tensor that is too large, and on a GPU."""
 
 
 class Sums:
@@ -119,23 +103,24 @@ class Sums:
         if not self._gathers_late():
             yield
             return
-        parts = [self.part_of(number, *chosen) for chosen in self.of(number).chosen]
-        kept = [cut(part.parameter, part.begin, part.size).clone() for part in parts]
+        parts = [(chosen[0], self.part_of(number, *chosen)) for chosen in self.of(number).chosen]
+        kept = [cut(parameter, part.begin, part.size).clone() for parameter, part in parts]
         yield
-        for part, values in zip(parts, kept, strict=True):
-            part.parameter.view(-1)[part.begin : part.begin + part.size].copy_(values)
+        for (parameter, part), values in zip(parts, kept, strict=True):
+            parameter.view(-1)[part.begin : part.begin + part.size].copy_(values)
         for chunk in self.trainer.chunks:
             chunk.reset_param_sync_dispatch_state()
 
-    def part_of(self, number: int, parameter: Any, place: ParamPlacement) -> _Part:
+    def part_of(self, number: int, parameter: Any, place: ParamPlacement) -> Part:
         """Elements of a parameter that an update adds up."""
         turns, key = -(-parameter.numel() // ELEMENTS), zlib.crc32(place.group.encode())
         begin = (number + key) % turns * ELEMENTS
         size = min(ELEMENTS, parameter.numel() - begin)
         # What it costs a step on a GPU has not been measured.
         is_summed = parameter.numel() <= WHOLE and self.trainer.tier == "cpu"
-        return _Part(
-            name=place.global_name, parameter=parameter, place=place, begin=begin, size=size,
+        return Part(
+            name=place.global_name, group=place.group, copies=self.copies_of(parameter), numel=parameter.numel(),
+            begin=begin, size=size,
             added=torch.zeros(size, dtype=parameter.main_grad.dtype, device=parameter.device),
             whole=torch.zeros(3, dtype=torch.float64, device=parameter.device) if is_summed else None,
         )  # fmt: skip
@@ -164,12 +149,8 @@ class UpdateSums:
     sums: Sums
     number: int
     chosen: list[tuple[Any, ParamPlacement]]
-    _parts: dict[Any, _Part] = field(default_factory=dict)
+    _parts: dict[Any, Part] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    _reduced: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
-    _used: dict[Any, torch.Tensor] = field(default_factory=dict)
-    _given_whole: dict[Any, tuple[int, torch.Tensor]] = field(default_factory=dict)
-    """Number of all elements that the optimizer was given of a parameter, and their sums."""
     _norms: list[torch.Tensor] = field(default_factory=list)
     _products: Products | None = None
     _damped: Damped | None = None
@@ -178,7 +159,7 @@ class UpdateSums:
         """Watch the chosen parameters."""
         for parameter, place in self.chosen:
             self._parts[parameter] = part = self.sums.part_of(self.number, parameter, place)
-            self._hooks.append(parameter.register_hook(partial(self._given, part)))
+            self._hooks.append(parameter.register_hook(partial(self._given, parameter, part)))
         if compares_products(self.sums.trainer.tier):
             from verifier.platform.cpu_modules import WATCHERS
 
@@ -186,21 +167,19 @@ class UpdateSums:
             self._damped = Damped([item for item, place in places if READS_STREAM.search(place.global_name)])
             WATCHERS[:] = [self._damped.watch]
 
-    @torch.no_grad()
-    def _given(self, part: _Part, gradient: torch.Tensor) -> None:
-        if getattr(part.parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
-            self._parts.pop(part.parameter, None)
+    def _given(self, parameter: Any, part: Part, gradient: torch.Tensor) -> None:
+        if getattr(parameter, "grad_added_to_main_grad", False):  # a fused kernel has added it, and gives a blank
+            self._parts.pop(parameter, None)
         else:
-            part.added.add_(cut(gradient, part.begin, part.size))
-            if part.whole is not None:
-                part.whole.add_(totals(gradient))
+            part.add(gradient)
 
     @torch.no_grad()
     def end(self) -> None:
         """Keep what the optimizer is given, and the weights that the passes used."""
         for hook in self._hooks:
             hook.remove()
-        self._used = {item: cut(item.detach(), part.begin, part.size).clone() for item, part in self._parts.items()}
+        for item, part in self._parts.items():
+            part.used = cut(item.detach(), part.begin, part.size).clone()
         counted = []
         if self._damped is not None:
             from verifier.platform.cpu_modules import WATCHERS
@@ -209,13 +188,8 @@ class UpdateSums:
             self._products = Products(self.sums.trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
-                if part := self._parts.get(parameter):
-                    begin = max(part.begin - offset, 0)
-                    end = max(part.begin + part.size - offset, begin)
-                    kept = own[begin:end].clone()
-                    self._reduced[parameter] = (max(offset - part.begin, 0) if len(kept) else 0, kept)
-                    if part.whole is not None:
-                        self._given_whole[parameter] = (len(own), totals(own))
+                if found := self._parts.get(parameter):
+                    found.own(own, offset)
                 if self.sums.knows_all and self.sums.stands_for(parameter):
                     counted.append(own)
                     if self._products is not None:
@@ -224,33 +198,12 @@ class UpdateSums:
 
     def record(self, probe: Recorder, name: str, version: int, coordinate: str) -> None:
         """Record what was kept."""
-        none, nothing = (0, torch.zeros(0)), (0, torch.zeros(3))
-        parts = list(self._parts.values())
-        reduced = [self._reduced.get(part.parameter, none) for part in parts]
-        whole = [self._given_whole.get(part.parameter, nothing) for part in parts]
-        tensors = []
-        for part, (owned_begin, own), (owned_size, _) in zip(parts, reduced, whole, strict=True):
-            dtype = cast('Literal["float32", "bfloat16"]', str(part.added.dtype).removeprefix("torch."))
-            tensors.append(
-                SummedTensor(
-                    name=part.name, group=part.place.group, copies=self.sums.copies_of(part.parameter),
-                    begin=part.begin, elements=part.size, owned_begin=owned_begin, owned=len(own), dtype=dtype,
-                    size=0 if part.whole is None else part.parameter.numel(), owned_size=owned_size,
-                )
-            )  # fmt: skip
-        arrays = {
-            "added": [part.added for part in parts], "reduced": [own for _, own in reduced],
-            "used": [self._used[part.parameter] for part in parts],
-        }  # fmt: skip
         squares = float(torch.stack(self._norms).square().sum()) if self._norms else 0.0
-        probe.emit(
-            GradientSums(
-                name=name, version=version, coordinate=coordinate, tensors=tuple(tensors),
-                squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
-            ),
-            {**{key: joined(values) for key, values in arrays.items()}, "whole": _table(parts, whole)},
+        record, arrays = sums_record(
+            list(self._parts.values()), name=name, version=version, coordinate=coordinate,
+            squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
         )  # fmt: skip
-
+        probe.emit(record, arrays)
         if self.sums.knows_all and self._products is not None and self._damped is not None:
             own = self._products
             probe.emit(
@@ -259,15 +212,6 @@ class UpdateSums:
                     damped=real(float(self._damped.total)), silent=own.silent,
                 )
             )  # fmt: skip
-
-
-def _table(parts: list[_Part], given: list[tuple[int, torch.Tensor]]) -> Any:
-    """[tensors, 4] float64, see `GradientSums`."""
-    rows = [
-        torch.zeros(4, dtype=torch.float64) if part.whole is None else torch.cat([part.whole.cpu(), own[:1].cpu()])
-        for part, (_, own) in zip(parts, given, strict=True)
-    ]  # fmt: skip
-    return torch.stack(rows).numpy() if rows else torch.zeros(0, 4, dtype=torch.float64).numpy()
 
 
 def _is_sharded(trainer: TrainerModel) -> bool:
