@@ -243,7 +243,7 @@ class _Recording:
             _by_sequence(given[record.version], len(record.ids)) if record.version in given else []
             for record in trained
         ]  # fmt: skip
-        numbers = {**_content(rule), **_content(objective)}
+        numbers = {**content_of(rule), **content_of(objective)}
         arguments: list[Any] = [batches, numbers, routes, min((record.version for record in trained), default=1)]
         rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
         adapter = None
@@ -412,7 +412,7 @@ def choices_record(row: Mapping[str, Any], name: str, version: int) -> RouterCho
     return RouterChoices(name=name, version=version, **{**fields, "place": tuple(row["place"])})
 
 
-def _content(record: Record) -> dict[str, Any]:
+def content_of(record: Record) -> dict[str, Any]:
     """Fields of a record besides those that say whose it is."""
     return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
 

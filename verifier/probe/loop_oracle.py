@@ -31,6 +31,7 @@ from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
+    content_of,
     ends_record,
     entropies_of,
     entropy_record,
@@ -214,7 +215,7 @@ class _Recording:
             (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
             self._written(list(seen.of(KeptGradients, version=step)), folder / f"gradients-{step}")
             self._write_inputs(folder / f"inputs-{step}.safetensors", policy, terms)
-            objective = _objective(terms)
+            objective = content_of(terms)
             folders = [folder, weights, folder / f"gradients-{step}"]
             asked = [{"number": step, "learning_rate": 0.0}]
             # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
@@ -261,14 +262,6 @@ def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str
     kept = [group for mask, group in zip(masks, groups, strict=True) if mask.any()]
     number = {"token_mean": sum(int(mask.sum()) for mask in masks), "sequence_mean": len(kept)}
     return [row * number.get(terms.name, len({*kept})) / terms.divisor for row in found]
-
-
-def _objective(terms: LossTerms) -> Mapping[str, Any]:
-    names = (
-        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_ratio", "kl_weight",
-        "entropy_weight",
-    )  # fmt: skip
-    return {name: getattr(terms, name) for name in names}
 
 
 def _cut(sides: Sides, lengths: Sequence[int]) -> Sides:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verifier.core.record import real
+from verifier.core.record import kind_of, real
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.answers import AnswerRecorder
@@ -29,7 +29,7 @@ from verifier.stages.logprob.records import (
     ScoredRows,
     SpotScore,
 )
-from verifier.stages.loss.records import LossRows, LossTerms, UpdateRatios
+from verifier.stages.loss.records import LossRows, UpdateRatios
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.stages.rollout.records import EngineLogprobs
 
@@ -59,9 +59,7 @@ class LossRecorder(AnswerRecorder):
         super().__init__()
         self._micros: dict[int, list[_Micro]] = {}
         self._ledgers: dict[int, list[dict[str, np.ndarray]]] = {}
-        self._batches: dict[int, list[bytes]] = {}
         self._frozen: dict[str, str] = {}
-        self._terms: dict[int, LossTerms] = {}
 
     def scored(self, step: int, logprobs: Rows, *, ids: Sequence[Any], which: str = "current") -> None:
         """Log-probabilities that one scoring pass made for some rollouts of a step, before they are put in order.
@@ -166,7 +164,6 @@ class LossRecorder(AnswerRecorder):
             rows["mask"] = rows["mask"] != 0
         count = len(self._ledgers.setdefault(step, []))
         self._ledgers[step].append(rows)
-        self._batches.setdefault(step, []).append(b"".join(rows[key].tobytes() for key in sorted(rows)))
         if cu_seqlens is not None:
             self._record_pack(
                 step,
@@ -254,14 +251,8 @@ class LossRecorder(AnswerRecorder):
         micro.columns["dtype"] = np.array([kind])
         self._micros.setdefault(step, []).append(micro)
 
-    def aggregated(self, terms: LossTerms) -> None:
-        """Keep the mean that a step's loss is to be."""
-        self._terms[terms.version] = terms
-
     def unbounded(self, kind: type[Any], why: str) -> None:
         """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
-        from verifier.core.record import kind_of
-
         self.emit(Unbounded(name=kind_of(kind), version=max(self.current, 0), why=why))
 
     def flush_passes(self, step: int, own: OpenStep) -> None:
@@ -270,11 +261,11 @@ class LossRecorder(AnswerRecorder):
             keys = set.intersection(*(set(rows) for rows in ledgers))
             record = TokenLedger(name="rollouts", version=step, coordinate=str(self.rank))
             self.emit(record, {key: np.concatenate([rows[key] for rows in ledgers]) for key in sorted(keys)})
-            self._record_batch(step, self._batches.pop(step))
+            self._record_batch(step, ledgers)
         if micros := [item for item in self._micros.pop(step, []) if "loss" in item.gradients]:
             self._record_rows(step, own, micros)
 
-    def _record_batch(self, step: int, parts: list[bytes]) -> None:
+    def _record_batch(self, step: int, parts: list[dict[str, np.ndarray]]) -> None:
         """Digest all micro-batches of a rank, named by its place in the data."""
         from verifier.core.reader import digest_of
         from verifier.mesh import Mesh
@@ -282,8 +273,9 @@ class LossRecorder(AnswerRecorder):
         if self.mesh is None:
             return
         at = Mesh(**msgspec.structs.asdict(self.mesh)).coordinate(self.rank)
+        whole = b"".join(rows[key].tobytes() for rows in parts for key in sorted(rows))
         record = PackedBatchDigest(
-            name=f"rollouts dp={at.dp} cp={at.cp}", version=step, coordinate=str(at), digest=digest_of(b"".join(parts)),
+            name=f"rollouts dp={at.dp} cp={at.cp}", version=step, coordinate=str(at), digest=digest_of(whole),
             micro_batches=len(parts),
         )  # fmt: skip
         self.emit(record)
@@ -321,7 +313,7 @@ class LossRecorder(AnswerRecorder):
         weight = np.zeros(len(tokens.mask))
         at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
         weight[at] = rows["weight"].astype(np.float64) / count
-        if (terms := self._terms.get(step)) is not None:
+        if (terms := own.terms) is not None:
             record = LossColumns(
                 name=name, version=step, aggregation=terms.name, divisor=terms.divisor, dtype="float32", ids=tokens.ids,
                 groups=terms.parts or tokens.groups, lengths=tokens.lengths,

@@ -57,6 +57,7 @@ class OpenStep:
     truncated: tuple[bool, ...] = ()
     penalties: tuple[float, ...] = ()
     numbers: dict[str, int] = field(default_factory=dict)
+    terms: LossTerms | None = None
     is_first: bool = True
     """The log-probabilities before the step are of the weights that it trains."""
 
@@ -127,10 +128,6 @@ class StepRecorder(ABC):
     @abstractmethod
     def flush_passes(self, step: int, own: OpenStep) -> None:
         """Record what passes over a step's tokens have left."""
-
-    @abstractmethod
-    def aggregated(self, terms: LossTerms) -> None:
-        """Take the mean that a step's loss is to be."""
 
     @abstractmethod
     def reported(self, step: int, loss: float, num_tokens: int, grad_norm: float) -> None:
@@ -355,13 +352,13 @@ class StepRecorder(ABC):
         """
         if aggregation not in ("token_mean", "sequence_mean", "prompt_mean"):
             raise UsageError(f"the aggregation `{aggregation}` is none of token_mean, sequence_mean, prompt_mean")
-        terms = LossTerms(
+        own = self.opened(step)
+        own.terms = LossTerms(
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl_weight=kl_weight, kl_kind=kl_kind, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
-            temperature=self.opened(step).tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)),
+            temperature=own.tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)),
         )  # fmt: skip
-        self.emit(terms)
-        self.aggregated(terms)
+        self.emit(own.terms)
 
     def step(
         self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None

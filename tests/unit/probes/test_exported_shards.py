@@ -10,7 +10,7 @@ import torch
 
 from verifier.export.sharding import Box, ParamPlacement
 from verifier.plan.digest import described
-from verifier.stages.export.probe_shards_megatron import cut
+from verifier.stages.export.probe_live_weights_megatron import cut
 
 GATE, UP = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
 PLACE = ParamPlacement(

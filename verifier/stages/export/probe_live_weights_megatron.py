@@ -1,17 +1,19 @@
-"""Evidence of a run's last export, on one rank: the weights that should be written, and what is in the files."""
+"""Evidence of an export on one rank: its shards by the exported tensors, what should be written, what is in files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verifier.core.record import Probe
+from verifier.export.live_weights import LiveWeights
 from verifier.megatron.step_megatron import params_synced
 from verifier.plan.digest import described
 from verifier.probes.training.kept_records import Kept
 from verifier.stages.export.probe_tensors import IndexedFiles, merged_matrix, record_saved, source_tensors
-from verifier.stages.export.records import WrittenShard
+from verifier.stages.export.records import ExportedShard, WrittenShard
 from verifier.stages.load.probe_configs_megatron import record_config, record_exported_adapter, record_live
 from verifier.stages.train.records import UpdatedShard
 from verifier.trainer.merge_rounding import MergeRounding
@@ -20,6 +22,7 @@ from verifier.trainer.observer import RankParts
 if TYPE_CHECKING:
     import torch
 
+    from verifier.export.sharding import ParamPlacement
     from verifier.probes.training.rank_evidence_megatron import RankEvidence
 
 
@@ -61,3 +64,45 @@ def record_files(
                 continue  # the comparison with the source names it
             facts, at = described(place.shard(files.read)), parts.whole.coordinate
             probe.emit(WrittenShard(name=place.global_name, version=version, coordinate=at, **facts))
+
+
+def cut(
+    probe: Probe, live: LiveWeights, stream: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The export stream, of which each live shard is cut as soon as the last of its sources has passed.
+
+    Sources are copied to the host until then, so that the stream may write over them. A shard of which one never comes,
+    or comes in another shape, is not cut: names and shapes of the stream are compared elsewhere.
+
+    Args:
+        probe: this rank's recorder.
+        live: weights of this rank, of a model with a layout; no adapters.
+        stream: (checkpoint name, tensor).
+        version: of the weights.
+    """
+    waiting: dict[str, list[ParamPlacement]] = defaultdict(list)
+    for place in live.places.values():
+        for name in place.sources:
+            waiting[name].append(place)
+    uses = {name: len(places) for name, places in waiting.items()}
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:
+        yield name, tensor
+        if name in waiting:
+            held[name] = tensor.detach().to("cpu", copy=True)
+        for place in waiting.pop(name, ()):
+            if all(source in held for source in place.sources):
+                _record(probe, live, place, held, version)
+                for source in place.sources:
+                    uses[source] -= 1
+                    if not uses[source]:
+                        del held[source]
+
+
+def _record(
+    probe: Probe, live: LiveWeights, place: ParamPlacement, held: dict[str, torch.Tensor], version: int
+) -> None:
+    if any(tuple(held[name].shape) != tuple(place.source_shapes[name]) for name in place.sources):
+        return
+    facts = described(place.shard(held.__getitem__))
+    probe.emit(ExportedShard(name=place.global_name, version=version, coordinate=live.coordinate, **facts))

@@ -16,7 +16,7 @@ from verifier.megatron import lora_megatron
 from verifier.model.families import served
 from verifier.stages.engine.probe_engine_state import EvidenceBefore, HeldEngine, TransferProbe, record_views
 from verifier.stages.engine.records import KeptKeys
-from verifier.stages.export.probe_shards_megatron import cut
+from verifier.stages.export.probe_live_weights_megatron import cut
 from verifier.stages.export.probe_tensors import merged_matrix, recorded
 from verifier.stages.load.probe_configs_megatron import record_exported_adapter, record_plan
 from verifier.stages.transport.records import Handover
