@@ -330,7 +330,7 @@ class TrainConfig(RunConfig):
             "too late, use grpo.mode=async": in_flight and self.engine.pp > 1,
             "{grpo.replay_routes} and {engine.pp}: vLLM 0.21 reports no routes of several stages, leave one of the two "
             "out": self.grpo.replay_routes and self.engine.pp > 1,
-            "{grpo.mode} and {ray.use}: the engine of a cluster does not hold requests between two calls so far, use "
+            "{grpo.mode} and {ray.use}: no run has tried requests of a cluster's engine that go on between calls, use "
             "grpo.mode=async": in_flight and self.ray.use,
             "{grpo.mode} and {lora.sync}: requests that run keep the adapter that they began with, use "
             "lora.sync=merged, or grpo.mode=async": in_flight and self.lora.engine_rank(samples=True),

@@ -56,6 +56,7 @@ class ForkJob:
         self._nodes, self._spec, self._on_progress = nodes, spec, on_progress
         self._results: dict[int, JSON] = {}
         self._answers: dict[int, JSON] = {}
+        self._called = ""
         self._failures: dict[int, Mapping[str, JSON]] = {}
         self._failed_at = math.inf
         self._outcome: list[JSON] | VerifierError | None = None
@@ -84,26 +85,23 @@ class ForkJob:
             raise self._outcome
         return self._outcome
 
-    def call(self, name: str, deadline_s: float, **arguments: JSON) -> list[JSON]:
+    def call(self, name: str, **arguments: JSON) -> list[JSON]:
         """Call a method that every rank serves (`RankContext.serve`); each rank's answer, in rank order.
 
         Raises:
-            JobTimeout: a rank has not answered in time; names what each of those is doing.
+            JobTimeout: the job passed its deadline; names what each rank is doing that has not answered.
             VerifierError: see `wait`.
         """
         self._answers.clear()
+        self._called, world_size = name, self._spec.world_size
         self._tell({"name": name, "arguments": arguments})
-        give_up_at, everyone = time.monotonic() + deadline_s, range(self._spec.world_size)
-        while self._outcome is None and len(self._answers) < len(everyone):
+        while self._outcome is None and len(self._answers) < world_size:
             self._turn(_HASTY_TURN_S if self._failures else _TURN_S)
-            if self._outcome is None and time.monotonic() > give_up_at:
-                late = [rank for rank in everyone if rank not in self._answers]
-                states = self._states(late, time.monotonic())
-                self._end(JobTimeout(function=f"{self._spec.function}, {name}", deadline_s=deadline_s, states=states))
-        if len(self._answers) < len(everyone):
+        if len(self._answers) < world_size:
             self.wait()
             raise InternalError(f"`{self._spec.function}` ended before it answered `{name}`")
-        return [self._answers[rank] for rank in everyone]
+        self._called = ""
+        return [self._answers[rank] for rank in range(world_size)]
 
     def finish(self) -> list[JSON]:
         """Ask ranks that serve calls to return, and wait for their results; see `wait`."""
@@ -153,8 +151,11 @@ class ForkJob:
         if len(self._results) == len(everyone):
             return [self._results[rank] for rank in everyone]
         if now > self._deadline_at:
-            states = self._states(everyone, now)
-            return JobTimeout(function=self._spec.function, deadline_s=self._spec.deadline_s, states=states)
+            called = f", {self._called}" if self._called else ""
+            states = self._states([rank for rank in everyone if not called or rank not in self._answers], now)
+            return JobTimeout(
+                function=f"{self._spec.function}{called}", deadline_s=self._spec.deadline_s, states=states
+            )
         if longest_s <= self._spec.collective_deadline_s:
             return None
         slots = self._slots()

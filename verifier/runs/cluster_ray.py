@@ -1,7 +1,7 @@
 """Ray around trainer ranks and engines: an actor per node that owns a launcher, and one per engine.
 
-Weights go from rank 0 to the engines as without Ray; a step's answers come back as one array of bytes; batches,
-checkpoints and traces are files of the run's folder, which all nodes share.
+Ranks and controller talk to the engines as without Ray; batches, checkpoints and traces are files of the run's folder,
+which all nodes share.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verifier.engine.api import EngineConfig, Sample, Sampling
-from verifier.engine.client import EngineGone
+from verifier.engine.api import EngineConfig
 from verifier.engine.replicas import node_of
 from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.failures import LaunchError
@@ -118,31 +116,14 @@ class ActorRanks:
 
 
 class ClusterEngine:
-    """An engine behind its actor, with what the controller asks of an `EngineProcess` and its client.
+    """An engine behind its actor, with what the controller asks of an `EngineProcess`.
 
     `started` is what `EngineNode.start` returns.
     """
 
-    def __init__(self, actor: Actor, started: tuple[str, int], deadline_s: float) -> None:
-        self._actor, self._deadline_s = actor, deadline_s
+    def __init__(self, actor: Actor, started: tuple[str, int]) -> None:
+        self._actor = actor
         self.socket_path, self.pid = started
-
-    def start(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Callable[[], list[list[Sample]]]:
-        """Start `Engine.generate`.
-
-        Returns:
-            Waits for the answer; raises EngineGone if the engine or its actor died.
-        """
-        reference = self._actor.start("generate", [*prompts], sampling)
-
-        def answer() -> list[list[Sample]]:
-            try:
-                found = self._actor.answer(reference, self._deadline_s + _ACTOR_S)
-            except LaunchError as problem:  # the kernel ends the engine of an actor that is gone
-                raise EngineGone(str(problem)) from problem
-            return msgspec.msgpack.decode(found, type=list[list[Sample]])
-
-        return answer
 
     def ended(self, within_s: float) -> bool:
         """Wait at most so many seconds for its end; True if it has ended."""
@@ -207,13 +188,10 @@ class Cluster(Launcher):
         while self._trainers:
             self._trainers.pop().end("close")
 
-    def engines(
-        self, configs: Sequence[EngineConfig], deadline_s: float, request_deadline_s: float, *, watched: bool
-    ) -> list[ClusterEngine]:
+    def engines(self, configs: Sequence[EngineConfig], deadline_s: float, *, watched: bool) -> list[ClusterEngine]:
         """Start engines, see `node_of`, and wait until all have loaded their model.
 
-        Their start may take `deadline_s`, one request `request_deadline_s`. If they are `watched`, the death of one
-        ends the waits for ranks.
+        Their start may take `deadline_s`. If they are `watched`, the death of one ends the waits for ranks.
         """
         starting = []
         for number, config in enumerate(configs):
@@ -221,11 +199,8 @@ class Cluster(Launcher):
             name = "the engine" if len(configs) == 1 else f"engine {number} ({self._name(place)})"
             host = self._addresses[place] if place else ""
             actor = self._actor(EngineNode, "engine", self._nodes[place])
-            starting.append((actor, actor.start("start", config, name, host, deadline_s, request_deadline_s)))
-        found = [
-            ClusterEngine(actor, actor.answer(reference, deadline_s + _ACTOR_S), request_deadline_s)
-            for actor, reference in starting
-        ]
+            starting.append((actor, actor.start("start", config, name, host, deadline_s)))
+        found = [ClusterEngine(actor, actor.answer(reference, deadline_s + _ACTOR_S)) for actor, reference in starting]
         self._engines += [actor for actor, _ in starting] if watched else []
         return found
 

@@ -15,10 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from verifier.engine.api import EngineConfig, Sampling
-from verifier.engine.client import EngineClient
+from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import ForkLauncher
@@ -97,32 +94,27 @@ class TrainerNode(NodeServer):
 
 
 class EngineNode(NodeServer):
-    """Engine process, and a client of it."""
+    """Engine process."""
 
-    def start(
-        self, config: EngineConfig, name: str, host: str, deadline_s: float, request_deadline_s: float
-    ) -> tuple[str, int]:
+    def start(self, config: EngineConfig, name: str, host: str, deadline_s: float) -> tuple[str, int]:
         """Start the engine and wait until it has loaded its model.
 
         Args:
             config: of the engine.
             name: of the engine, for errors.
-            host: address of this node, where ranks of other nodes reach the engine; empty on the node of rank 0.
+            host: address of this node, where other nodes reach the engine; empty on the node of the driver.
             deadline_s: seconds for the start.
-            request_deadline_s: seconds that one request may take.
 
         Returns:
-            `place` of an `EngineClient` on the node of rank 0, and process id.
+            `place` of an `EngineClient` on the driver's node, and process id.
         """
         self._stack, self._vigil = contextlib.ExitStack(), Vigil()
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(engine_fork_server(deadline_s, self._vigil))
             self._process = stack.enter_context(EngineProcess(config, server, name, self._vigil))
-            self._client: EngineClient = stack.enter_context(
-                contextlib.closing(self._process.client(request_deadline_s))
-            )
-            self._client.wait_ready(deadline_s)
-            place = self._client.ask("listen", str, host=host) if host else str(self._process.socket_path)
+            with contextlib.closing(self._process.client(deadline_s)) as client:
+                client.wait_ready(deadline_s)
+                place = client.ask("listen", str, host=host) if host else str(self._process.socket_path)
             self._stack = stack.pop_all()
         return place, self._process.pid
 
@@ -133,10 +125,6 @@ class EngineNode(NodeServer):
     def look(self) -> None:
         """Raise the error of an engine that has died."""
         self._vigil.look()
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> bytes:
-        """Samples of each prompt as MessagePack, whose floats keep every bit."""
-        return msgspec.msgpack.encode(self._client.generate(prompts, sampling))
 
     def close(self) -> None:
         """End the engine."""

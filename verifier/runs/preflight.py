@@ -192,12 +192,8 @@ def _load_again(
     trace = create(config.run / "loaded", manifest)
     job = start_ranks(config, model, launcher, config.run / "again", until, progress, observer=RANKS)
     try:
-
-        def call(name: str, **arguments: Any) -> list[Any]:
-            return job.call(name, until.left(f"`{name}` was called"), **arguments)
-
-        continuation.load(call)
-        call("observe", stage="LOAD", what="record_load", trace=str(trace))
+        continuation.load(job.call)
+        job.call("observe", stage="LOAD", what="record_load", trace=str(trace))
         job.finish()
     finally:
         job.kill()

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
@@ -117,11 +117,11 @@ class Trainer:
                     observer=self._observer.ranks,
                 )  # fmt: skip
                 stack.callback(self._job.kill)
-                effective = self._continuation.load(self._call)
+                effective = self._continuation.load(self._job.call)
             self._continuation.restore(self._ahead)
             folder.write("effective.json", json.dumps(effective, indent=1, sort_keys=True) + "\n")
             loop = StepLoop(
-                config=config, folder=folder, plan=plan, continuation=self._continuation, call=self._call,
+                config=config, folder=folder, plan=plan, continuation=self._continuation, call=self._job.call,
                 progress=self._progress, metrics=line, rollouts=self._rollouts, ahead=self._ahead,
                 held_out=self._held_out, observer=self._observer,
             )  # fmt: skip
@@ -134,7 +134,7 @@ class Trainer:
                 loop.sends_first = other or self._observer.judges
             self._observer.on_start(
                 RunParts(
-                    config=config, model=model, folder=folder, data=self._data, call=self._call, score=loop.score,
+                    config=config, model=model, folder=folder, data=self._data, call=self._job.call, score=loop.score,
                     progress=self._progress, metrics=line, ahead=self._ahead, engines=loop.revival,
                     whole_answers=self._whole_answers, done=done, updates=self._continuation.updates,
                     has_loss="loss" in metrics,
@@ -160,9 +160,6 @@ class Trainer:
             return self._cluster
         self._progress("importing Megatron")
         return resources.launcher(until)
-
-    def _call(self, name: str, **arguments: Any) -> list[Any]:
-        return self._job.call(name, self._until.left(f"`{name}` was called"), **arguments)
 
     def _plan_of(self, model: ModelUnderTest) -> UpdatePlan:
         """Open the data of the run; everything that can be refused is refused here."""
@@ -210,7 +207,7 @@ class Trainer:
 
         def connect() -> None:
             rollouts.start(engine.client())
-            lost = self._call("connect", sockets=engine.sockets, transport=self._placement.transport)[0]
+            lost = self._job.call("connect", sockets=engine.sockets, transport=self._placement.transport)[0]
             if (problem := gone(lost)) is not None:
                 raise problem
 
@@ -226,7 +223,7 @@ class Trainer:
         aside = folder.with_name("hf_model.partial")
         shutil.rmtree(aside, ignore_errors=True)
         note = self._observer.before_export(step)
-        self._call("export", folder=str(aside), version=step, note=note)
+        self._job.call("export", folder=str(aside), version=step, note=note)
         model_files.copy_files(source, aside)
         self._observer.on_export(step, source, aside)
         shutil.rmtree(folder, ignore_errors=True)

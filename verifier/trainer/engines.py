@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verifier.engine.api import EngineConfig, Sample, Sampling
+from verifier.engine.api import EngineConfig
 from verifier.engine.client import EngineClient, EngineGone
 from verifier.engine.process import EngineProcess
-from verifier.engine.replicas import clients_of, deal, in_turn
+from verifier.engine.replicas import clients_of
 from verifier.errors import InternalError
+from verifier.launch.watchdog import Vigil
 from verifier.runs.resources import Deadline, Resources
-from verifier.trainer.episodes import Sampler
 
 if TYPE_CHECKING:
     from verifier.runs.cluster_ray import Cluster, ClusterEngine
@@ -41,6 +41,7 @@ class Engines(abc.ABC):
     ) -> None:  # fmt: skip
         self._asked, self._until, self._deadline_s = asked, until, deadline_s
         self._progress, self._restarts, self.restarted = progress, restarts, 0
+        self._open, self._vigil = contextlib.ExitStack(), Vigil()
         self._running: Sequence[EngineProcess] | Sequence[ClusterEngine] = ()
         self._start()
 
@@ -54,9 +55,11 @@ class Engines(abc.ABC):
         """Process ids of the processes that run now, on their nodes."""
         return [process.pid for process in self._running]
 
-    @abc.abstractmethod
-    def client(self) -> Sampler:
+    def client(self) -> EngineClient:
         """A new connection of the controller, in the place of the one before."""
+        self._open.close()
+        client = clients_of(self.sockets, self._deadline_s, self._vigil)
+        return self._open.enter_context(contextlib.closing(client))
 
     def restart(self, why: EngineGone) -> None:
         """Start them again, and wait until they have loaded the checkpoint of version 0.
@@ -72,12 +75,13 @@ class Engines(abc.ABC):
         self.restarted += 1
         reason = str(why).partition("\n")[0].removesuffix("; its last words:")
         self._progress(f"{reason}: starting it again (restart {self.restarted} of {self._restarts})")
+        self._open.close()
         self._stop()  # one that lives may wait for what the dead one was to send
         self._start()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Leave them to who ends them."""
+        self._open.close()
 
     @abc.abstractmethod
     def _start(self) -> None:
@@ -100,20 +104,12 @@ class HostEngines(Engines):
     """Engines on this host, which `resources` start and end; see `Engines`."""
 
     def __init__(self, asked: Sequence[EngineConfig], resources: Resources, *given: Any, restarts: int) -> None:
-        self._resources, self._open = resources, contextlib.ExitStack()
+        self._resources = resources
         super().__init__(asked, *given, restarts=restarts)
-
-    def client(self) -> EngineClient:
-        """See `Engines.client`."""
-        self._open.close()
-        for process in self._processes:  # each listens
-            process.client(self._deadline_s).close()
-        client = clients_of(self.sockets, self._deadline_s, self._processes[0].vigil)
-        return self._open.enter_context(contextlib.closing(client))
 
     def close(self) -> None:
         """Leave them to their resources, and have a death end their waits again."""
-        self._open.close()
+        super().close()
         for process in self._processes:
             process.watch(True)
 
@@ -123,9 +119,9 @@ class HostEngines(Engines):
             name = "the engine" if len(self._asked) == 1 else f"engine {config.replica}"
             self._processes.append(self._resources.engine(config, self._until, name).process)
             self._processes[-1].watch(not self._restarts)
+        self._vigil = self._processes[0].vigil
 
     def _stop(self) -> None:
-        self._open.close()
         for config in self._asked:
             self._resources.stop_engine(config)
 
@@ -137,29 +133,9 @@ class ClusterEngines(Engines):
         self._cluster = cluster
         super().__init__(asked, *given, restarts=restarts)
 
-    def client(self) -> Sampler:
-        """See `Engines.client`."""
-        return self
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
-        """See `Engine.generate`; prompts are dealt to the engines as on one host.
-
-        Raises:
-            EngineGone: an engine or its actor died.
-        """
-        parts = deal(prompts, sampling, len(self._engines))
-        answers = [engine.start(*part) for engine, part in zip(self._engines, parts, strict=True) if part[0]]
-        found = [samples for answer in answers for samples in answer()]
-        return in_turn(found, len(prompts), len(self._engines))
-
-    def close(self) -> None:
-        """Leave them to the cluster."""
-
     def _start(self) -> None:
         left = self._until.left("the engine was started")
-        self._engines = self._running = self._cluster.engines(
-            self._asked, left, self._deadline_s, watched=not self._restarts
-        )
+        self._engines = self._running = self._cluster.engines(self._asked, left, watched=not self._restarts)
 
     def _stop(self) -> None:
         for engine in self._engines:

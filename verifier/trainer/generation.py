@@ -24,7 +24,7 @@ from verifier.platform import Tier
 from verifier.rewards.scorer import RewardPool
 from verifier.trainer.batches import whole_routes
 from verifier.trainer.engines import Revival
-from verifier.trainer.episodes import Episodes, PlayedTurns, Sampler, Turn, row_of, rows_of, text_of
+from verifier.trainer.episodes import Episodes, PlayedTurns, Turn, row_of, rows_of, text_of
 from verifier.trainer.evaluation import Answered, Noted, NotedAnswers, Rewarded, noted_of, places, seeds_of, weights_of
 from verifier.trainer.fitting import require_room
 from verifier.trainer.observer import SILENT, Observer
@@ -74,7 +74,7 @@ class EngineRollouts:
             config.engine.kv_cache_gib, checkpoint.config, dtype=config.dtype, engine=config.engine,
             length=self._longest_prompt + self._longest_rest, count=self._num_seqs,
         )  # fmt: skip
-        self._client: Sampler | None = None
+        self._client: EngineClient | None = None
         self.revival: Revival | None = None
         self._reward: RewardPool | None = None
         self._answered: Answered | None = None
@@ -116,7 +116,7 @@ class EngineRollouts:
         """Tokens of an episode after its first prompt, at most: answers and replies."""
         return self._config.grpo.max_turns * self._config.grpo.max_answer_tokens + self._episodes.longest_reply
 
-    def start(self, client: Sampler) -> None:
+    def start(self, client: EngineClient) -> None:
         """Take the engine, in the place of one before it, and start the reward's processes."""
         self._client = client
         if self._reward is None:

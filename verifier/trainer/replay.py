@@ -119,20 +119,16 @@ def replay_step(
             launcher = stack.enter_context(Resources(preload=PRELOAD)).launcher(until)
         job = start_ranks(own, model, launcher, folder, until, progress)
         stack.callback(job.kill)
-
-        def call(name: str, **arguments: Any) -> None:
-            job.call(name, until.left(f"`{name}` was called"), **arguments)
-
         resume: dict[str, Any] = {}
         if at is not None:
             resume = {
                 "resume": str(run / "checkpoints" / f"{at.step:06d}"), "same_mesh": at.mesh == config.mesh.label()
             }  # fmt: skip
-        call("load", **resume)
+        job.call("load", **resume)
         for update in recorded[0]:
             progress(f"replaying step {update.step}, update {update.number}")
             (batch := folder / update.batch).write_bytes(RunFolder(run).read_batch(update.step, update.batch))
-            call(
+            job.call(
                 "train", step=update.step, number=update.number, batch=str(batch), first=update.first, last=False
             )  # fmt: skip
             batch.unlink()
