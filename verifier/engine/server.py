@@ -40,8 +40,6 @@ from verifier.transport.wire import Address
 
 ONE_THREAD_BYTES = 16 << 20
 """Greatest checkpoint that a CPU runs on one thread: to wake another takes longer than what it would do."""
-UNBOUND_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of vLLM's CPU platform for workers of one thread, on whichever core is free."""
 KEPT_MEMORY_BYTES = 64 << 20
 """Greatest checkpoint whose process keeps what it frees: with a larger one it grows by a third, and wins no time."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -112,25 +110,20 @@ def load(config: EngineConfig, failures: WorkerFailures) -> Engine:
     on_cpu = not torch.cuda.is_available()
     refuse_unsupported(checkpoint.config, on_cpu=on_cpu, tp=config.tp, pp=config.pp, ep=config.ep)
     engine_vllm = _vllm()
-    if on_cpu and checkpoint.num_bytes <= ONE_THREAD_BYTES:
-        os.environ.update(UNBOUND_THREAD)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if not on_cpu:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     engine_vllm.preload()
     failures.listen()
     return engine_vllm.VllmEngine(config)
 
 
 def environment(config: EngineConfig, checkpoint_bytes: int) -> dict[str, str]:
-    """Environment variables of this engine: its share of the cores for each rank, and its GPUs."""
-    cores = sorted(os.sched_getaffinity(0))
-    share, ranks = max(1, len(cores) // config.ranks), range(config.ranks)
-    bound = "|".join(
-        ",".join(str(cores[(rank * share + item) % len(cores)]) for item in range(share)) for rank in ranks
-    )
+    """Environment variables of this engine: threads of each rank, its share of the cores, and its GPUs."""
+    share = max(1, len(os.sched_getaffinity(0)) // config.ranks)
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": bound,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         ENGINE_VARIABLE: ",".join(config.fixes),
-        "OMP_NUM_THREADS": "1" if config.kind == "hf" and checkpoint_bytes <= ONE_THREAD_BYTES else str(share),
+        "OMP_NUM_THREADS": "1" if checkpoint_bytes <= ONE_THREAD_BYTES else str(share),
         **({"CUDA_VISIBLE_DEVICES": config.gpus} if config.gpus else {}),
     }
 

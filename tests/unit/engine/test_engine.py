@@ -139,22 +139,20 @@ def test_adapters_are_refused_where_they_are_cut_otherwise(settings: dict[str, o
     assert str(caught.value) == (f"--engine-lora-rank takes dense models of plain attention, and this one has {what}")
 
 
-def test_every_rank_gets_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bound(cores: set[int], tp: int) -> str:
-        monkeypatch.setattr("os.sched_getaffinity", lambda _: cores)
-        return environment(EngineConfig(kind="vllm", checkpoint="anywhere", tp=tp), 1)["VLLM_CPU_OMP_THREADS_BIND"]
-
-    assert bound({0, 1}, 1) == "0,1"
-    assert bound({0, 1}, 2) == "0|1"
-    assert bound({4, 5, 6, 7}, 2) == "4,5|6,7"
-    assert bound({3}, 2) == "3|3"
+@pytest.mark.parametrize(("cores", "tp", "threads"), [(2, 1, "2"), (2, 2, "1"), (4, 2, "2"), (1, 2, "1")])
+def test_every_rank_gets_its_share_of_the_cores(
+    cores: int, tp: int, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    config = EngineConfig(kind="vllm", checkpoint="anywhere", tp=tp)
+    assert environment(config, ONE_THREAD_BYTES + 1)["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(
     ("kind", "checkpoint_bytes", "threads"),
-    [("hf", ONE_THREAD_BYTES, "1"), ("hf", ONE_THREAD_BYTES + 1, "4"), ("vllm", ONE_THREAD_BYTES, "4")],
+    [("hf", ONE_THREAD_BYTES, "1"), ("hf", ONE_THREAD_BYTES + 1, "4"), ("vllm", ONE_THREAD_BYTES, "1")],
 )
-def test_transformers_runs_a_small_checkpoint_on_one_thread(
+def test_a_small_checkpoint_runs_on_one_thread(
     kind: str, checkpoint_bytes: int, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})

@@ -104,10 +104,7 @@ class VllmEngine(Engine):
             tensor_parallel_size=config.tp,
             pipeline_parallel_size=config.pp,
             enable_expert_parallel=config.ep > 1,
-            # Its workers read no binding of threads when they begin.
-            distributed_executor_backend=ForkingExecutor
-            if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
-            else None,
+            distributed_executor_backend=None if torch.cuda.is_available() else ForkingExecutor,
             seed=config.seed,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -361,15 +358,26 @@ class ForkingExecutor(MultiprocExecutor):
     """Forks workers on a CPU too, where vLLM's platform asks for interpreters of their own: 13 processor seconds each.
 
     A new interpreter is for OpenMP: it reads the cores that its threads are bound to when it begins. Workers of this
-    executor have one thread and are bound to no core (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so nothing is to be read.
+    executor are bound to no core (`VLLM_CPU_OMP_THREADS_BIND=nobind`), and have `OMP_NUM_THREADS` threads. They are
+    killed at the end: on their way out they would collect garbage in all that they share with this process,
+    which copies it.
 
     Source:
-        vLLM 0.21, vllm/platforms/cpu.py (check_and_update_config) and vllm/utils/ompmultiprocessing.py.
+        vLLM 0.21, vllm/platforms/cpu.py (check_and_update_config), vllm/utils/ompmultiprocessing.py, and
+        vllm/distributed/parallel_state.py (cleanup_dist_env_and_memory).
     """
 
     def _init_executor(self) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, int(os.environ["OMP_NUM_THREADS"])))
         super()._init_executor()
+
+    @staticmethod
+    def _ensure_worker_termination(worker_procs: list[Any]) -> None:
+        for process in worker_procs:
+            process.kill()
+        for process in worker_procs:
+            process.join()
 
 
 def wait_asleep() -> None:
