@@ -39,8 +39,17 @@ def record_tensors(
     probe: Probe, kind: type[TensorRecord], tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0
 ) -> None:
     """Digest named tensors one by one."""
+    for _ in passing(probe, kind, tensors, version):
+        pass
+
+
+def passing(
+    probe: Probe, kind: type[TensorRecord], tensors: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named tensors, each digested where it is as it passes."""
     for name, tensor in tensors:
         probe.emit(kind(name=name, version=version, **described(tensor)))
+        yield name, tensor
 
 
 def record_source(probe: Probe, source: Checkpoint) -> None:
