@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from verifier.export.derived import DerivedLayout
 from verifier.export.names import ModelLayout
 from verifier.export.sharding import ParamPlacement, joined_in_turn, require_tiling, unshard
 from verifier.mesh import Mesh
-from verifier.model.checkpoint import write_shard
+from verifier.model.checkpoint import write_shards
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 IGNORED_BUFFERS = frozenset({"local_tokens_per_expert"})
 """Counters of one step that no checkpoint carries."""
-_FILE_BYTES = 1 << 26
-"""Size of a file of shards, in bytes, at which the next one begins: as much is copied at a time, on every rank."""
 
 
 class LiveWeights:
@@ -97,18 +94,11 @@ class LiveWeights:
 
         Args:
             path: of that folder.
-            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place; one file's at a time.
+            tensors: (chunk, local name, contents): `tensors()`, or gradients in their place; see `write_shards`.
         """
-        owned: dict[str, torch.Tensor] = {}
-        files = (path / f"rank-{self.rank:04d}-{number:05d}.safetensors" for number in count())
         places = self._owned_by(self.rank)
-        for chunk, name, tensor in tensors:
-            if (chunk, name) in places:
-                owned[f"{chunk}/{name}"] = tensor.detach().to("cpu", copy=True).contiguous()
-                if sum(each.nbytes for each in owned.values()) >= _FILE_BYTES:
-                    write_shard(next(files), owned)
-                    owned = {}
-        write_shard(next(files), owned)
+        owned = ((f"{chunk}/{name}", tensor) for chunk, name, tensor in tensors if (chunk, name) in places)
+        write_shards(path / f"rank-{self.rank:04d}", owned)
 
     def join_own(
         self, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False

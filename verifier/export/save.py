@@ -10,55 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import write_shard
+from verifier.model.checkpoint import INDEX, read_header, write_shards
 
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 1 << 28
-"""Greatest size of a shard, in bytes; a larger tensor gets a shard of its own."""
-
 
 def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-    """Write a checkpoint directory for `open_checkpoint`, transformers and vLLM; at most one shard is in memory.
+    """Write a checkpoint directory for `open_checkpoint`, transformers and vLLM; a few shards are in memory.
 
     Args:
         path: directory to create; it appears only when everything is written.
         config: contents of config.json.
-        tensors: (name, tensor) in any order; each is stored in its own dtype.
+        tensors: (name, tensor) in any order, on any device; each is stored in its own dtype, see `write_shards`.
 
     Raises:
         UsageError: the directory cannot be written, a full disk included.
     """
     aside = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    shard_bytes = total = 0
-
-    def flush() -> None:
-        nonlocal shard, shard_bytes
-        if shard:
-            write_shard(aside / f"shard-{len(shards)}.safetensors", shard)
-            shards.append(list(shard))
-            shard, shard_bytes = {}, 0
-
     try:
         aside.mkdir(parents=True)
-        for name, tensor in tensors:
-            num_bytes = tensor.numel() * tensor.element_size()
-            if shard and shard_bytes + num_bytes > SHARD_BYTES:
-                flush()
-            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            shard_bytes += num_bytes
-            total += num_bytes
-        flush()
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards):
-            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            (aside / f"shard-{number}.safetensors").rename(aside / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        write_shards(aside / "model", tensors)
+        metas = {name: meta for file in aside.iterdir() for name, meta in read_header(file).items()}
+        total = sum(meta.num_bytes for meta in metas.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: metas[name].shard for name in sorted(metas)}}
+        (aside / INDEX).write_text(json.dumps(index, indent=1))
         (aside / "config.json").write_text(json.dumps(dict(config), indent=1))
         aside.rename(path)
     except OSError as problem:

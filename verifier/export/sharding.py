@@ -131,7 +131,7 @@ class ParamPlacement:
 def unshard(
     shards: Iterable[tuple[ParamPlacement, torch.Tensor]], *, gradients: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Join checkpoint tensors, with names, in the shards' dtype and on the CPU, from the shards of all their owners.
+    """Join checkpoint tensors, with names, in the shards' dtype and on their device, from those of all owners.
 
     Each is handed out, and no longer held, when its last shard is copied; shards of one tensor go one after another.
 
@@ -155,8 +155,6 @@ def joined_in_turn(
     Raises:
         ContractError: a shard has another shape than its placement, or some shards of a tensor did not come.
     """
-    import torch
-
     whole: dict[str, torch.Tensor] = {}
     left: dict[str, int] = {}
     for placement, tensor in shards:
@@ -169,7 +167,7 @@ def joined_in_turn(
         pieces = values.split([box.size for box in placement.boxes], dim=placement.dim)
         for box, piece in zip(placement.boxes, pieces, strict=True):
             if box.source not in whole:
-                whole[box.source] = torch.empty(placement.source_shapes[box.source], dtype=tensor.dtype)
+                whole[box.source] = tensor.new_empty(placement.source_shapes[box.source])
                 left[box.source] = whole[box.source].numel()
             placement.slice_of(box, whole[box.source]).copy_(piece)
             left[box.source] -= piece.numel()

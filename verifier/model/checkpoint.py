@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 1 << 26
+"""Greatest size of one of several files that are written, in bytes; a larger tensor gets a file of its own."""
+_WRITERS = 8
+"""Most files of a folder that are written at once, a thread each."""
+_SLICE_BYTES = 1 << 23
+"""Bytes that are copied from a GPU at a time, into pinned memory that a file is written from."""
 _SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _OTHER_WEIGHTS = (
@@ -185,7 +193,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     config = read_config(path)
     indexed, single = (path / INDEX).is_file(), (path / _SINGLE).is_file()
-    metas = _read_indexed(path) if indexed else _read_header(path / _SINGLE) if single else {}
+    metas = _read_indexed(path) if indexed else read_header(path / _SINGLE) if single else {}
     if not metas:
         raise UsageError(f"{path} holds no weights: neither {INDEX} nor {_SINGLE} names any{_other_weights(path)}")
     if (path / _ADAPTER).exists():
@@ -324,18 +332,67 @@ def require_room(config: Mapping[str, JSON], num_tokens: int) -> None:
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one safetensors file.
+    """Write one safetensors file of tensors on any device. Of a GPU's, safetensors' own would copy each whole.
 
     Raises:
         UsageError: it cannot be written, for instance because the disk is full.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
+    Source:
+        https://github.com/huggingface/safetensors, README section "Format".
+    """
+    import torch
+
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # each is aligned
+    formats = {name: own for own, (name, _) in _DTYPES.items()}
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        dtype = formats[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    pinned = torch.empty(_SLICE_BYTES * on_gpu, dtype=torch.uint8, pin_memory=on_gpu)
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:  # a full disk comes as a SafetensorError
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in ordered:
+                for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_SLICE_BYTES):
+                    file.write((pinned[: len(part)].copy_(part) if part.is_cuda else part).numpy().data)
+    except OSError as error:
         raise UsageError(f"`{path}` cannot be written: {error}") from error
+
+
+def write_shards(stem: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write tensors, as they are drawn, into files that begin as `stem`, several at once by threads.
+
+    Nothing may change a tensor before all are written.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    import torch
+
+    shard: dict[str, torch.Tensor] = {}
+    writing: list[Future[None]] = []
+    writers = min(_WRITERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(writers) as pool:
+
+        def write() -> None:
+            if any(tensor.is_cuda for tensor in shard.values()):
+                torch.cuda.current_stream().synchronize()  # another thread copies what this one has queued
+            if len(writing) >= writers:
+                writing[-writers].result()
+            writing.append(pool.submit(write_shard, Path(f"{stem}-{len(writing):05d}.safetensors"), shard))
+
+        for name, tensor in tensors:
+            if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+                write()
+                shard = {}
+            shard[name] = tensor
+        write()
+        for each in writing:
+            each.result()
 
 
 def _read_indexed(path: Path) -> dict[str, TensorHeader]:
@@ -349,7 +406,7 @@ def _read_indexed(path: Path) -> dict[str, TensorHeader]:
             raise UsageError(f"{path / INDEX} names shard `{shard}`, which is not a file name in its own directory")
         if not (path / shard).is_file():
             raise UsageError(f"shard {path / shard} is missing: {INDEX} names it")
-        headers = _read_header(path / shard)
+        headers = read_header(path / shard)
         for name in headers:
             if weight_map.get(name) != shard:
                 said = f"places in `{weight_map[name]}`" if name in weight_map else "does not name"
@@ -364,7 +421,7 @@ def _read_indexed(path: Path) -> dict[str, TensorHeader]:
     return metas
 
 
-def _read_header(shard: Path) -> dict[str, TensorHeader]:
+def read_header(shard: Path) -> dict[str, TensorHeader]:
     """Return the header of one shard; its tensors must tile the data section and end where the file does.
 
     Source:

@@ -209,8 +209,8 @@ class Adapters:
     def matrices(self) -> dict[str, torch.Tensor]:
         """On rank 0, the live matrices under each of their published names, joined by the layout."""
         with params_synced(self._trainer):
-            found = dict(joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank))
-        return self.published(found)
+            found = joined(self.trained, self.trained.tensors(), self._folder / "shards", self._rank)
+            return self.published({name: tensor.cpu() for name, tensor in found})
 
     def export(self) -> dict[str, torch.Tensor]:
         """Matrices by published name, as megatron-bridge exports them."""

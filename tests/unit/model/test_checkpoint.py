@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import TensorHeader, open_checkpoint, write_shard
+from verifier.model.checkpoint import TensorHeader, open_checkpoint, write_shard, write_shards
 from verifier.model.tiny import write_tiny
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -319,3 +319,30 @@ def test_opening_needs_no_torch(path: Path) -> None:
 def test_a_shard_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"absent/a.safetensors` cannot be written: .*No such file or directory"):
         write_shard(tmp_path / "absent" / "a.safetensors", {"w": torch.zeros(2)})
+
+
+def test_a_shard_reads_back_by_the_formats_own_library(tmp_path):
+    tensors = {
+        "scalar": torch.tensor(3, dtype=torch.bfloat16), "turned": torch.randn(3, 5).t(), "ü": torch.arange(7),
+        "empty": torch.zeros(0, 4), "flag": torch.tensor([True]),
+    }  # fmt: skip
+    write_shard(tmp_path / "a.safetensors", tensors)
+    read = load_file(tmp_path / "a.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], own) and read[name].dtype == own.dtype for name, own in tensors.items())
+
+
+def test_files_that_are_written_at_once_hold_every_tensor_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("verifier.model.checkpoint._SHARD_BYTES", 100)
+    tensors = {f"w{at}": torch.full((at,), float(at)) for at in range(60)}
+    write_shards(tmp_path / "part", iter(tensors.items()))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 30
+    read = [pair for file in files for pair in load_file(file).items()]
+    assert sorted(name for name, _ in read) == sorted(tensors)
+    assert all(torch.equal(own, tensors[name]) for name, own in read)
+
+
+def test_one_of_several_files_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"absent/part-00000.safetensors` cannot be written"):
+        write_shards(tmp_path / "absent" / "part", [("w", torch.zeros(2))])

@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(UsageError, match="No space left on device"):
         write_tiny("llama", tmp_path)
     assert not list(tmp_path.iterdir())

@@ -47,6 +47,15 @@ def record_tensors(
             probe.emit(kind(name=name, version=version, **described(tensor, digest), **fields))
 
 
+def passing(
+    probe: Probe, kind: type[Any], tensors: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named tensors, each digested where it is as it passes."""
+    for pair in tensors:
+        record_tensors(probe, kind, [pair], version)
+        yield pair
+
+
 def record_source(probe: Probe, source: Checkpoint) -> None:
     """Digest the source checkpoint, tensor by tensor."""
     for item in source_tensors(source):

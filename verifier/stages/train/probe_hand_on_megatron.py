@@ -21,7 +21,7 @@ from verifier.megatron.step_megatron import params_synced
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
-from verifier.stages.export.probe_tensors import record_tensors
+from verifier.stages.export.probe_tensors import passing, record_tensors
 from verifier.stages.export.records import ShardAfterExport
 from verifier.stages.load.probe_configs_megatron import record_live
 from verifier.stages.load.records import AdapterShard, AdapterSpread, LoadedShard
@@ -90,10 +90,7 @@ class HandOn:
                 save_checkpoint(self._folder / name, self._source.config, added)
             return found
         with params_synced(self._trainer):
-            found = self._save(name, self._live.tensors())
-        if probe is not None and self._rank == 0:
-            record_tensors(probe, JoinedTensor, found.items(), version)
-        return found
+            return self._save(name, self._live.tensors(), probe=probe, version=version)
 
     def matrices(self, number: int) -> dict[str, torch.Tensor]:
         """Hand on the matrices of adapters; rank 0 returns them by published name."""
@@ -102,12 +99,15 @@ class HandOn:
             return self._adapters.published(self._save(f"matrices-{number}", self._live.tensors()))
 
     def _save(
-        self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Join tensors of all ranks, values or gradients by them, into files, which rank 0 maps."""
+        self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False,
+        probe: Probe | None = None, version: int = 0,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Join tensors of all ranks, values or gradients by them, into files, which rank 0 maps; record them."""
         whole = joined(self._live, tensors, self._folder / f"{name}-shards", self._rank, gradients=gradients)
         if self._rank:
             return {}
+        if probe is not None:
+            whole = passing(probe, JoinedTensor, whole, version)
         written = open_checkpoint(save_checkpoint(self._folder / name, self._source.config, whole))
         return {each: written.read(each) for each in written.names()}
 
