@@ -323,7 +323,7 @@ def test_a_shard_that_cannot_be_written_is_refused(tmp_path):
 
 def test_a_shard_reads_back_by_the_formats_own_library(tmp_path):
     tensors = {
-        "scalar": torch.tensor(3, dtype=torch.bfloat16), "turned": torch.randn(3, 5).t(), "ü": torch.arange(7),
+        "scalar": torch.tensor(3, dtype=torch.bfloat16), "turned": torch.randn(3, 5).t(), "\u00fc": torch.arange(7),
         "empty": torch.zeros(0, 4), "flag": torch.tensor([True]),
     }  # fmt: skip
     write_shard(tmp_path / "a.safetensors", tensors)
