@@ -22,7 +22,7 @@ from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows, SpotScore
-from verifier.stages.loss.records import LossRows, LossTerms, UpdateRatios
+from verifier.stages.loss.records import FORMULAS, GradientRecord, LossRows, LossTerms, UpdateRatios
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.stages.rollout.records import EngineLogprobs
 
@@ -259,6 +259,9 @@ class LossRecorder(AnswerRecorder):
     def aggregated(self, terms: LossTerms) -> None:
         """Keep the mean that a step's loss is to be."""
         self._terms[terms.version] = terms
+        if terms.loss not in FORMULAS:
+            for kind in (GradientRecord, LossTerms):
+                self.unbounded(kind, f"no formula of the loss `{terms.loss}` is known")
 
     def unbounded(self, kind: type[Any], why: str) -> None:
         """Say that evidence of a kind is there, or could be, and that nothing bounds it."""

@@ -175,6 +175,15 @@ class OptimizerRecorder(LossRecorder):
         others = {str(item.model.dtype) for item in self._owned} - {"torch.float32"}
         return f"the optimizer's weights are in {min(others).removeprefix('torch.')}" if others else ""
 
+    @property
+    def is_watched(self) -> bool:
+        """An optimizer is watched."""
+        return self._optimizer is not None
+
+    def trained(self) -> set[str]:
+        """Names of the parameters that are trained, by the watched optimizer's model."""
+        return {*(item.name for item in self._owned), *self._unowned}
+
     def passes_begin(self) -> None:
         """Forget what backward passes gave before this step."""
         self._passes = {}

@@ -34,7 +34,7 @@ from verifier.probe.state import EngineRecorder, Named, pairs_of
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.records import ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
-from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
+from verifier.stages.train.records import JoinedTensor, KeptMatrices, KeptWeights, Update
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
 HEAD = "lm_head.weight"
@@ -187,10 +187,16 @@ class LoopRecorder(EngineRecorder):
         """Gradients of a step as the optimizer gets them, summed over micro-batches and ranks, before any clip.
 
         They are copied on steps that `keep_every` names. Of an `optimizer` that is watched, its own are looked at here.
+        None is no gradient: of a tensor that is trained, which a watched optimizer tells, that is judged.
         """
         self.reduced(step)
         if self.keeps(step - 1) and not self.rank:
-            self._keep(KeptGradients, "gradients", step, named)
+            pairs = [(plain(name), tensor) for name, tensor in pairs_of(named)]
+            given = {name for name, tensor in pairs if tensor is not None}
+            trained = self.trained() if self.is_watched else {name for name, _ in pairs}
+            lacking = tuple(sorted({plain(name) for name in trained} - given))
+            kept = [(name, tensor) for name, tensor in pairs if tensor is not None]
+            self._keep(KeptGradients, "gradients", step, kept, lacking=lacking)
 
     def keeps(self, version: int) -> bool:
         """Tell whether weights of a version, and the gradients of the step that trains them, are copied."""
@@ -245,10 +251,27 @@ class LoopRecorder(EngineRecorder):
         if kept is not None and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)
 
-    def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
+    def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named, **fields: Any) -> None:
         tensors = dict(pairs_of(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
-        self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
+        self.emit(kind(name=name, version=version, dtypes=dtypes, **fields), tensors)
+
+    def adapter_exported(
+        self, named: Named, version: int, *, live: Named, scaling: float, live_scaling: float,
+        further: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """See `StateRecorder.adapter_exported`; the matrices are copied for versions that `keep_every` names."""
+        live = list(pairs_of(live))
+        super().adapter_exported(
+            named, version, live=live, scaling=scaling, live_scaling=live_scaling, further=further
+        )  # fmt: skip
+        if self.keeps(version) and not self.rank:
+            self._keep(KeptMatrices, "matrices", version, [(plain(name), tensor) for name, tensor in live])
+
+
+def plain(name: str) -> str:
+    """Name of a peft parameter by the checkpoint's; others stay."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default.weight", ".weight")
 
 
 def _copied(tensor: Any) -> Any:

@@ -341,14 +341,17 @@ class StepRecorder(ABC):
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
         kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
+        steepness: tuple[float, float] = (1.0, 1.05),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
-        `name` is "importance" (ratio times advantage), "clipped", "gspo" or "cispo"; `aggregation` "token_mean",
-        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks. `divisor` is what
-        the sum over tokens, or over means, is divided by where that is not the number of those with tokens in the loss.
-        With `kl_ratio` each token's KL estimate is multiplied by its ratio, with a gradient (arXiv 2512.02556). With
-        `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
+        `name` is "cross_entropy", "importance" (ratio times advantage), "clipped", "gspo", "cispo", "sapo", with its
+        `steepness` for positive advantages and others, or "sequence": clipped by the product of a rollout's ratios.
+        Others are not judged. `aggregation` is "token_mean", "sequence_mean" or "prompt_mean", over all tokens in the
+        loss of all micro-batches and ranks. `divisor` is what the sum over tokens, or over means, of all ranks is
+        divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each token's KL
+        estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`, one of each
+        rollout such as its micro-batch, "prompt_mean" is of the means of these.
 
         Raises:
             UsageError: an unknown name.
@@ -359,6 +362,7 @@ class StepRecorder(ABC):
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl_weight=kl_weight, kl_kind=kl_kind, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
             temperature=self.opened(step).tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)),
+            steepness=steepness,
         )  # fmt: skip
         self.emit(terms)
         self.aggregated(terms)
