@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
+from peft import get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -22,18 +23,23 @@ from verifier import probe
 SETTINGS = {"max_steps": 30, "max_completion_length": 8, "bf16": False, "use_cpu": True, "learning_rate": 1e-3}
 
 
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    """Weights under the checkpoint's names, with a LoRA adapter in them where there is one."""
+def record_weights(record: Any, model: Any, version: int) -> None:
+    """Record weights under the checkpoint's names; with a LoRA adapter in them, and its matrices, where there is one."""
     if not hasattr(model, "peft_config"):
-        return model.state_dict()
-    model.merge_adapter()
-    named = {
-        name.replace(".base_layer", ""): tensor.detach().clone()
-        for name, tensor in model.get_base_model().state_dict().items()
-        if ".lora_" not in name
-    }
-    model.unmerge_adapter()
-    return named
+        record.weights_exported(model.state_dict(), version=version)
+        return
+    base, adapter, config = model.get_base_model(), get_peft_model_state_dict(model), model.peft_config["default"]
+    scaling = config.lora_alpha / config.r
+    held = {name.replace(".base_layer", ""): item for name, item in base.state_dict().items() if ".lora_" not in name}
+    merged = dict(held)
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer"):
+            key = f"{name}.weight"
+            merged[key] = held[key] + module.get_delta_weight("default").detach()
+            a, b = (adapter[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+            record.adapter_merged(key, version, merged[key], base=held[key], a=a, b=b, scaling=scaling)
+    record.weights_exported(merged, version=version)
+    record.adapter_exported(adapter, version, live=adapter, scaling=scaling, live_scaling=scaling)
 
 
 def gradients_of(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -121,11 +127,15 @@ class Recording:
     def objective(self) -> dict[str, Any]:
         """The loss that TRL documents."""
         name = "gspo" if self.importance_sampling_level == "sequence" else "clipped"
-        clip = {"clip_low": self.epsilon_low, "clip_high": self.epsilon_high, "dual_clip": self.args.delta}
+        clip: dict[str, Any] = {
+            "clip_low": self.epsilon_low,
+            "clip_high": self.epsilon_high,
+            "dual_clip": self.args.delta,
+        }
         if self.loss_type == "cispo":  # `epsilon_high` is the greatest ratio
             name, clip = "cispo", {"clip_low": 1.0, "clip_high": self.epsilon_high - 1}
         if self.loss_type == "sapo":
-            name, clip = "sapo", {}
+            name, clip = "sapo", {"steepness": (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)}
         kl_ratio = self.beta != 0 and self.args.use_bias_correction_kl
         return {"name": name, **clip, "kl_weight": self.beta, "kl_ratio": kl_ratio, **self._mean()}
 
@@ -167,12 +177,14 @@ class Recording:
         version = self.sampled_by if "old_per_token_logps" in own else step - 1
         in_loss = [bool(row.any()) for row in self._rows("completion_mask")]  # TRL scores no others
         old = [row if any_of else None for row, any_of in zip(old, in_loss, strict=True)]
+        if getattr(self, "ref_model", None) is not None:
+            self.record.reference_weights(step, self.ref_model.state_dict())
         self.record.trainer_logprobs(step, old, reference=reference, version=version)
         self.record.advantages(step, self._all("advantages"), **self.judged, **self.penalties(step))
         self.record.gradients(step, gradients_of(self.accelerator.unwrap_model(model)))
         norm = super()._clip_grad_norm(model)
         tokens = sum(int(batch["completion_mask"].sum()) for batch in self.window)
-        self.report = {"loss": sum(self.losses), "num_tokens": tokens, "grad_norm": norm}
+        self.report = {"loss": sum(self.losses), "num_tokens": tokens, "grad_norm": norm}  # of this process
         return norm
 
 
@@ -227,12 +239,12 @@ class Ends(TrainerCallback):
             total_steps=state.max_steps,
             weight_decay=args.weight_decay,
         )
-        self.record.weights_exported(weights_of(model), version=0)
+        record_weights(self.record, model, 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the report and the weights."""
         self.record.step(state.global_step, **self.trainer.report)
-        self.record.weights_exported(weights_of(kwargs["model"]), version=state.global_step)
+        record_weights(self.record, kwargs["model"], state.global_step)
 
 
 def digits(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -419,7 +419,7 @@ def token_losses(
         elif name == "importance":
             total = -ratio * advantage
         elif name == "sapo":
-            steep = torch.where(advantage > 0, *map(float, objective["steepness"]))
+            steep = torch.where(advantage > 0, *advantage.new_tensor(objective["steepness"]))
             total = -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantage
         else:
             raise ValueError(f"no formula of the loss `{name}` is known")

@@ -106,6 +106,8 @@ class OptimizerRecorder(LossRecorder):
         self._reports: dict[int, tuple[float, int, float]] = {}
         self._taken = 0
         self.world_size = 1
+        self.trained: tuple[str, ...] | None = None
+        """Names of the parameters that are trained; None where no optimizer is watched."""
 
     def optimizer(
         self, optimizer: Any, named_parameters: Iterable[tuple[str, Any]], *, clip_grad: float = 0.0,
@@ -149,6 +151,7 @@ class OptimizerRecorder(LossRecorder):
             if id(item) in groups
         ]
         self._unowned = tuple(name for name, item in named if id(item) not in groups)
+        self.trained = tuple(name for name, _ in named)
         if schedule:
             self._settings = {
                 "schedule": schedule,
@@ -174,15 +177,6 @@ class OptimizerRecorder(LossRecorder):
             return f"the optimizer is {kind}, which no formula is known of"
         others = {str(item.model.dtype) for item in self._owned} - {"torch.float32"}
         return f"the optimizer's weights are in {min(others).removeprefix('torch.')}" if others else ""
-
-    @property
-    def is_watched(self) -> bool:
-        """An optimizer is watched."""
-        return self._optimizer is not None
-
-    def trained(self) -> set[str]:
-        """Names of the parameters that are trained, by the watched optimizer's model."""
-        return {*(item.name for item in self._owned), *self._unowned}
 
     def passes_begin(self) -> None:
         """Forget what backward passes gave before this step."""

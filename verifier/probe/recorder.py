@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -24,17 +25,24 @@ from verifier.config_json import text_model
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
-from verifier.core.record import Array, Record, Role
+from verifier.core.record import Array, Record, Role, real
 from verifier.errors import UsageError
-from verifier.plan.digest import digest_tensors, dtype_name
+from verifier.plan.digest import described, digest_tensors, dtype_name
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.state import EngineRecorder, Named, pairs_of
 from verifier.probe.tokens import mark_of, seal
-from verifier.stages.export.records import ExportedTensor
+from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
-from verifier.stages.train.records import JoinedTensor, KeptMatrices, KeptWeights, Update
+from verifier.stages.train.records import (
+    JoinedTensor,
+    KeptMatrices,
+    KeptWeights,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    Update,
+)
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
 HEAD = "lm_head.weight"
@@ -193,8 +201,8 @@ class LoopRecorder(EngineRecorder):
         if self.keeps(step - 1) and not self.rank:
             pairs = [(plain(name), tensor) for name, tensor in pairs_of(named)]
             given = {name for name, tensor in pairs if tensor is not None}
-            trained = self.trained() if self.is_watched else {name for name, _ in pairs}
-            lacking = tuple(sorted({plain(name) for name in trained} - given))
+            trained = {name for name, _ in pairs} if self.trained is None else {*map(plain, self.trained)}
+            lacking = tuple(sorted(trained - given))
             kept = [(name, tensor) for name, tensor in pairs if tensor is not None]
             self._keep(KeptGradients, "gradients", step, kept, lacking=lacking)
 
@@ -260,13 +268,21 @@ class LoopRecorder(EngineRecorder):
         self, named: Named, version: int, *, live: Named, scaling: float, live_scaling: float,
         further: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """See `StateRecorder.adapter_exported`; the matrices are copied for versions that `keep_every` names."""
-        live = list(pairs_of(live))
-        super().adapter_exported(
-            named, version, live=live, scaling=scaling, live_scaling=live_scaling, further=further
-        )  # fmt: skip
+        """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
+
+        `further` are settings of its configuration beyond rank, alpha and linears. `live` is copied for versions that
+        `keep_every` names.
+        """
+        held = [(plain(name), tensor) for name, tensor in pairs_of(live)]
+        for kind, side in ((ExportedAdapterMatrix, pairs_of(named)), (LiveAdapterMatrix, held)):
+            for name, tensor in side:
+                self.emit(kind(name=plain(name), version=version, **described(tensor)))
+        told = {key: json.dumps(value) for key, value in (further or {}).items()}
+        self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
+        self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
+        self._sent.add(version)
         if self.keeps(version) and not self.rank:
-            self._keep(KeptMatrices, "matrices", version, [(plain(name), tensor) for name, tensor in live])
+            self._keep(KeptMatrices, "matrices", version, held)
 
 
 def plain(name: str) -> str:

@@ -27,19 +27,10 @@ from verifier.stages.engine.records import (
     SyncedSettings,
     SyncedTensor,
 )
-from verifier.stages.export.records import (
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
-    ExportedConfig,
-    MergedMatrix,
-    ShardAfterExport,
-    WrittenShard,
-)
+from verifier.stages.export.records import ExportedConfig, MergedMatrix, ShardAfterExport, WrittenShard
 from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig
 from verifier.stages.train.records import (
     FrozenShard,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
     ShardAfterIdleStep,
     ShardAfterScoring,
     UpdatedShard,
@@ -106,28 +97,6 @@ class StateRecorder(OptimizerRecorder):
         from verifier.stages.load.probe_configs_megatron import record_provider
 
         record_provider(self, config, chunks)
-
-    def adapter_exported(
-        self,
-        named: Named,
-        version: int,
-        *,
-        live: Named,
-        scaling: float,
-        live_scaling: float,
-        further: Mapping[str, Any] | None = None,
-    ) -> None:
-        """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
-
-        `further` are settings of its configuration beyond rank, alpha and linears.
-        """
-        for kind, side in ((ExportedAdapterMatrix, named), (LiveAdapterMatrix, live)):
-            for name, tensor in pairs_of(side):
-                self.emit(kind(name=name, version=version, **described(tensor)))
-        told = {key: json.dumps(value) for key, value in (further or {}).items()}
-        self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
-        self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
-        self._sent.add(version)
 
     def adapter_merged(
         self, name: str, version: int, merged: Any, *, base: Any, a: Any, b: Any, scaling: float
