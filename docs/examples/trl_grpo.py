@@ -24,7 +24,7 @@ SETTINGS = {"max_steps": 30, "max_completion_length": 8, "bf16": False, "use_cpu
 
 
 def record_weights(record: Any, model: Any, version: int) -> None:
-    """Record weights under the checkpoint's names; with a LoRA adapter in them, and its matrices, where there is one."""
+    """Record weights under the checkpoint's names, with a LoRA adapter in them, and its matrices beside them."""
     if not hasattr(model, "peft_config"):
         record.weights_exported(model.state_dict(), version=version)
         return
@@ -187,7 +187,6 @@ class Recording:
         self.report = {"loss": sum(self.losses), "num_tokens": tokens, "grad_norm": norm}  # of this process
         return norm
 
-
     def penalties(self, step: int) -> dict[str, Any]:
         """What a KL penalty took from each reward."""
         return {}
@@ -257,7 +256,9 @@ def train(checkpoint: Path, trace: Path, *, peft: Any = None, dtype: str = "floa
     asked = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 16, 3) for b in (2, 21, 110, 123)]
     with tempfile.TemporaryDirectory() as folder:
         settings = {**SETTINGS, **settings}
-        kind, trainer_of = (RLOOConfig, RecordedRLOO) if settings.pop("trainer", "") == "rloo" else (GRPOConfig, Recorded)
+        kind, trainer_of = (
+            (RLOOConfig, RecordedRLOO) if settings.pop("trainer", "") == "rloo" else (GRPOConfig, Recorded)
+        )
         config = kind(output_dir=folder, report_to="none", save_strategy="no", **settings)
         with probe.open(trace, model=checkpoint, dtype=dtype, engine="hf", keep_every=1) as record:
             ends = Ends(record)

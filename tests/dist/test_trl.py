@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rloo and beta": {"trainer": "rloo", "beta": 0.1},
     "sft": {**SFT, "gradient_accumulation_steps": 2},
     "sft packed": {**SFT, "packing": True, "gradient_accumulation_steps": 2},
-    "sft without padding": {**SFT, "padding_free": True},
+    "sft without padding": {**SFT, "padding_free": True, "max_length": None},
     "sft of answers alone": {**SFT, "chat": True, "assistant_only_loss": True},
     "sft with LoRA": {**SFT, "peft": LORA},
     "sft in bf16 autocast": {**SFT, "bf16": True, "dtype": "bfloat16"},
@@ -444,3 +447,38 @@ def test_a_bug_is_caught_in_its_stage(name: str, run: Callable[..., Report]) -> 
     assert first.first_bad_stage is stage, render_text(report)
     assert code in [item.code for item in report.violated]
     assert not [item.code for item in report.outcomes if item.error]
+
+
+def in_two_processes(script: Path, checkpoint: Path, oracle: Oracle, trace: Path, **settings: Any) -> Report:
+    asked = {"max_steps": 2, **SMALL, **settings}
+    given = [f"{name}={value}" for name, value in asked.items() if value is not None]
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", *launch, str(script), str(checkpoint), str(trace), *given]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    add_oracle(trace, checkpoint, oracle)
+    return report_of(read(trace), "trace")
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_two_processes_hold(loss_type: str, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    report = in_two_processes(EXAMPLES / "trl_grpo.py", checkpoint, oracle, tmp_path / "trace", loss_type=loss_type)
+    assert report.verdict is Verdict.HOLDS, render_text(report)
+    assert {item.code for item in report.outcomes} == HELD
+
+
+def test_sft_in_two_processes_holds(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    script, settings = EXAMPLES / "trl_sft.py", {"num_generations": None, "gradient_accumulation_steps": 2}
+    report = in_two_processes(script, checkpoint, oracle, trace, **settings)
+    assert report.verdict is Verdict.HOLDS, render_text(report)
+    assert {item.code for item in report.outcomes} == HELD - OF_SAMPLES
+
+
+def test_gradients_that_ranks_do_not_average_are_caught(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    script = ROOT / "tests" / "dist" / "trl_not_averaged.py"
+    report = in_two_processes(script, checkpoint, oracle, tmp_path / "trace")
+    first = report.violated[0].finding
+    assert first is not None
+    assert first.first_bad_stage is Stage.LOSS, render_text(report)
+    assert "LSS001" in [item.code for item in report.violated]

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ class _Recording:
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
                     yield self._entropies(weights, columns, tokens, temperature)
-            for sampled in (item for item in seen.of(SampledTokens) if (item.name, item.rank) == (f"step {step}", rank)):
+            name = f"step {step}"
+            for sampled in (item for item in seen.of(SampledTokens) if (item.name, item.rank) == (name, rank)):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
@@ -227,11 +229,11 @@ class _Recording:
         return replace(found, **scales_of(tails.scales))
 
     def gradients(self) -> Iterator[tuple[Record, Any]]:
-        """Gradients of steps whose weights and gradients were kept and whose loss is known, over all ranks' rollouts."""
+        """Gradients of steps whose weights and gradients were kept and whose loss is known, over all ranks."""
         seen = self.seen
         mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
         for step in seen.versions(KeptGradients):
-            weights, terms = self._weights(step - 1), sorted(seen.of(LossTerms, version=step), key=_rank)
+            weights, terms = self._weights(step - 1), sorted(seen.of(LossTerms, version=step), key=attrgetter("rank"))
             inputs = self._inputs(step, terms) if terms and terms[0].loss in FORMULAS else {}
             kept = list(seen.of(KeptGradients, version=step))
             if weights is None or not inputs:
@@ -241,7 +243,7 @@ class _Recording:
             (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
             self._written(kept, folder / f"gradients-{step}")
             save_file(inputs, folder / f"inputs-{step}.safetensors")
-            objective = {**_objective(terms[0]), "dtype": seen.manifest.dtype}
+            objective = {**msgspec.structs.asdict(terms[0]), "parts": (), "dtype": seen.manifest.dtype}
             folders, adapter = [folder, weights, folder / f"gradients-{step}"], None
             if any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
                 if (adapter := self._adapter(folder / f"matrices-{step - 1}", step - 1)) is None:
@@ -273,9 +275,9 @@ class _Recording:
         return {"scaling": float(scaling.scaling), "names": {name: [name] for name in names}}
 
     def _inputs(self, step: int, terms: Sequence[LossTerms]) -> dict[str, np.ndarray]:
-        """Columns of all ranks' rollouts, one rank after the other; empty where some of them lack what the loss reads."""
-        seen, rollouts = self.seen, sorted(self.seen.of(Rollouts, version=step), key=_rank)
-        policies = [seen.arrays(item) for item in sorted(seen.of(PolicyColumns, version=step), key=_rank)]
+        """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""
+        seen, rollouts = self.seen, sorted(self.seen.of(Rollouts, version=step), key=attrgetter("rank"))
+        policies = [seen.arrays(item) for item in sorted(seen.of(PolicyColumns, version=step), key=attrgetter("rank"))]
         read = [] if terms[0].loss == "cross_entropy" else ["advantage", "divisor"]
         read += ["reference"] if terms[0].kl_weight else []
         if len(terms) != len(rollouts) or (read and len(policies) != len(rollouts)):
@@ -291,10 +293,6 @@ class _Recording:
             **{name: np.concatenate([own[name] for own in policies]) for name in read},
         }
         return {name: np.ascontiguousarray(values) for name, values in inputs.items()}
-
-
-def _rank(item: Record) -> int:
-    return item.rank
 
 
 def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -316,14 +314,6 @@ def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str
     number, sizes = known[terms.name]
     divisor = max(1, number) if terms.divisor is None else terms.divisor
     return [mask / (divisor * max(1, size)) for mask, size in zip(masks, sizes, strict=True)]
-
-
-def _objective(terms: LossTerms) -> Mapping[str, Any]:
-    names = (
-        "loss", "temperature", "clip_low", "clip_high", "dual_clip", "kl_kind", "kl_ratio", "kl_weight",
-        "entropy_weight", "steepness",
-    )  # fmt: skip
-    return {name: getattr(terms, name) for name in names}
 
 
 def _tails(rows: Scored, lengths: Sequence[int]) -> Scored:

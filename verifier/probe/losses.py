@@ -20,9 +20,8 @@ from verifier.probe.answers import AnswerRecorder
 from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
-from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import GivenArguments, ReferenceShard, ScoredRows, SpotScore
-from verifier.stages.loss.records import FORMULAS, GradientRecord, LossRows, LossTerms, UpdateRatios
+from verifier.stages.loss.records import LossRows, UpdateRatios
 from verifier.stages.pack.records import PackedBatchDigest, PackLayout, TokenLedger
 from verifier.stages.rollout.records import EngineLogprobs
 
@@ -63,7 +62,6 @@ class LossRecorder(AnswerRecorder):
         self._ledgers: dict[int, list[dict[str, np.ndarray]]] = {}
         self._batches: dict[int, list[bytes]] = {}
         self._frozen: dict[str, str] = {}
-        self._terms: dict[int, LossTerms] = {}
 
     def scored(self, step: int, logprobs: Rows, *, ids: Sequence[Any], which: str = "current") -> None:
         """Log-probabilities that one scoring pass made for some rollouts of a step, before they are put in order.
@@ -256,19 +254,6 @@ class LossRecorder(AnswerRecorder):
         micro.columns["dtype"] = np.array([kind])
         self._micros.setdefault(step, []).append(micro)
 
-    def aggregated(self, terms: LossTerms) -> None:
-        """Keep the mean that a step's loss is to be."""
-        self._terms[terms.version] = terms
-        if terms.loss not in FORMULAS:
-            for kind in (GradientRecord, LossTerms):
-                self.unbounded(kind, f"no formula of the loss `{terms.loss}` is known")
-
-    def unbounded(self, kind: type[Any], why: str) -> None:
-        """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
-        from verifier.core.record import kind_of
-
-        self.emit(Unbounded(name=kind_of(kind), version=max(self.current, 0), why=why))
-
     def flush_passes(self, step: int, own: OpenStep) -> None:
         """Record the micro-batches of a step, and the rows of its loss."""
         if ledgers := self._ledgers.pop(step, []):
@@ -326,7 +311,7 @@ class LossRecorder(AnswerRecorder):
         weight = np.zeros(len(tokens.mask))
         at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
         weight[at] = rows["weight"].astype(np.float64) / count
-        if (terms := self._terms.get(step)) is not None:
+        if (terms := own.terms) is not None:
             record = LossColumns(
                 name=name, version=step, aggregation=terms.name, divisor=terms.divisor, dtype="float32", ids=tokens.ids,
                 groups=terms.parts or tokens.groups, lengths=tokens.lengths,

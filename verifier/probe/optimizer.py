@@ -13,6 +13,7 @@ import numpy as np
 
 from verifier.core.record import Array, Record, real
 from verifier.errors import UsageError
+from verifier.plan.digest import dtype_name
 from verifier.probe.losses import LossRecorder
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.train.records import (
@@ -232,7 +233,7 @@ class OptimizerRecorder(LossRecorder):
                     elements=part.size,
                     owned_begin=0,
                     owned=part.size,
-                    dtype=_dtype(part.added),
+                    dtype=dtype_name(part.added.dtype),  # type: ignore[arg-type]
                     size=item.model.numel(),
                     owned_size=item.model.numel(),
                 )
@@ -395,10 +396,6 @@ class OptimizerRecorder(LossRecorder):
     def is_idle(self) -> bool:
         """Tell whether the optimizer's last step had a rate of 0."""
         return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
-
-
-def _dtype(tensor: torch.Tensor) -> Any:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _said(value: Any) -> str:

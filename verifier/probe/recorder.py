@@ -311,7 +311,7 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
     Args:
         path: directory of the trace, absent or empty.
         model: HF directory of the weights that the loop begins with, with which an export of version 0 is compared.
-        dtype: of the weights that are trained, such as "bfloat16"; by default that of the first export.
+        dtype: that the model computes in, that of autocast where there is one; by default of the first export.
         mesh: parallel sizes by the names of `verifier.mesh.Mesh`, for the report.
         engine: what samples, for the report.
         rank: of this process among those that record; by default of torch.distributed, of the variable RANK, or 0.

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verifier.config_json import texts_of
 from verifier.core.record import real
 from verifier.errors import UsageError
 from verifier.plan.digest import described
-from verifier.probe.answers import texts_of
 from verifier.probe.optimizer import OptimizerRecorder
 from verifier.stages.checkpoint.records import LoadedState, SavedState, WrittenTensors
 from verifier.stages.engine.records import (

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from verifier.core.manifest import MeshSizes
-from verifier.core.record import Array, Record, real
+from verifier.core.record import Array, Record, kind_of, real
 from verifier.errors import UsageError
-from verifier.probe.declared import KNOWN_ESTIMATORS
 from verifier.probe.tokens import Rows, StepTokens, step_tokens
-from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.advantage.records import ESTIMATORS, Advantages, PolicyColumns
 from verifier.stages.data.records import Drops, SamplingAsked
+from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import TrainerLogprobs
-from verifier.stages.loss.records import LossTerms
+from verifier.stages.loss.records import FORMULAS, GradientRecord, LossTerms
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.rollout.records import SampledTokens
 from verifier.stages.train.records import StepReport
@@ -47,6 +47,7 @@ class OpenStep:
     old: np.ndarray | None = None
     reference: np.ndarray | None = None
     advantage: np.ndarray | None = None
+    terms: LossTerms | None = None
     estimator: str = ""
     reasons: tuple[str, ...] = ()
     policy: dict[str, Any] = field(default_factory=dict)
@@ -129,16 +130,16 @@ class StepRecorder(ABC):
         """Record what passes over a step's tokens have left."""
 
     @abstractmethod
-    def aggregated(self, terms: LossTerms) -> None:
-        """Take the mean that a step's loss is to be."""
-
-    @abstractmethod
     def reported(self, step: int, loss: float, num_tokens: int, grad_norm: float) -> None:
         """Take the report of a step."""
 
     def update_of(self, step: int) -> int:
         """Number of the optimizer step of a step."""
         return step
+
+    def unbounded(self, kind: type[Record], why: str) -> None:
+        """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
+        self.emit(Unbounded(name=kind_of(kind), version=max(self.current, 0), why=why))
 
     @abstractmethod
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
@@ -308,7 +309,7 @@ class StepRecorder(ABC):
         tokens = own.tokens
         if ratio_over not in ("old", "engine"):
             raise UsageError(f"ratio_over is `{ratio_over}`: a ratio divides by `old` or by `engine`")
-        if estimator in KNOWN_ESTIMATORS and not own.has_rewards:
+        if estimator in ESTIMATORS and not own.has_rewards:
             raise UsageError(f"step {step} has no rewards, of which `{estimator}` is: give them to `rollouts`")
         if dtype and dtype not in DTYPES:
             raise UsageError(f"dtype is `{dtype}`: advantages are {', '.join(DTYPES)}")
@@ -365,7 +366,10 @@ class StepRecorder(ABC):
             steepness=steepness,
         )  # fmt: skip
         self.emit(terms)
-        self.aggregated(terms)
+        self._steps[step].terms = terms
+        if name not in FORMULAS:
+            for kind in (GradientRecord, LossTerms):
+                self.unbounded(kind, f"no formula of the loss `{name}` is known")
 
     def step(
         self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None
@@ -432,7 +436,7 @@ class StepRecorder(ABC):
         parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
         masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
         inside = [part[mask] if mask.any() else part for part, mask in zip(parts, masks, strict=True)]
-        if own.estimator not in KNOWN_ESTIMATORS and any((part != part[0]).any() for part in inside):
+        if own.estimator not in ESTIMATORS and any((part != part[0]).any() for part in inside):
             return  # one of each token, for which no check has a formula
         counts = tuple(int(mask.sum()) for mask in masks)
         made = Advantages(

@@ -1,4 +1,4 @@
-"""What other people's trainers have and this repository's does not: losses, adapters, SFT, ranks with rollouts of their own."""
+"""What other trainers have: losses of whole answers, adapters, supervised fine-tuning, ranks with own rollouts."""
 
 from __future__ import annotations
 

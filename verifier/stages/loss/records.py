@@ -20,7 +20,6 @@ from verifier.core.owed import (
 from verifier.core.record import ArrayRecord, Count, Dtype, Lengths, Measurement, Real, Record
 from verifier.stages.logprob.records import ActivationRecord
 
-
 FORMULAS = ("cross_entropy", "clipped", "gspo", "sequence", "sapo", "cispo", "importance")
 """Losses of a token that a check and the oracle have a formula of."""
 
