@@ -31,14 +31,15 @@ def record_weights(record: Any, model: Any, version: int) -> None:
     base, adapter, config = model.get_base_model(), get_peft_model_state_dict(model), model.peft_config["default"]
     scaling = config.lora_alpha / config.r
     held = {name.replace(".base_layer", ""): item for name, item in base.state_dict().items() if ".lora_" not in name}
-    merged = dict(held)
+    merged, live = dict(held), dict(held)
     for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             key = f"{name}.weight"
-            merged[key] = held[key] + module.get_delta_weight("default").detach()
             a, b = (adapter[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+            merged[key] = held[key] + module.get_delta_weight("default").detach()
+            live[key] = held[key] + (b @ a) * scaling
             record.adapter_merged(key, version, merged[key], base=held[key], a=a, b=b, scaling=scaling)
-    record.weights_exported(merged, version=version)
+    record.weights_exported(merged, version=version, live=live)
     record.adapter_exported(adapter, version, live=adapter, scaling=scaling, live_scaling=scaling)
 
 

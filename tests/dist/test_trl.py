@@ -108,7 +108,7 @@ def test_a_right_run_holds(name: str, run: Callable[..., Report]) -> None:
     assert report.verdict is Verdict.HOLDS, render_text(report)
     cut = {"ADV002"} if "steps_per_generation" in settings else set()  # groups span two steps
     cut |= OF_SAMPLES if "script" in settings else set()
-    more = {"WGT013", "WGT018"} if "peft" in settings else set()
+    more = {"WGT005", "WGT008", "WGT013", "WGT018"} if "peft" in settings else set()
     more |= {"LGP010"} if "beta" in settings and settings["beta"] and "peft" not in settings else set()
     more |= {"ADV004"} if "trainer" in settings and settings["beta"] else set()
     assert {item.code for item in report.outcomes} == HELD - cut | more
@@ -414,7 +414,7 @@ PLANTED: dict[str, tuple[Callable[[Any], None], Stage, str, dict[str, Any]]] = {
     ),
     "reference follows the policy": (reference_updated, Stage.LOGPROB, "LGP010", {"beta": 0.5}),
     "adapter merged with its scaling twice": (scaled_twice, Stage.EXPORT, "WGT018", {"peft": LORA}),
-    "adapter scaled by the root of its rank": (adapter_scaled_by_root, Stage.EXPORT, "WGT018", {"peft": LORA}),
+    "adapter scaled by the root of its rank": (adapter_scaled_by_root, Stage.LOSS, "LSS001", {"peft": LORA}),
     "gradient of a micro-batch lost, with LoRA": (gradient_lost, Stage.LOSS, "LSS001", {"peft": LORA}),
     "advantages shifted by a row in the loss, in bf16": (
         before_loss(rolled("advantages")), Stage.LOSS, "LSS001", {"bf16": True, "dtype": "bfloat16"},

@@ -277,10 +277,16 @@ class _Recording:
     def _inputs(self, step: int, terms: Sequence[LossTerms]) -> dict[str, np.ndarray]:
         """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""
         seen, rollouts = self.seen, sorted(self.seen.of(Rollouts, version=step), key=attrgetter("rank"))
-        policies = [seen.arrays(item) for item in sorted(seen.of(PolicyColumns, version=step), key=attrgetter("rank"))]
+        # Ranks of one place in the data, as of tensor parallelism, record the same.
+        firsts = {(item.ids, seen.array(item, "tokens").tobytes()): item.rank for item in reversed(rollouts)}.values()
+        rollouts, terms = [item for item in rollouts if item.rank in firsts], [i for i in terms if i.rank in firsts]
+        known = sorted(seen.of(PolicyColumns, version=step), key=attrgetter("rank"))
+        policies = [seen.arrays(item) for item in known if item.rank in firsts]
+        if len(terms) != len(rollouts):
+            return {}
         read = [] if terms[0].loss == "cross_entropy" else ["advantage", "divisor"]
         read += ["reference"] if terms[0].kl_weight else []
-        if len(terms) != len(rollouts) or (read and len(policies) != len(rollouts)):
+        if read and len(policies) != len(rollouts):
             return {}
         masks = [seen.array(item, "mask").astype(bool) for item in rollouts]
         rows = [row for item, mask in zip(rollouts, masks, strict=True) for row in ragged.split(mask, item.lengths)]
