@@ -46,6 +46,8 @@ NOISES = 3
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
+WHOLE = ("gspo", "sequence")
+"""Losses whose ratio is that of a sequence, by the mean or the sum of its log-ratios."""
 SUMMED = 2.0**-24
 """Nats, times the root of the vocabulary: what a sum of so many exponentials in float32 changes a log-probability by.
 
@@ -92,7 +94,7 @@ def judge_updates(
             trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
-            whose embedding gets no gradient as an input (`padding_idx`).
+            whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in.
         updates: of each in order its "number", from 1, and "learning_rate".
         adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
             has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
@@ -115,6 +117,8 @@ def judge_updates(
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
+        if dtype == torch.float32:  # autocast computes in less
+            dtype = getattr(torch, objective.get("dtype") or "float32")
 
         def run(take: Take, kind: torch.dtype, within: float = margin, draw: int = 0) -> _Found:
             if adapter is not None:
@@ -383,8 +387,9 @@ def token_losses(
 
     Source:
         PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), equation 10; dual clip: arXiv 1912.09729,
-        equation 5; GSPO (arXiv 2507.18071), equation 14; CISPO: arXiv 2506.13585, equation 4; k1, k2, k3:
-        http://joschu.net/blog/kl-approx.html.
+        equation 5; GSPO (arXiv 2507.18071), equation 14; CISPO: arXiv 2506.13585, equation 4; SAPO: arXiv 2511.20347;
+        "sequence", the ratio of a whole answer: RLOO (arXiv 2402.14740), TRL 1.16 `RLOOTrainer._compute_loss`; k1, k2,
+        k3: http://joschu.net/blog/kl-approx.html.
     """
     name = objective["loss"]
     if name == "cross_entropy":
@@ -392,21 +397,19 @@ def token_losses(
     else:
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
         difference, side = (values - columns["divisor"] for values in (logprob, columns.get("side", logprob.detach())))
-        if name == "gspo":
-            means, side = (
-                torch.cat([part.mean().expand(len(part)) for part in values.detach().split(list(counts))])
-                for values in (difference, side)
-            )
-            difference = means + logprob - logprob.detach()
+        if name in WHOLE:  # in the form by token
+            sizes = torch.tensor(counts).repeat_interleave(torch.tensor(counts)) if name == "sequence" else 1
+            difference, side = (sizes * _means(values, counts) for values in (difference, side))
+            difference = difference + sizes * (logprob - logprob.detach())
         ratio, told = (torch.exp(torch.clamp(values, -LIMIT, LIMIT)) for values in (difference, side))
-        if name in ("clipped", "gspo") and "side" in columns:
+        if name in ("clipped", *WHOLE) and "side" in columns:
             at_edge = torch.clamp(told, low, high) * advantage
             gain = torch.where(at_edge < told * advantage, at_edge, ratio * advantage)
             if (most := objective["dual_clip"]) is not None:
                 beyond = (advantage < 0) & (torch.minimum(told * advantage, at_edge) < most * advantage)
                 gain = torch.where(beyond, most * advantage, gain)
             total = -gain
-        elif name in ("clipped", "gspo"):
+        elif name in ("clipped", *WHOLE):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
             if objective["dual_clip"] is not None:
                 gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)
@@ -415,16 +418,24 @@ def token_losses(
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
         elif name == "importance":
             total = -ratio * advantage
+        elif name == "sapo":
+            steep = torch.where(advantage > 0, *advantage.new_tensor(objective["steepness"]))
+            total = -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantage
         else:
             raise ValueError(f"no formula of the loss `{name}` is known")
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
         estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        times = (
-            torch.exp(torch.clamp(logprob - columns["divisor"], -LIMIT, LIMIT)) if objective.get("kl_ratio") else 1.0
-        )
-        total = total + objective["kl_weight"] * times * estimates[objective["kl_kind"]]
+        divergence = estimates[objective["kl_kind"]]
+        if objective.get("kl_ratio"):
+            own = _means(divergence, counts) if name in WHOLE else divergence.detach()
+            divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())
+        total = total + objective["kl_weight"] * divergence
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy
     return total
+
+
+def _means(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    return torch.cat([part.mean().expand(len(part)) for part in values.detach().split(list(counts))])

@@ -12,12 +12,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config_json import text_model
@@ -25,7 +27,7 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.outputs import work_folder
 from verifier.core.reader import read
-from verifier.core.record import Record
+from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
@@ -44,12 +46,15 @@ from verifier.oracle.recording import (
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
+from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import OracleLogprobs, OracleOfSampled, SampledNoise, TrainerLogprobs
-from verifier.stages.loss.records import KeptGradients, KeptTensors, LossTerms
+from verifier.stages.loss.records import FORMULAS, GradientRecord, KeptGradients, KeptTensors, LossTerms
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.rollout.records import SampledTokens
-from verifier.stages.train.records import KeptWeights
+from verifier.stages.train.records import KeptMatrices, KeptWeights, LiveAdapterScaling
 
+MATRIX = ".lora_A.weight"
+"""End of the name of an adapter's first matrix, as the oracle and peft's state dict have it."""
 RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
 """Settings that the oracle takes; only Adam's step, which a loop does not record, depends on them."""
 
@@ -81,12 +86,15 @@ def add_oracle(trace: Path, source: Path, oracle: Oracle) -> None:
     """
     seen, mark = read(trace), mark_of(trace, "oracle", 0)
     with work_folder("oracle") as work:
-        found = _Recording(oracle, seen, source, work).record()
+        recording = _Recording(oracle, seen, source, work)
+        ranks = sorted({0, *(item.rank for item in seen.of(Rollouts))})
+        found = {rank: [*recording.of_rank(rank), *(() if rank else recording.gradients())] for rank in ranks}
     store.fail(trace, seen.manifest, "the oracle was adding its evidence")
     mark.touch()
-    with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
-        for record, array in found:
-            recorder.emit(record, array)
+    for rank, records in found.items():  # what a trainer rank scored is judged by the oracle's of that rank
+        with contextlib.closing(store.Recorder(trace, "oracle", rank)) as recorder:
+            for record, array in records:
+                recorder.emit(record, array)
     mark.unlink()
     seal(trace, seen.manifest.failure)
 
@@ -100,10 +108,6 @@ class _Recording:
     source: Path
     work: Path
     _folders: dict[int, Path] = field(default_factory=dict)
-
-    def record(self) -> list[tuple[Record, Any]]:
-        """All records, with their arrays."""
-        return [*self._logprobs(), *self._gradients()]
 
     def _weights(self, version: int) -> Path | None:
         """Checkpoint of a version; None if it was not kept."""
@@ -132,25 +136,27 @@ class _Recording:
                 shutil.copy(file, folder)
         return folder
 
-    def _logprobs(self) -> Iterator[tuple[Record, Any]]:
-        """Log-probabilities of passes and samples of versions that were kept, and the dtype's noise."""
+    def of_rank(self, rank: int) -> Iterator[tuple[Record, Any]]:
+        """Log-probabilities of a rank's passes and samples of versions that were kept, and the dtype's noise."""
         seen = self.seen
         last: SampledNoise | None = None
-        for rollouts in sorted(seen.of(Rollouts), key=lambda item: item.version):
+        own = (item for version in seen.versions(Rollouts) for item in seen.of(Rollouts, version=version, rank=rank))
+        for rollouts in sorted(own, key=lambda item: item.version):
             step = rollouts.version
             tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
-            for scored in seen.of(TrainerLogprobs):
+            for scored in (item for item in seen.of(TrainerLogprobs) if item.rank == rank):
                 if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
                     continue
                 if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
                     sides = self._sides(weights, tokens, scored.temperature)
                     tails = _cut(sides, scored.lengths)
                     yield from sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
-            for columns in seen.of(LossColumns, version=step):
+            for columns in seen.of(LossColumns, version=step, rank=rank):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
                     yield self._entropies(weights, columns, tokens, temperature)
-            for sampled in (item for item in seen.of(SampledTokens) if item.name == f"step {step}"):
+            name = f"step {step}"
+            for sampled in (item for item in seen.of(SampledTokens) if (item.name, item.rank) == (name, rank)):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
@@ -201,49 +207,77 @@ class _Recording:
         places = numbered((tuple(prompt), place) for prompt, length in rows for place in range(length))
         return sampled_noise(step, sampled.version, tails, places)
 
-    def _gradients(self) -> Iterator[tuple[Record, Any]]:
-        """Gradients of steps whose weights and gradients were kept and whose loss is known."""
+    def gradients(self) -> Iterator[tuple[Record, Any]]:
+        """Gradients of steps whose weights and gradients were kept and whose loss is known, over all ranks."""
         seen = self.seen
         mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
         for step in seen.versions(KeptGradients):
-            weights, terms = self._weights(step - 1), next(seen.of(LossTerms, version=step), None)
-            policy = next(seen.of(PolicyColumns, version=step), None)
-            if weights is None or terms is None or policy is None:
+            weights, terms = self._weights(step - 1), sorted(seen.of(LossTerms, version=step), key=attrgetter("rank"))
+            inputs = self._inputs(step, terms) if terms and terms[0].loss in FORMULAS else {}
+            kept = list(seen.of(KeptGradients, version=step))
+            if weights is None or not inputs:
                 continue
             folder = self.work / f"step-{step}"
             folder.mkdir()
             (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
-            self._written(list(seen.of(KeptGradients, version=step)), folder / f"gradients-{step}")
-            self._write_inputs(folder / f"inputs-{step}.safetensors", policy, terms)
-            objective = content_of(terms)
-            folders = [folder, weights, folder / f"gradients-{step}"]
+            self._written(kept, folder / f"gradients-{step}")
+            save_file(inputs, folder / f"inputs-{step}.safetensors")
+            objective = {**content_of(terms[0]), "dtype": seen.manifest.dtype}
+            folders, adapter = [folder, weights, folder / f"gradients-{step}"], None
+            if any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
+                if (adapter := self._adapter(folder / f"matrices-{step - 1}", step - 1)) is None:
+                    why = "gradients are an adapter's, whose matrices `adapter_exported` has not recorded"
+                    yield Unbounded(name=kind_of(GradientRecord), version=step, why=why), None
+                    continue
+                folders.append(folder / f"matrices-{step - 1}")
             asked = [{"number": step, "learning_rate": 0.0}]
             # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
             padding = text_model(json.loads((self.source / "config.json").read_text())).get("pad_token_id")
-            rollouts = next(seen.of(Rollouts, version=step))
-            either = [None, padding][: 1 + bool((seen.array(rollouts, "tokens") == padding).any())]
+            either = [None, padding][: 1 + bool((inputs["tokens"] == padding).any())]
             told: list[list[dict[str, Any]]] = []
             for token in either:
-                given = (RULE, {**objective, "padding": token}, asked, None)
+                given = (RULE, {**objective, "padding": token}, asked, adapter)
                 told.append(self.oracle.ask("policy_hf:judge_updates", [folder], *given, read=folders))
+            lacking = [name for part in kept for name in part.lacking or ()]
             for row in min(told, key=_farthest):
-                yield gradient_record({**row, "version": step}, None, mesh), None
+                if "gradient" in row or row["name"] in lacking or any(part.lacking is None for part in kept):
+                    yield gradient_record({**row, "version": step}, None, mesh), None
 
-    def _write_inputs(self, file: Path, policy: PolicyColumns, terms: LossTerms) -> None:
-        from safetensors.numpy import save_file
+    def _adapter(self, folder: Path, version: int) -> dict[str, Any] | None:
+        """Write the matrices of a version; what the oracle is to know of them, None if they were not kept."""
+        kept = list(self.seen.of(KeptMatrices, version=version))
+        scaling = next(self.seen.of(LiveAdapterScaling, version=version), None)
+        if not kept or scaling is None:
+            return None
+        self._written(kept, folder)
+        names = [name for part in kept for name in part.dtypes if name.endswith(MATRIX)]
+        return {"scaling": float(scaling.scaling), "names": {name: [name] for name in names}}
 
-        arrays = self.seen.arrays(policy)
-        rollouts = next(self.seen.of(Rollouts, version=policy.version))
-        masks = ragged.split(arrays["mask"].astype(bool), policy.lengths)
+    def _inputs(self, step: int, terms: Sequence[LossTerms]) -> dict[str, np.ndarray]:
+        """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""
+        seen, rollouts = self.seen, sorted(self.seen.of(Rollouts, version=step), key=attrgetter("rank"))
+        # Ranks of one place in the data, as of tensor parallelism, record the same.
+        firsts = {(item.ids, seen.array(item, "tokens").tobytes()): item.rank for item in reversed(rollouts)}.values()
+        rollouts, terms = [item for item in rollouts if item.rank in firsts], [i for i in terms if i.rank in firsts]
+        known = sorted(seen.of(PolicyColumns, version=step), key=attrgetter("rank"))
+        policies = [seen.arrays(item) for item in known if item.rank in firsts]
+        if len(terms) != len(rollouts):
+            return {}
+        read = [] if terms[0].loss == "cross_entropy" else ["advantage", "divisor"]
+        read += ["reference"] if terms[0].kl_weight else []
+        if read and len(policies) != len(rollouts):
+            return {}
+        masks = [seen.array(item, "mask").astype(bool) for item in rollouts]
+        rows = [row for item, mask in zip(rollouts, masks, strict=True) for row in ragged.split(mask, item.lengths)]
+        groups = [name for item, own in zip(rollouts, terms, strict=True) for name in own.parts or item.groups]
         inputs = {
-            "lengths": np.array(policy.lengths, np.int64), "mask": arrays["mask"].astype(np.uint8),
-            "tokens": self.seen.array(rollouts, "tokens").astype(np.int64),
-            "weight": np.concatenate(_weights(terms, masks, terms.parts or rollouts.groups)),
-            "advantage": arrays["advantage"].astype(np.float64), "divisor": arrays["divisor"],
-        }  # fmt: skip
-        if terms.kl_weight:
-            inputs["reference"] = arrays["reference"]
-        save_file({name: np.ascontiguousarray(values) for name, values in inputs.items()}, file)
+            "lengths": np.array([size for item in rollouts for size in item.lengths], np.int64),
+            "mask": np.concatenate(masks).astype(np.uint8),
+            "tokens": np.concatenate([seen.array(item, "tokens").astype(np.int64) for item in rollouts]),
+            "weight": np.concatenate(_weights(terms[0], rows, groups)),
+            **{name: np.concatenate([own[name] for own in policies]) for name in read},
+        }
+        return {name: np.ascontiguousarray(values) for name, values in inputs.items()}
 
 
 def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
