@@ -138,37 +138,32 @@ class _Recording:
 
     def of_rank(self, rank: int) -> Iterator[tuple[Record, Any]]:
         """Log-probabilities of a rank's passes and samples of versions that were kept, and the dtype's noise."""
-        seen = self.seen
+        seen, dtype = self.seen, self.seen.manifest.dtype
         last: SampledNoise | None = None
-        own = (item for version in seen.versions(Rollouts) for item in seen.of(Rollouts, version=version, rank=rank))
-        for rollouts in sorted(own, key=lambda item: item.version):
+        for rollouts in sorted(seen.of(Rollouts, rank=rank), key=attrgetter("version")):
             step = rollouts.version
             tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
-            for scored in (item for item in seen.of(TrainerLogprobs) if item.rank == rank):
+            for scored in seen.of(TrainerLogprobs, rank=rank):
                 if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
                     continue
                 if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
-                    sides = self._sides(weights, tokens, scored.temperature)
+                    sides = self.oracle.score_twice(weights, tokens, dtype, temperature=scored.temperature)
                     tails = _cut(sides, scored.lengths)
                     yield from sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
             for columns in seen.of(LossColumns, version=step, rank=rank):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
-                    yield self._entropies(weights, columns, tokens, temperature)
-            name = f"step {step}"
-            for sampled in (item for item in seen.of(SampledTokens) if (item.name, item.rank) == (name, rank)):
+                    _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
+                    masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
+                    yield entropy_record(columns.name, step, temperature, entropies_of(sides, masks))
+            for sampled in seen.of(SampledTokens, name=f"step {step}", rank=rank):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
-                drawn = [
-                    n if temperature else 0
-                    for n, temperature in zip(sampled.lengths, sampled.temperatures, strict=True)
-                ]
-                told = (self.seen.manifest.dtype, "cpu", [*sampled.temperatures], None, drawn)
-                sides, places = self.oracle.sampled(weights, rows, *told)
+                drawn = [size if heat else 0 for size, heat in zip(sampled.lengths, sampled.temperatures, strict=True)]
+                sides, places = self.oracle.sampled(weights, rows, dtype, "cpu", [*sampled.temperatures], None, drawn)
                 tails = _cut(sides, sampled.lengths)
-                whole = tuple(map(len, rows))
-                yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
+                yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, [*map(len, rows)])
                 size = int(text_model(json.loads((weights / "config.json").read_text())).get("vocab_size", 0))
                 if described := [*chain.from_iterable(places)]:  # greedy tokens are drawn from nothing
                     yield places_record(sampled, size or 1 << 30, described)
@@ -189,19 +184,6 @@ class _Recording:
         _, shares, _ = self.oracle.describe(weights, rows, self.seen.manifest.dtype, "cpu", temperature, [], ends)
         yield ends_record(sampled.name, sampled.version, ends, temperature, _cut(shares, sampled.lengths))
 
-    def _entropies(
-        self, weights: Path, columns: LossColumns, tokens: Sequence[Sequence[int]], temperature: float
-    ) -> Any:
-        """Entropy at each token in the loss of an update."""
-        dtype, seen = self.seen.manifest.dtype, self.seen
-        _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
-        masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-        found = entropies_of(sides, masks)
-        return entropy_record(columns.name, columns.version, temperature, found)
-
-    def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> Sides:
-        return self.oracle.score_twice(weights, rows, self.seen.manifest.dtype, temperature=temperature)
-
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
         rows = zip(sampled.prompts, sampled.lengths, strict=True)
         places = numbered((tuple(prompt), place) for prompt, length in rows for place in range(length))
@@ -212,17 +194,18 @@ class _Recording:
         seen = self.seen
         mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
         for step in seen.versions(KeptGradients):
-            weights, terms = self._weights(step - 1), sorted(seen.of(LossTerms, version=step), key=attrgetter("rank"))
-            inputs = self._inputs(step, terms) if terms and terms[0].loss in FORMULAS else {}
+            weights = self._weights(step - 1)
+            terms = min(seen.of(LossTerms, version=step), key=attrgetter("rank"), default=None)
+            inputs = self._inputs(step, terms) if terms is not None and terms.loss in FORMULAS else {}
             kept = list(seen.of(KeptGradients, version=step))
-            if weights is None or not inputs:
+            if weights is None or terms is None or not inputs:
                 continue
             folder = self.work / f"step-{step}"
             folder.mkdir()
             (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
             self._written(kept, folder / f"gradients-{step}")
             save_file(inputs, folder / f"inputs-{step}.safetensors")
-            objective = {**content_of(terms[0]), "dtype": seen.manifest.dtype}
+            objective = {**content_of(terms), "dtype": seen.manifest.dtype}
             folders, adapter = [folder, weights, folder / f"gradients-{step}"], None
             if any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
                 if (adapter := self._adapter(folder / f"matrices-{step - 1}", step - 1)) is None:
@@ -253,31 +236,28 @@ class _Recording:
         names = [name for part in kept for name in part.dtypes if name.endswith(MATRIX)]
         return {"scaling": float(scaling.scaling), "names": {name: [name] for name in names}}
 
-    def _inputs(self, step: int, terms: Sequence[LossTerms]) -> dict[str, np.ndarray]:
+    def _inputs(self, step: int, terms: LossTerms) -> dict[str, np.ndarray]:
         """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""
-        seen, rollouts = self.seen, sorted(self.seen.of(Rollouts, version=step), key=attrgetter("rank"))
-        # Ranks of one place in the data, as of tensor parallelism, record the same.
-        firsts = {(item.ids, seen.array(item, "tokens").tobytes()): item.rank for item in reversed(rollouts)}.values()
-        rollouts, terms = [item for item in rollouts if item.rank in firsts], [i for i in terms if i.rank in firsts]
-        known = sorted(seen.of(PolicyColumns, version=step), key=attrgetter("rank"))
-        policies = [seen.arrays(item) for item in known if item.rank in firsts]
-        if len(terms) != len(rollouts):
-            return {}
-        read = [] if terms[0].loss == "cross_entropy" else ["advantage", "divisor"]
-        read += ["reference"] if terms[0].kl_weight else []
-        if read and len(policies) != len(rollouts):
-            return {}
-        masks = [seen.array(item, "mask").astype(bool) for item in rollouts]
-        rows = [row for item, mask in zip(rollouts, masks, strict=True) for row in ragged.split(mask, item.lengths)]
-        groups = [name for item, own in zip(rollouts, terms, strict=True) for name in own.parts or item.groups]
-        inputs = {
-            "lengths": np.array([size for item in rollouts for size in item.lengths], np.int64),
-            "mask": np.concatenate(masks).astype(np.uint8),
-            "tokens": np.concatenate([seen.array(item, "tokens").astype(np.int64) for item in rollouts]),
-            "weight": np.concatenate(_weights(terms[0], rows, groups)),
-            **{name: np.concatenate([own[name] for own in policies]) for name in read},
-        }
-        return {name: np.ascontiguousarray(values) for name, values in inputs.items()}
+        seen, parts, groups = self.seen, list[dict[str, np.ndarray]](), list[str]()
+        read = [] if terms.loss == "cross_entropy" else ["advantage", "divisor"]
+        read += ["reference"] if terms.kl_weight else []
+        known = set[tuple[Any, bytes]]()
+        for rollouts in sorted(seen.of(Rollouts, version=step), key=attrgetter("rank")):
+            columns = dict(seen.arrays(rollouts))
+            same = rollouts.ids, columns["tokens"].tobytes()
+            if same in known:  # ranks of one place in the data, as of tensor parallelism, record the same
+                continue
+            known.add(same)
+            own = next(seen.of(LossTerms, version=step, rank=rollouts.rank), None)
+            policy = next(seen.of(PolicyColumns, version=step, rank=rollouts.rank), None)
+            if own is None or (read and policy is None):
+                return {}
+            columns |= {"lengths": np.array(rollouts.lengths), **({} if policy is None else seen.arrays(policy))}
+            parts.append({name: columns[name] for name in ("lengths", "tokens", "mask", *read)})
+            groups += own.parts or rollouts.groups
+        inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        masks = ragged.split(inputs["mask"].astype(bool), inputs["lengths"])
+        return inputs | {"weight": np.concatenate(_weights(terms, masks, groups))}
 
 
 def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -247,7 +247,6 @@ class LossRecorder(AnswerRecorder):
             micro.columns[key] = np.asarray(on_host(tensor).double(), np.float64)[rows]
             if tensor.requires_grad:
                 tensor.register_hook(lambda found, key=key: _keep(micro.gradients, key, found))
-        micro.columns["dtype"] = np.array([kind])
         self._micros.setdefault(step, []).append(micro)
 
     def flush_passes(self, step: int, own: OpenStep) -> None:

@@ -92,8 +92,6 @@ class OptimizerRecorder(LossRecorder):
         self._reports: dict[int, tuple[float, int, float]] = {}
         self._taken = 0
         self.world_size = 1
-        self.trained: tuple[str, ...] | None = None
-        """Names of the parameters that are trained; None where no optimizer is watched."""
 
     def optimizer(
         self, optimizer: Any, named_parameters: Iterable[tuple[str, Any]], *, clip_grad: float = 0.0,
@@ -137,7 +135,6 @@ class OptimizerRecorder(LossRecorder):
             if id(item) in groups
         ]
         self._unowned = tuple(name for name, item in named if id(item) not in groups)
-        self.trained = tuple(name for name, _ in named)
         if schedule:
             self._settings = {
                 "schedule": schedule,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from verifier.config_json import text_model
+from verifier.config_json import text_model, texts_of
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
@@ -200,11 +199,10 @@ class LoopRecorder(EngineRecorder):
         """
         self.reduced(step)
         if self.keeps(step - 1) and not self.rank:
-            pairs = [(plain(name), tensor) for name, tensor in pairs_of(named)]
-            given = {name for name, tensor in pairs if tensor is not None}
-            trained = {name for name, _ in pairs} if self.trained is None else {*map(plain, self.trained)}
-            lacking = tuple(sorted(trained - given))
-            kept = [(name, tensor) for name, tensor in pairs if tensor is not None]
+            given = {plain(name): tensor for name, tensor in pairs_of(named)}
+            kept = {name: tensor for name, tensor in given.items() if tensor is not None}
+            watched = {*map(plain, (*(item.name for item in self._owned), *self._unowned))}
+            lacking = tuple(sorted((watched or given.keys()) - kept.keys()))
             self._keep(KeptGradients, "gradients", step, kept, lacking=lacking)
 
     def keeps(self, version: int) -> bool:
@@ -269,7 +267,7 @@ class LoopRecorder(EngineRecorder):
         sent = ((plain(name), tensor) for name, tensor in pairs_of(named))
         record_tensors(self, ExportedAdapterMatrix, sent, version)
         record_tensors(self, LiveAdapterMatrix, held, version)
-        told = {key: json.dumps(value) for key, value in (further or {}).items()}
+        told = texts_of(further or {})
         self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
         self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
         self._sent.add(version)
