@@ -5,6 +5,7 @@ Every reader of these keys is here, so that plan, checks, tiers and refusals rea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,11 @@ CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps")
 _LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 """Kind of a layer in `layers_block_type` -> its letter in `hybrid_override_pattern`."""
+
+
+def texts_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """JSON of each value."""
+    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
 
 
 def text_model(config: Config) -> Config:

@@ -107,11 +107,10 @@ def recorded(*kinds: type[Record], gap: str = "") -> Condition:
     names = [kind_of(kind) for kind in kinds]
 
     def judge(run: Manifest) -> Refusal | None:
-        if lacks := [name for name in names if name not in run.facts.recorded]:
-            return Refusal(why=gap or f"the loop recorded no {lacks[0]}", gap=bool(gap))
-        return next(
-            (Refusal(why=run.facts.unbounded[name], gap=True) for name in names if name in run.facts.unbounded), None
-        )
+        if unbounded := [name for name in names if name in run.facts.unbounded]:
+            return Refusal(why=run.facts.unbounded[unbounded[0]], gap=True)
+        lacks = next((name for name in names if name not in run.facts.recorded), "")
+        return Refusal(why=gap or f"the loop recorded no {lacks}", gap=bool(gap)) if lacks else None
 
     return Condition(judge)
 

@@ -74,6 +74,7 @@ def sides(
     _: object, path: str, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
     temperature: float | Sequence[float] = 1.0, routes: Sequence[Sequence[Route]] = (),
     ends: Sequence[int] | None = None, reported: Reported | None = None, sampled: Sequence[int] = (),
+    margin: float | None = None,
 ) -> list[list[list[Any]]]:  # fmt: skip
     """Describe the distributions after all tokens but the last by float32 weights, and by those of another dtype.
 
@@ -88,6 +89,7 @@ def sides(
         reported: see `verifier.oracle.oracle.Reported`. A scale is the greatest of as many passes in float32, up to
             `DRAWS`, as show all of a sequence to be near; of `DRAWS` with None.
         sampled: of each sequence, how many of its last tokens to describe the distributions of.
+        margin: of the routes, see `choosing`; None for any.
 
     Returns:
         Of log-probabilities; with ends, of the probability that a draw is an end token, and of entropies, nats:
@@ -107,8 +109,9 @@ def sides(
     generator = torch.Generator(models[-1].device).manual_seed(0)
     found = [[_rows_of(sequences) for _ in range(3)] for _ in range(1 if ends is None else 3)]
     exact_rows, other_rows, scales = found[0]
-    described = _rows_of(sequences)
-    for group in _groups(models[-1], sequences, temperature, routes, shares=True):
+    described, kinds = _rows_of(sequences), [(scales, _scale)]
+    kinds += [(found[2][2], entropy_scale)] if ends is not None else []
+    for group in _groups(models[-1], sequences, temperature, routes, margin, shares=True):
         hidden = [group.hidden(model) for model in models]
         for part in group.parts(models, hidden):
             other, exact = part.nats
@@ -133,11 +136,13 @@ def sides(
                 break
             kept, rest = group.part(waiting)
             with moved(models[-1].model, generator):
-                again, more = rest.hidden(models[-1]), _rows_of(sequences)
+                again, more = rest.hidden(models[-1]), [_rows_of(sequences) for _ in kinds]
             for part in rest.parts(models, [[hidden[0][job] for job in kept], again]):
-                part.hand(more, _scale(part.nats[1], part.nats[0]))
-            for at in waiting:
-                scales[at] = [*map(max, scales[at], more[at])]
+                for rows, (_, scale) in zip(more, kinds, strict=True):
+                    part.hand(rows, scale(part.nats[1], part.nats[0]))
+            for rows, (known, _) in zip(more, kinds, strict=True):
+                for at in waiting:
+                    known[at] = [*map(max, known[at], rows[at])]
     return [*found, described] if sampled else found
 
 
@@ -322,7 +327,7 @@ class _Group:
 
 def _groups(
     model: StreamedModel, sequences: Sequence[Sequence[int]], temperature: float | Sequence[float],
-    routes: Sequence[Sequence[Route]] = (), *, shares: bool = False,
+    routes: Sequence[Sequence[Route]] = (), margin: float | None = None, *, shares: bool = False,
 ) -> Iterator[_Group]:  # fmt: skip
     """All sequences, of which the tokens but the first are asked for, each computed once.
 
@@ -338,7 +343,7 @@ def _groups(
     places = [*asked]
     if not shares or any(routes) or not remembers(model):
         given = [routes[at] for at in places] if any(routes) else ()
-        for batch in batches([sequences[at] for at in places], given):
+        for batch in batches([sequences[at] for at in places], given, math.inf if margin is None else margin):
             yield _Group([_Job(batch, batch.tokens[:, 1:], [asked[places[at]] for at in batch.places])])
         return
     own = [sequences[at] for at in places]

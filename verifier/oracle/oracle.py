@@ -90,20 +90,21 @@ class Oracle(contextlib.AbstractContextManager["Oracle"]):
 
     def describe(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str, temperature: float,
-        routes: Sequence[Any], ends: Sequence[int], reported: Reported = (),
+        routes: Sequence[Any], ends: Sequence[int], reported: Reported | None = (), margin: float | None = None,
     ) -> tuple[Sides, Sides, Sides]:  # fmt: skip
         """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies."""
-        found = self._sides(checkpoint, sequences, dtype, device, temperature, routes, ends, reported)
+        told = (dtype, device, temperature, routes, ends, reported, (), margin)
+        found = self._sides(checkpoint, sequences, *told)
         return Sides(*found[0]), Sides(*found[1]), Sides(*found[2])
 
     def _sides(
         self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
         temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None,
-        reported: Reported | None, sampled: Sequence[int] = (),
+        reported: Reported | None, sampled: Sequence[int] = (), margin: float | None = None,
     ) -> Any:  # fmt: skip
         tokens, other = [list(sequence) for sequence in sequences], "float64" if dtype == "float32" else dtype
         rows = None if reported is None else [[np.asarray(row).tolist() for row in rows] for rows in reported]
-        told = (tokens, other, device, temperature, routes, ends, rows, [*sampled])
+        told = (tokens, other, device, temperature, routes, ends, rows, [*sampled], margin)
         return self.ask("logprob_hf:sides", [checkpoint], *told)
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from verifier.oracle.batches_hf import MAX_TOKENS, Batch, at_once, batches, choosing_in, hidden_of, slices_of
+from verifier.oracle.batches_hf import MAX_TOKENS, Batch, at_once, batches, choosing_in
 from verifier.oracle.gradients_hf import (
     Distances,
     Spread,
@@ -28,8 +29,7 @@ from verifier.oracle.gradients_hf import (
     spooled,
     tensors_of,
 )
-from verifier.oracle.logprob_hf import entropy_of, entropy_scale, full_float32, moved
-from verifier.oracle.oracle import DRAWS
+from verifier.oracle.logprob_hf import full_float32, sides
 from verifier.oracle.step_hf import Adam, chosen, rounding_anew, rounding_of
 from verifier.oracle.streaming_hf import Room, StreamedModel, Take, Tape
 
@@ -46,6 +46,8 @@ NOISES = 3
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
+WHOLE = ("gspo", "sequence")
+"""Losses whose ratio is that of a sequence, by the mean or the sum of its log-ratios."""
 SUMMED = 2.0**-24
 """Nats, times the root of the vocabulary: what a sum of so many exponentials in float32 changes a log-probability by.
 
@@ -92,7 +94,7 @@ def judge_updates(
             trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
-            whose embedding gets no gradient as an input (`padding_idx`).
+            whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in.
         updates: of each in order its "number", from 1, and "learning_rate".
         adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
             has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
@@ -115,6 +117,8 @@ def judge_updates(
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
+        if dtype == torch.float32:  # autocast computes in less
+            dtype = getattr(torch, objective.get("dtype") or "float32")
 
         def run(take: Take, kind: torch.dtype, within: float = margin, draw: int = 0) -> _Found:
             if adapter is not None:
@@ -164,53 +168,11 @@ def judge_updates(
                 adam.begin(name, *(part[name] for part in moments), masters.get(name))
                 rates = (update["learning_rate"], rule["weight_decay"])
                 shift = (offsets or {}).get(name, 0.0)
-                sides = (old[name], new[name], stepped[name])
-                row["step"] = adam.gap(name, *sides, number, *rates, clip=scale, offset=shift)
+                weights = (old[name], new[name], stepped[name])
+                row["step"] = adam.gap(name, *weights, number, *rates, clip=scale, offset=shift)
             row |= {"gradient_rounding": roundings.get(name, 0.0), "gradient_doubt": doubts.get(name, 0.0)}
             records.append({**row, **whole})
     return records
-
-
-@torch.inference_mode()
-def entropies(
-    _: object, folder: str, temperature: float, numbers: Sequence[int], dtype: str, device: str = "cpu"
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Entropy of the distribution that each token in the loss of a step's updates is one of; a request of a server.
-
-    Updates have their `numbers` from 1; `dtype` is the second dtype of the weights, whose distance from float32 is the
-    noise. For the rest see `judge_updates`.
-
-    Returns:
-        Per update "entropy", nats, rollout by rollout, by float32 weights; "scale", see `entropy_scale`, beside float64
-        the greatest of `DRAWS` passes that are rounded anew; and "noise", nats: the greatest distance of all tokens of
-        these rollouts, those of prompts too, as in `_noise`.
-    """
-    full_float32()
-    found = []
-    for number in numbers:
-        rows, weights = _rows(Path(folder) / f"inputs-{number}.safetensors"), Path(folder) / f"weights-{number - 1}"
-        rows = [row for row in rows if row["mask"][1:].any()]
-        models = [StreamedModel(weights, kind, device) for kind in (getattr(torch, dtype), torch.float32)]
-        parts, noise = [torch.zeros(2, 0, dtype=torch.float64)] * len(rows), 0.0
-        generator = torch.Generator(models[1].device).manual_seed(0)
-        for batch in _batches(rows):
-            pairs = []
-            for _, (other, exact) in _distributions(models, batch, temperature):
-                entropy = entropy_of(exact)
-                noise = max(noise, float((entropy - entropy_of(other)).abs().max()))
-                pairs.append(torch.stack([entropy, entropy_scale(exact, other)]).cpu())
-            pair = torch.cat(pairs, dim=1)
-            for _draw in range(1, DRAWS if dtype == "float64" else 1):
-                with moved(models[1].model, generator):
-                    again = [
-                        entropy_scale(*sides[::-1]).cpu() for _, sides in _distributions(models, batch, temperature)
-                    ]
-                pair[1] = torch.maximum(pair[1], torch.cat(again))
-            for at, part in zip(batch.places, pair.chunk(len(batch.places), dim=1), strict=True):
-                parts[at] = part
-        in_loss = torch.cat([pair[:, row["mask"][1:].bool()] for pair, row in zip(parts, rows, strict=True)], dim=1)
-        found.append({"entropy": in_loss[0].tolist(), "scale": in_loss[1].tolist(), "noise": noise})
-    return found
 
 
 def _rows(file: Path) -> list[Row]:
@@ -223,7 +185,6 @@ def _rows(file: Path) -> list[Row]:
     return [{**row, "margin": torch.tensor(margin)} for row in rows]
 
 
-@torch.inference_mode()
 def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     """Greatest distance, in an update, of a log-probability by the weights as they are stored from float32, nats.
 
@@ -233,25 +194,11 @@ def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     rows, weights = _rows(folder / f"inputs-{number}.safetensors"), folder / f"weights-{number - 1}"
     if not any("score" in row for row in rows):
         return 0.0
-    greatest, stored = 0.0, [tensor.dtype for tensor in tensors_of(weights).values()]
-    models = [StreamedModel(weights, kind, device) for kind in (torch.float32, max(set(stored), key=stored.count))]
-    for batch in _batches(rows):
-        for labels, sides in _distributions(models, batch, temperature):
-            exact, other = (every.gather(1, labels) for every in sides)
-            greatest = max(greatest, float((exact - other).abs().max()))
-    return greatest
-
-
-def _distributions(
-    models: Sequence[StreamedModel], batch: Batch, temperature: float
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Tokens of a batch but the first of each sequence, [N, 1], with their [N, V] log-probabilities by each model."""
-    hidden = [hidden_of(model, batch)[:, :-1].flatten(0, 1) for model in models]
-    labels = batch.tokens[:, 1:].flatten()[:, None].to(models[0].device)
-    with models[1].weights_of(models[1].head_unit):
-        for some in slices_of(models[0], len(labels)):
-            logits = (model.logits(own[some]).double() for model, own in zip(models, hidden, strict=True))
-            yield labels[some], [torch.log_softmax(each / temperature, dim=-1) for each in logits]
+    stored = [tensor.dtype for tensor in tensors_of(weights).values()]
+    tokens, dtype = [row["tokens"].tolist() for row in rows], str(max(set(stored), key=stored.count))
+    told = (tokens, dtype.removeprefix("torch."), device, temperature, _routes(rows))
+    exact, other = (np.concatenate(part) for part in sides(None, str(weights), *told)[0][:2])
+    return float(np.abs(exact - other).max(initial=0.0))
 
 
 def _loss(
@@ -353,9 +300,12 @@ def _loss(
 
 
 def _batches(rows: Sequence[Row], most: int = MAX_TOKENS) -> Iterator[Batch]:
-    routes = [row["routes"].tolist() if "routes" in row else () for row in rows]
     margin = float(rows[0].get("margin", math.inf)) if rows else math.inf
-    return batches([row["tokens"].tolist() for row in rows], routes, margin, most)
+    return batches([row["tokens"].tolist() for row in rows], _routes(rows), margin, most)
+
+
+def _routes(rows: Sequence[Row]) -> list[Any]:
+    return [row["routes"].tolist() if "routes" in row else () for row in rows]
 
 
 def _columns(rows: Sequence[Row]) -> set[str]:
@@ -383,8 +333,9 @@ def token_losses(
 
     Source:
         PPO (arXiv 1707.06347), equation 7; DAPO (arXiv 2503.14476), equation 10; dual clip: arXiv 1912.09729,
-        equation 5; GSPO (arXiv 2507.18071), equation 14; CISPO: arXiv 2506.13585, equation 4; k1, k2, k3:
-        http://joschu.net/blog/kl-approx.html.
+        equation 5; GSPO (arXiv 2507.18071), equation 14; CISPO: arXiv 2506.13585, equation 4; SAPO: arXiv 2511.20347;
+        "sequence", the ratio of a whole answer: RLOO (arXiv 2402.14740), TRL 1.16 `RLOOTrainer._compute_loss`; k1, k2,
+        k3: http://joschu.net/blog/kl-approx.html.
     """
     name = objective["loss"]
     if name == "cross_entropy":
@@ -392,21 +343,19 @@ def token_losses(
     else:
         advantage, low, high = columns["advantage"], max(0.0, 1 - objective["clip_low"]), 1 + objective["clip_high"]
         difference, side = (values - columns["divisor"] for values in (logprob, columns.get("side", logprob.detach())))
-        if name == "gspo":
-            means, side = (
-                torch.cat([part.mean().expand(len(part)) for part in values.detach().split(list(counts))])
-                for values in (difference, side)
-            )
-            difference = means + logprob - logprob.detach()
+        if name in WHOLE:  # in the form by token
+            sizes = torch.tensor(counts).repeat_interleave(torch.tensor(counts)) if name == "sequence" else 1
+            difference, side = (sizes * _means(values, counts) for values in (difference, side))
+            difference = difference + sizes * (logprob - logprob.detach())
         ratio, told = (torch.exp(torch.clamp(values, -LIMIT, LIMIT)) for values in (difference, side))
-        if name in ("clipped", "gspo") and "side" in columns:
+        if name in ("clipped", *WHOLE) and "side" in columns:
             at_edge = torch.clamp(told, low, high) * advantage
             gain = torch.where(at_edge < told * advantage, at_edge, ratio * advantage)
             if (most := objective["dual_clip"]) is not None:
                 beyond = (advantage < 0) & (torch.minimum(told * advantage, at_edge) < most * advantage)
                 gain = torch.where(beyond, most * advantage, gain)
             total = -gain
-        elif name in ("clipped", "gspo"):
+        elif name in ("clipped", *WHOLE):
             gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
             if objective["dual_clip"] is not None:
                 gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)
@@ -415,16 +364,24 @@ def token_losses(
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
         elif name == "importance":
             total = -ratio * advantage
+        elif name == "sapo":
+            steep = torch.where(advantage > 0, *advantage.new_tensor(objective["steepness"]))
+            total = -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantage
         else:
             raise ValueError(f"no formula of the loss `{name}` is known")
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
         estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        times = (
-            torch.exp(torch.clamp(logprob - columns["divisor"], -LIMIT, LIMIT)) if objective.get("kl_ratio") else 1.0
-        )
-        total = total + objective["kl_weight"] * times * estimates[objective["kl_kind"]]
+        divergence = estimates[objective["kl_kind"]]
+        if objective.get("kl_ratio"):
+            own = _means(divergence, counts) if name in WHOLE else divergence.detach()
+            divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())
+        total = total + objective["kl_weight"] * divergence
     if objective["entropy_weight"]:
         total = total - objective["entropy_weight"] * entropy
     return total
+
+
+def _means(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    return torch.cat([part.mean().expand(len(part)) for part in values.detach().split(list(counts))])

@@ -341,7 +341,7 @@ def ends_record(
 
 
 def entropies_of(sides: Sides, masks: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Entropies at tokens in the loss, as `policy_hf.entropies` answers; `masks` are [L] bool of each sequence."""
+    """Entropies at tokens in the loss, their scales, and the noise of all; `masks` are [L] bool of each sequence."""
     exact, _, scale = (
         [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
         for side in sides
@@ -354,7 +354,7 @@ def entropies_of(sides: Sides, masks: Sequence[np.ndarray]) -> dict[str, Any]:
 def entropy_record(
     name: str, version: int, temperature: float, found: Mapping[str, Any], rollouts: Sequence[int] | None = None
 ) -> tuple[OracleEntropy, dict[str, np.ndarray]]:
-    """Record of an answer of `policy_hf.entropies`, of all rollouts of an update or of some, and its arrays."""
+    """Record of what `entropies_of` gives, of all rollouts of an update or of some, and its arrays."""
     places = None if rollouts is None else tuple(rollouts)
     noise = real(found["noise"])
     record = OracleEntropy(name=name, version=version, temperature=temperature, noise=noise, rollouts=places)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from verifier.config_json import texts_of
 from verifier.core.seal import seal_of_array
 from verifier.errors import UsageError
 from verifier.probe.steps import StepRecorder
@@ -410,11 +411,6 @@ class AnswerRecorder(StepRecorder):
     def model_config(self, values: Mapping[str, Any]) -> None:
         """Values of the checkpoint's config.json, defaults included, which settings are compared with."""
         self.emit(StatedConfig(name="config.json", values=texts_of(values)))
-
-
-def texts_of(values: Mapping[str, Any]) -> dict[str, str]:
-    """JSON of each value."""
-    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
 
 
 def row_table(rows: Any) -> np.ndarray:

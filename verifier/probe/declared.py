@@ -43,8 +43,6 @@ UNDERTAKINGS: dict[Undertaking, tuple[type[Record], ...]] = {
     "gradients": (GradientRecord,),
 }
 assert tuple(UNDERTAKINGS) == get_args(Undertaking)
-KNOWN_ESTIMATORS = ("grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
-"""Estimators of advantages that a check has a formula of."""
 
 
 def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:

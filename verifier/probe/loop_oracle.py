@@ -12,12 +12,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config_json import text_model
@@ -25,7 +27,7 @@ from verifier.core import ragged, store
 from verifier.core.manifest import MeshSizes
 from verifier.core.outputs import work_folder
 from verifier.core.reader import read
-from verifier.core.record import Record
+from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
@@ -44,12 +46,15 @@ from verifier.oracle.recording import (
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
+from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import OracleLogprobs, OracleOfSampled, SampledNoise, TrainerLogprobs
-from verifier.stages.loss.records import KeptGradients, KeptTensors, LossTerms
+from verifier.stages.loss.records import FORMULAS, GradientRecord, KeptGradients, KeptTensors, LossTerms
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.rollout.records import SampledTokens
-from verifier.stages.train.records import KeptWeights
+from verifier.stages.train.records import KeptMatrices, KeptWeights, LiveAdapterScaling
 
+MATRIX = ".lora_A.weight"
+"""End of the name of an adapter's first matrix, as the oracle and peft's state dict have it."""
 RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
 """Settings that the oracle takes; only Adam's step, which a loop does not record, depends on them."""
 
@@ -81,12 +86,15 @@ def add_oracle(trace: Path, source: Path, oracle: Oracle) -> None:
     """
     seen, mark = read(trace), mark_of(trace, "oracle", 0)
     with work_folder("oracle") as work:
-        found = _Recording(oracle, seen, source, work).record()
+        recording = _Recording(oracle, seen, source, work)
+        ranks = sorted({0, *(item.rank for item in seen.of(Rollouts))})
+        found = {rank: [*recording.of_rank(rank), *(() if rank else recording.gradients())] for rank in ranks}
     store.fail(trace, seen.manifest, "the oracle was adding its evidence")
     mark.touch()
-    with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
-        for record, array in found:
-            recorder.emit(record, array)
+    for rank, records in found.items():  # what a trainer rank scored is judged by the oracle's of that rank
+        with contextlib.closing(store.Recorder(trace, "oracle", rank)) as recorder:
+            for record, array in records:
+                recorder.emit(record, array)
     mark.unlink()
     seal(trace, seen.manifest.failure)
 
@@ -100,10 +108,6 @@ class _Recording:
     source: Path
     work: Path
     _folders: dict[int, Path] = field(default_factory=dict)
-
-    def record(self) -> list[tuple[Record, Any]]:
-        """All records, with their arrays."""
-        return [*self._logprobs(), *self._gradients()]
 
     def _weights(self, version: int) -> Path | None:
         """Checkpoint of a version; None if it was not kept."""
@@ -132,37 +136,34 @@ class _Recording:
                 shutil.copy(file, folder)
         return folder
 
-    def _logprobs(self) -> Iterator[tuple[Record, Any]]:
-        """Log-probabilities of passes and samples of versions that were kept, and the dtype's noise."""
-        seen = self.seen
+    def of_rank(self, rank: int) -> Iterator[tuple[Record, Any]]:
+        """Log-probabilities of a rank's passes and samples of versions that were kept, and the dtype's noise."""
+        seen, dtype = self.seen, self.seen.manifest.dtype
         last: SampledNoise | None = None
-        for rollouts in sorted(seen.of(Rollouts), key=lambda item: item.version):
+        for rollouts in sorted(seen.of(Rollouts, rank=rank), key=attrgetter("version")):
             step = rollouts.version
             tokens = [row.tolist() for row in ragged.split(seen.array(rollouts, "tokens"), rollouts.lengths)]
-            for scored in seen.of(TrainerLogprobs):
+            for scored in seen.of(TrainerLogprobs, rank=rank):
                 if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
                     continue
                 if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
-                    sides = self._sides(weights, tokens, scored.temperature)
+                    sides = self.oracle.score_twice(weights, tokens, dtype, temperature=scored.temperature)
                     tails = _cut(sides, scored.lengths)
                     yield from sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
-            for columns in seen.of(LossColumns, version=step):
+            for columns in seen.of(LossColumns, version=step, rank=rank):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
-                    yield self._entropies(weights, columns, tokens, temperature)
-            for sampled in (item for item in seen.of(SampledTokens) if item.name == f"step {step}"):
+                    _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
+                    masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
+                    yield entropy_record(columns.name, step, temperature, entropies_of(sides, masks))
+            for sampled in seen.of(SampledTokens, name=f"step {step}", rank=rank):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
-                drawn = [
-                    n if temperature else 0
-                    for n, temperature in zip(sampled.lengths, sampled.temperatures, strict=True)
-                ]
-                told = (self.seen.manifest.dtype, "cpu", [*sampled.temperatures], None, drawn)
-                sides, places = self.oracle.sampled(weights, rows, *told)
+                drawn = [size if heat else 0 for size, heat in zip(sampled.lengths, sampled.temperatures, strict=True)]
+                sides, places = self.oracle.sampled(weights, rows, dtype, "cpu", [*sampled.temperatures], None, drawn)
                 tails = _cut(sides, sampled.lengths)
-                whole = tuple(map(len, rows))
-                yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, whole)
+                yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, [*map(len, rows)])
                 size = int(text_model(json.loads((weights / "config.json").read_text())).get("vocab_size", 0))
                 if described := [*chain.from_iterable(places)]:  # greedy tokens are drawn from nothing
                     yield places_record(sampled, size or 1 << 30, described)
@@ -183,67 +184,80 @@ class _Recording:
         _, shares, _ = self.oracle.describe(weights, rows, self.seen.manifest.dtype, "cpu", temperature, [], ends)
         yield ends_record(sampled.name, sampled.version, ends, temperature, _cut(shares, sampled.lengths))
 
-    def _entropies(
-        self, weights: Path, columns: LossColumns, tokens: Sequence[Sequence[int]], temperature: float
-    ) -> Any:
-        """Entropy at each token in the loss of an update."""
-        dtype, seen = self.seen.manifest.dtype, self.seen
-        _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
-        masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-        found = entropies_of(sides, masks)
-        return entropy_record(columns.name, columns.version, temperature, found)
-
-    def _sides(self, weights: Path, rows: Sequence[Sequence[int]], temperature: float) -> Sides:
-        return self.oracle.score_twice(weights, rows, self.seen.manifest.dtype, temperature=temperature)
-
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:
         rows = zip(sampled.prompts, sampled.lengths, strict=True)
         places = numbered((tuple(prompt), place) for prompt, length in rows for place in range(length))
         return sampled_noise(step, sampled.version, tails, places)
 
-    def _gradients(self) -> Iterator[tuple[Record, Any]]:
-        """Gradients of steps whose weights and gradients were kept and whose loss is known."""
+    def gradients(self) -> Iterator[tuple[Record, Any]]:
+        """Gradients of steps whose weights and gradients were kept and whose loss is known, over all ranks."""
         seen = self.seen
         mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
         for step in seen.versions(KeptGradients):
-            weights, terms = self._weights(step - 1), next(seen.of(LossTerms, version=step), None)
-            policy = next(seen.of(PolicyColumns, version=step), None)
-            if weights is None or terms is None or policy is None:
+            weights = self._weights(step - 1)
+            terms = min(seen.of(LossTerms, version=step), key=attrgetter("rank"), default=None)
+            inputs = self._inputs(step, terms) if terms is not None and terms.loss in FORMULAS else {}
+            kept = list(seen.of(KeptGradients, version=step))
+            if weights is None or terms is None or not inputs:
                 continue
             folder = self.work / f"step-{step}"
             folder.mkdir()
             (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
-            self._written(list(seen.of(KeptGradients, version=step)), folder / f"gradients-{step}")
-            self._write_inputs(folder / f"inputs-{step}.safetensors", policy, terms)
-            objective = content_of(terms)
-            folders = [folder, weights, folder / f"gradients-{step}"]
+            self._written(kept, folder / f"gradients-{step}")
+            save_file(inputs, folder / f"inputs-{step}.safetensors")
+            objective = {**content_of(terms), "dtype": seen.manifest.dtype}
+            folders, adapter = [folder, weights, folder / f"gradients-{step}"], None
+            if any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
+                if (adapter := self._adapter(folder / f"matrices-{step - 1}", step - 1)) is None:
+                    why = "gradients are an adapter's, whose matrices `adapter_exported` has not recorded"
+                    yield Unbounded(name=kind_of(GradientRecord), version=step, why=why), None
+                    continue
+                folders.append(folder / f"matrices-{step - 1}")
             asked = [{"number": step, "learning_rate": 0.0}]
             # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
             padding = text_model(json.loads((self.source / "config.json").read_text())).get("pad_token_id")
-            rollouts = next(seen.of(Rollouts, version=step))
-            either = [None, padding][: 1 + bool((seen.array(rollouts, "tokens") == padding).any())]
+            either = [None, padding][: 1 + bool((inputs["tokens"] == padding).any())]
             told: list[list[dict[str, Any]]] = []
             for token in either:
-                given = (RULE, {**objective, "padding": token}, asked, None)
+                given = (RULE, {**objective, "padding": token}, asked, adapter)
                 told.append(self.oracle.ask("policy_hf:judge_updates", [folder], *given, read=folders))
+            lacking = [name for part in kept for name in part.lacking or ()]
             for row in min(told, key=_farthest):
-                yield gradient_record({**row, "version": step}, None, mesh), None
+                if "gradient" in row or row["name"] in lacking or any(part.lacking is None for part in kept):
+                    yield gradient_record({**row, "version": step}, None, mesh), None
 
-    def _write_inputs(self, file: Path, policy: PolicyColumns, terms: LossTerms) -> None:
-        from safetensors.numpy import save_file
+    def _adapter(self, folder: Path, version: int) -> dict[str, Any] | None:
+        """Write the matrices of a version; what the oracle is to know of them, None if they were not kept."""
+        kept = list(self.seen.of(KeptMatrices, version=version))
+        scaling = next(self.seen.of(LiveAdapterScaling, version=version), None)
+        if not kept or scaling is None:
+            return None
+        self._written(kept, folder)
+        names = [name for part in kept for name in part.dtypes if name.endswith(MATRIX)]
+        return {"scaling": float(scaling.scaling), "names": {name: [name] for name in names}}
 
-        arrays = self.seen.arrays(policy)
-        rollouts = next(self.seen.of(Rollouts, version=policy.version))
-        masks = ragged.split(arrays["mask"].astype(bool), policy.lengths)
-        inputs = {
-            "lengths": np.array(policy.lengths, np.int64), "mask": arrays["mask"].astype(np.uint8),
-            "tokens": self.seen.array(rollouts, "tokens").astype(np.int64),
-            "weight": np.concatenate(_weights(terms, masks, terms.parts or rollouts.groups)),
-            "advantage": arrays["advantage"].astype(np.float64), "divisor": arrays["divisor"],
-        }  # fmt: skip
-        if terms.kl_weight:
-            inputs["reference"] = arrays["reference"]
-        save_file({name: np.ascontiguousarray(values) for name, values in inputs.items()}, file)
+    def _inputs(self, step: int, terms: LossTerms) -> dict[str, np.ndarray]:
+        """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""
+        seen, parts, groups = self.seen, list[dict[str, np.ndarray]](), list[str]()
+        read = [] if terms.loss == "cross_entropy" else ["advantage", "divisor"]
+        read += ["reference"] if terms.kl_weight else []
+        known = set[tuple[Any, bytes]]()
+        for rollouts in sorted(seen.of(Rollouts, version=step), key=attrgetter("rank")):
+            columns = dict(seen.arrays(rollouts))
+            same = rollouts.ids, columns["tokens"].tobytes()
+            if same in known:  # ranks of one place in the data, as of tensor parallelism, record the same
+                continue
+            known.add(same)
+            own = next(seen.of(LossTerms, version=step, rank=rollouts.rank), None)
+            policy = next(seen.of(PolicyColumns, version=step, rank=rollouts.rank), None)
+            if own is None or (read and policy is None):
+                return {}
+            columns |= {"lengths": np.array(rollouts.lengths), **({} if policy is None else seen.arrays(policy))}
+            parts.append({name: columns[name] for name in ("lengths", "tokens", "mask", *read)})
+            groups += own.parts or rollouts.groups
+        inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        masks = ragged.split(inputs["mask"].astype(bool), inputs["lengths"])
+        return inputs | {"weight": np.concatenate(_weights(terms, masks, groups))}
 
 
 def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from verifier.core.record import kind_of, real
+from verifier.core.record import real
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.answers import AnswerRecorder
 from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
-from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import (
     ARRAYS_OF_PACK,
     NUMBERS_OF_PACK,
@@ -248,12 +247,7 @@ class LossRecorder(AnswerRecorder):
             micro.columns[key] = np.asarray(on_host(tensor).double(), np.float64)[rows]
             if tensor.requires_grad:
                 tensor.register_hook(lambda found, key=key: _keep(micro.gradients, key, found))
-        micro.columns["dtype"] = np.array([kind])
         self._micros.setdefault(step, []).append(micro)
-
-    def unbounded(self, kind: type[Any], why: str) -> None:
-        """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
-        self.emit(Unbounded(name=kind_of(kind), version=max(self.current, 0), why=why))
 
     def flush_passes(self, step: int, own: OpenStep) -> None:
         """Record the micro-batches of a step, and the rows of its loss."""

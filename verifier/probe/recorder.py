@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from verifier.config_json import text_model
+from verifier.config_json import text_model, texts_of
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
-from verifier.core.record import Array, Record, Role
+from verifier.core.record import Array, Record, Role, real
 from verifier.errors import UsageError
 from verifier.plan.digest import dtype_name
 from verifier.platform.provenance import origin_of
@@ -33,9 +33,16 @@ from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.state import EngineRecorder, Named, pairs_of
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
-from verifier.stages.export.records import ExportedTensor
+from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
-from verifier.stages.train.records import JoinedTensor, KeptWeights, Update
+from verifier.stages.train.records import (
+    JoinedTensor,
+    KeptMatrices,
+    KeptWeights,
+    LiveAdapterMatrix,
+    LiveAdapterScaling,
+    Update,
+)
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
 HEAD = "lm_head.weight"
@@ -188,10 +195,15 @@ class LoopRecorder(EngineRecorder):
         """Gradients of a step as the optimizer gets them, summed over micro-batches and ranks, before any clip.
 
         They are copied on steps that `keep_every` names. Of an `optimizer` that is watched, its own are looked at here.
+        None is no gradient: of a tensor that is trained, which a watched optimizer tells, that is judged.
         """
         self.reduced(step)
         if self.keeps(step - 1) and not self.rank:
-            self._keep(KeptGradients, "gradients", step, named)
+            given = {plain(name): tensor for name, tensor in pairs_of(named)}
+            kept = {name: tensor for name, tensor in given.items() if tensor is not None}
+            watched = {*map(plain, (*(item.name for item in self._owned), *self._unowned))}
+            lacking = tuple(sorted((watched or given.keys()) - kept.keys()))
+            self._keep(KeptGradients, "gradients", step, kept, lacking=lacking)
 
     def keeps(self, version: int) -> bool:
         """Tell whether weights of a version, and the gradients of the step that trains them, are copied."""
@@ -237,10 +249,35 @@ class LoopRecorder(EngineRecorder):
         if keeps and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)
 
-    def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named) -> None:
+    def _keep(self, kind: type[KeptTensors], name: str, version: int, named: Named, **fields: Any) -> None:
         tensors = dict(pairs_of(named))
         dtypes = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
-        self.emit(kind(name=name, version=version, dtypes=dtypes), tensors)
+        self.emit(kind(name=name, version=version, dtypes=dtypes, **fields), tensors)
+
+    def adapter_exported(
+        self, named: Named, version: int, *, live: Named, scaling: float, live_scaling: float,
+        further: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
+
+        `further` are settings of its configuration beyond rank, alpha and linears. `live` is copied for versions that
+        `keep_every` names.
+        """
+        held = [(plain(name), tensor) for name, tensor in pairs_of(live)]
+        sent = ((plain(name), tensor) for name, tensor in pairs_of(named))
+        record_tensors(self, ExportedAdapterMatrix, sent, version)
+        record_tensors(self, LiveAdapterMatrix, held, version)
+        told = texts_of(further or {})
+        self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
+        self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
+        self._sent.add(version)
+        if self.keeps(version) and not self.rank:
+            self._keep(KeptMatrices, "matrices", version, held)
+
+
+def plain(name: str) -> str:
+    """Name of a peft parameter by the checkpoint's; others stay."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".default.weight", ".weight")
 
 
 def _copied(tensor: Any) -> Any:
@@ -257,7 +294,7 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
     Args:
         path: directory of the trace, absent or empty.
         model: HF directory of the weights that the loop begins with, with which an export of version 0 is compared.
-        dtype: of the weights that are trained, such as "bfloat16"; by default that of the first export.
+        dtype: that the model computes in, that of autocast where there is one; by default of the first export.
         mesh: parallel sizes by the names of `verifier.mesh.Mesh`, for the report.
         engine: what samples, for the report.
         rank: of this process among those that record; by default of torch.distributed, of the variable RANK, or 0.

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verifier.core.record import real
+from verifier.config_json import texts_of
 from verifier.errors import UsageError
 from verifier.plan.digest import described
-from verifier.probe.answers import texts_of
 from verifier.probe.optimizer import OptimizerRecorder
 from verifier.stages.checkpoint.probe_written import record_written
 from verifier.stages.checkpoint.records import LoadedState, SavedState
@@ -36,18 +35,10 @@ from verifier.stages.export.probe_tensors import (
     record_source,
     record_tensors,
 )
-from verifier.stages.export.records import (
-    ExportedAdapterMatrix,
-    ExportedAdapterScaling,
-    ExportedConfig,
-    ShardAfterExport,
-    WrittenShard,
-)
+from verifier.stages.export.records import ExportedConfig, ShardAfterExport, WrittenShard
 from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig
 from verifier.stages.train.records import (
     FrozenShard,
-    LiveAdapterMatrix,
-    LiveAdapterScaling,
     ShardAfterIdleStep,
     ShardAfterScoring,
     UpdatedShard,
@@ -115,27 +106,6 @@ class StateRecorder(OptimizerRecorder):
         from verifier.stages.load.probe_configs_megatron import record_provider
 
         record_provider(self, config, chunks)
-
-    def adapter_exported(
-        self,
-        named: Named,
-        version: int,
-        *,
-        live: Named,
-        scaling: float,
-        live_scaling: float,
-        further: Mapping[str, Any] | None = None,
-    ) -> None:
-        """An adapter as it goes to the engine, and as the trainer holds it: matrices, and alpha over rank.
-
-        `further` are settings of its configuration beyond rank, alpha and linears.
-        """
-        for kind, side in ((ExportedAdapterMatrix, named), (LiveAdapterMatrix, live)):
-            record_tensors(self, kind, pairs_of(side), version)
-        told = {key: json.dumps(value) for key, value in (further or {}).items()}
-        self.emit(ExportedAdapterScaling(name="scaling", version=version, scaling=real(scaling), further=told))
-        self.emit(LiveAdapterScaling(name="scaling", version=version, scaling=real(live_scaling)))
-        self._sent.add(version)
 
     def adapter_merged(
         self, name: str, version: int, merged: Any, *, base: Any, a: Any, b: Any, scaling: float

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from verifier.core.manifest import MeshSizes
-from verifier.core.record import Array, Record, real
+from verifier.core.record import Array, Record, kind_of, real
 from verifier.errors import UsageError
-from verifier.probe.declared import KNOWN_ESTIMATORS
 from verifier.probe.tokens import Rows, StepTokens, step_tokens
-from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.advantage.records import ESTIMATORS, Advantages, PolicyColumns
 from verifier.stages.data.records import Drops, SamplingAsked
+from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import TrainerLogprobs
-from verifier.stages.loss.records import LossTerms
+from verifier.stages.loss.records import FORMULAS, GradientRecord, LossTerms
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.rollout.records import SampledTokens
 from verifier.stages.train.records import StepReport
@@ -136,6 +136,10 @@ class StepRecorder(ABC):
     def update_of(self, step: int) -> int:
         """Number of the optimizer step of a step."""
         return step
+
+    def unbounded(self, kind: type[Record], why: str) -> None:
+        """Say that evidence of a kind is there, or could be, and that nothing bounds it."""
+        self.emit(Unbounded(name=kind_of(kind), version=max(self.current, 0), why=why))
 
     @abstractmethod
     def emit(self, record: Record, array: Array | Mapping[str, Array] | None = None) -> None:
@@ -305,7 +309,7 @@ class StepRecorder(ABC):
         tokens = own.tokens
         if ratio_over not in ("old", "engine"):
             raise UsageError(f"ratio_over is `{ratio_over}`: a ratio divides by `old` or by `engine`")
-        if estimator in KNOWN_ESTIMATORS and not own.has_rewards:
+        if estimator in ESTIMATORS and not own.has_rewards:
             raise UsageError(f"step {step} has no rewards, of which `{estimator}` is: give them to `rollouts`")
         if dtype and dtype not in DTYPES:
             raise UsageError(f"dtype is `{dtype}`: advantages are {', '.join(DTYPES)}")
@@ -338,14 +342,17 @@ class StepRecorder(ABC):
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
         kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
+        steepness: tuple[float, float] = (1.0, 1.05),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
-        `name` is "importance" (ratio times advantage), "clipped", "gspo" or "cispo"; `aggregation` "token_mean",
-        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks. `divisor` is what
-        the sum over tokens, or over means, is divided by where that is not the number of those with tokens in the loss.
-        With `kl_ratio` each token's KL estimate is multiplied by its ratio, with a gradient (arXiv 2512.02556). With
-        `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
+        `name` is "cross_entropy", "importance" (ratio times advantage), "clipped", "gspo", "cispo", "sapo", with its
+        `steepness` for positive advantages and others, or "sequence": clipped by the product of a rollout's ratios.
+        Others are not judged. `aggregation` is "token_mean", "sequence_mean" or "prompt_mean", over all tokens in the
+        loss of all micro-batches and ranks. `divisor` is what the sum over tokens, or over means, of all ranks is
+        divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each token's KL
+        estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`, one of each
+        rollout such as its micro-batch, "prompt_mean" is of the means of these.
 
         Raises:
             UsageError: an unknown name.
@@ -356,9 +363,12 @@ class StepRecorder(ABC):
         own.terms = LossTerms(
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl_weight=kl_weight, kl_kind=kl_kind, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
-            temperature=own.tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)),
+            temperature=own.tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)), steepness=steepness,
         )  # fmt: skip
         self.emit(own.terms)
+        if name not in FORMULAS:
+            for kind in (GradientRecord, LossTerms):
+                self.unbounded(kind, f"no formula of the loss `{name}` is known")
 
     def step(
         self, step: int, *, loss: float | None = None, num_tokens: int | None = None, grad_norm: float | None = None
@@ -425,7 +435,7 @@ class StepRecorder(ABC):
         parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
         masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
         inside = [part[mask] if mask.any() else part for part, mask in zip(parts, masks, strict=True)]
-        if own.estimator not in KNOWN_ESTIMATORS and any((part != part[0]).any() for part in inside):
+        if own.estimator not in ESTIMATORS and any((part != part[0]).any() for part in inside):
             return  # one of each token, for which no check has a formula
         counts = tuple(int(mask.sum()) for mask in masks)
         made = Advantages(

@@ -26,9 +26,10 @@ from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
 from verifier.oracle import policy_hf
 from verifier.oracle.gradients_hf import PASSES, beside, distances, noise_of
-from verifier.oracle.logprob_hf import entropy_of, entropy_scale
-from verifier.oracle.oracle import DRAWS
-from verifier.oracle.policy_hf import _loss, entropies, judge_updates, token_losses
+from verifier.oracle.logprob_hf import entropy_of, entropy_scale, sides
+from verifier.oracle.oracle import DRAWS, Sides
+from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
+from verifier.oracle.recording import entropies_of
 from verifier.oracle.streaming_hf import StreamedModel
 from verifier.runs.model_under_test import cache_folder
 
@@ -236,17 +237,33 @@ def test_two_updates_by_torch_hold(tmp_path):
 
 def test_entropies_are_of_the_tempered_distribution_before_each_update(tmp_path):
     judged(tmp_path)
-    found = entropies(None, str(tmp_path), 0.5, (1, 2), "float64")
-    for row, number in zip(found, (1, 2), strict=True):
-        columns = load_file(tmp_path / f"inputs-{number}.safetensors")
-        model, expected = load_model(tmp_path / f"weights-{number - 1}", torch.float32), []
-        lengths = columns["lengths"].tolist()
-        for tokens, mask in zip(*(columns[name].split(lengths) for name in ("tokens", "mask")), strict=True):
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    for number in (1, 2):
+        columns, weights = load_file(tmp_path / f"inputs-{number}.safetensors"), tmp_path / f"weights-{number - 1}"
+        tokens, masks = (columns[name].split(columns["lengths"].tolist()) for name in ("tokens", "mask"))
+        asked = ([row.tolist() for row in tokens], "float64")
+        found = entropies_of(
+            Sides(*sides(None, str(weights), *asked, temperature=0.5, ends=[])[2]),
+            [mask.numpy().astype(bool) for mask in masks],
+        )
+        model, expected = load_model(weights, torch.float32), []
+        for row, mask in zip(tokens, masks, strict=True):
+            logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
             found_of = torch.distributions.Categorical(logits=logits.double() / 0.5).entropy()
             expected += found_of[mask[1:].bool()].tolist()
-        assert row["entropy"] == pytest.approx(expected, abs=2e-5)  # the bound of LGP012 at a temperature of 0.5
-        assert 0 < row["noise"] < 1e-5
+        assert found["entropy"] == pytest.approx(expected, abs=2e-5)  # the bound of LGP012 at a temperature of 0.5
+        assert 0 < found["noise"] < 1e-5
+        assert len(found["scale"]) == len(expected)
+
+
+def test_the_scale_of_an_entropy_is_the_greatest_of_several_passes(tmp_path):
+    judged(tmp_path)
+    tokens = load_file(tmp_path / "inputs-1.safetensors")["tokens"][:12].tolist()
+    one, several = (
+        sides(None, str(tmp_path / "weights-0"), [tokens], "float64", ends=[], reported=reported)[2][2][0]
+        for reported in ((), None)
+    )
+    assert all(few <= many for few, many in zip(one, several, strict=True))
+    assert sum(several) > sum(one)
 
 
 def test_a_kl_term_without_gradient_shows(tmp_path):

@@ -283,7 +283,7 @@ class SampledStep:
             if scored is not None:
                 before = self.folder / f"weights-{updates[0].number - 1}"
                 noise, entropies = self._record_logprobs(recorder, scored, before, earlier, known)
-            self._record_entropies(recorder, updates, objective["temperature"], read, entropies)
+            self._record_entropies(recorder, updates, objective["temperature"], entropies)
         if model.oracle_device == "cuda":  # of weights too large for their answers to be known again
             self._oracle.ask("streaming_hf:release", [self.folder / f"weights-{updates[0].number - 1}"])
         shutil.rmtree(self.folder)
@@ -312,7 +312,7 @@ class SampledStep:
                     recorder.emit(choices_record(row, update.name, self._step))
 
     def _record_entropies(
-        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float, read: Sequence[Path],
+        self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float,
         known: Mapping[str, list[list[float]]],
     ) -> None:  # fmt: skip
         """Record the entropy at each token in the loss, of each update.
@@ -320,15 +320,20 @@ class SampledStep:
         `known` has by rollout what the weights before the first update give it, as `Sides` has it. Where that is all of
         the first update, and its routers were given no experts of their own choice, it is not asked again.
         """
-        dtype, first = "float64" if self._model.dtype == "float32" else self._model.dtype, updates[0]
-        chose = chosen_routes(self.folder / f"routes-{first.number}", len(first.rollouts))
-        rows = [_entropies(first, known)] if not chose and {item.id for item in first.rollouts} <= known.keys() else []
-        if rest := updates[len(rows) :]:
-            asked = (temperature, [update.number for update in rest], dtype, self._model.oracle_device)
-            rows += self._oracle.ask("policy_hf:entropies", [self.folder], *asked, read=read)
-        for update, row in zip(updates, rows, strict=True):
+        replayed, dtype = self._config.grpo.replay_routes, self._model.dtype
+        for update in updates:
+            trained = [at for at, rollout in enumerate(update.rollouts) if rollout.mask[1:].any()]
+            rollouts, given = _at(trained, update.rollouts), self._given(update)
+            if update is updates[0] and (replayed or not given) and {item.id for item in rollouts} <= known.keys():
+                sides = Sides(*([known[item.id][side] for item in rollouts] for side in range(3)))
+            else:
+                routes = [rows.tolist() for rows in _at(trained, given)] if given else []
+                asked = ([item.tokens.tolist() for item in rollouts], dtype, self._model.oracle_device, temperature)
+                margin, before = None if replayed or dtype != "float32" else NEAR, f"weights-{update.number - 1}"
+                _, _, sides = self._oracle.describe(self.folder / before, *asked, routes, [], None, margin)
+            found = entropies_of(sides, [item.mask.astype(bool) for item in rollouts])
             places = self.places.get(str(update.number))
-            recorder.emit(*entropy_record(update.name, self._step, temperature, row, places))
+            recorder.emit(*entropy_record(update.name, self._step, temperature, found, places))
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         arrays = {
@@ -340,9 +345,7 @@ class SampledStep:
         arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
         if (scores := load_scores(self.folder, update.number, arrays["lengths"].tolist())) is not None:
             arrays["score"] = scores
-        if routes := self._routes(update.rollouts) or chosen_routes(
-            self.folder / f"routes-{update.number}", len(update.rollouts)
-        ):
+        if routes := self._given(update):
             arrays["route_counts"] = np.array([len(rows) for rows in routes], np.int64)
             arrays["routes"] = np.concatenate(routes)
             if not self._config.grpo.replay_routes and self._model.dtype == "float32":
@@ -350,6 +353,11 @@ class SampledStep:
         file = self.folder / f"inputs-{update.number}.safetensors"
         with full_disk_refused(file):
             save_file(arrays, file)
+
+    def _given(self, update: OptimizerUpdate) -> list[np.ndarray]:
+        """Routes that the oracle's routers are given: those to replay, or those that the trainer's chose."""
+        chosen = self.folder / f"routes-{update.number}"
+        return self._routes(update.rollouts) or chosen_routes(chosen, len(update.rollouts))
 
     def _routes(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Position, global layer and experts of each routed token of each rollout; nothing unless they are replayed."""
@@ -440,13 +448,6 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
 def _of_runs(sides: Sides, runs: Sequence[tuple[int, int, int]]) -> Sides:
     """Values of runs of tokens: place of its rollout, begin and end of each."""
     return Sides(*([rows[at][a - 1 : b - 1] for at, a, b in runs] for rows in sides))
-
-
-def _entropies(update: OptimizerUpdate, known: Mapping[str, list[list[float]]]) -> dict[str, Any]:
-    """Answer of `policy_hf:entropies` for an update, from entropies by rollout."""
-    rollouts = [rollout for rollout in update.rollouts if rollout.mask[1:].any()]
-    sides = Sides(*([known[item.id][side] for item in rollouts] for side in range(3)))
-    return entropies_of(sides, [rollout.mask.astype(bool) for rollout in rollouts])
 
 
 def objective_of(config: TrainConfig) -> Mapping[str, Any]:

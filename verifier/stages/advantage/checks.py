@@ -12,11 +12,10 @@ import numpy as np
 from verifier.core import ragged
 from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, times
 from verifier.core.condition import condition, knob, on, recorded, told
-from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
+from verifier.stages.advantage.records import ESTIMATORS, Advantages, LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
 from verifier.stages.data.records import Drops
 
-KNOWN = ("grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 """Unit roundoff of each dtype: greatest relative error of one rounding to nearest."""
 EPSILON = 1e-6
@@ -57,7 +56,7 @@ class _Expected:
         return f"{self.low:.9g}" if self.low == self.high else f"{self.low:.9g} to {self.high:.9g}"
 
 
-ESTIMATOR = condition("the estimator has no second formula", lambda run: {*run.facts.estimators} & {*KNOWN})
+ESTIMATOR = condition("the estimator has no second formula", lambda run: {*run.facts.estimators} & {*ESTIMATORS})
 
 
 @check(

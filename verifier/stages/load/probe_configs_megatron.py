@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verifier.config_json import text_model, with_defaults
+from verifier.config_json import text_model, texts_of, with_defaults
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
 from verifier.megatron.lora_megatron import further_settings, read_adapter
@@ -33,12 +33,12 @@ def record_config(probe: Probe, source: Checkpoint, folder: Path, version: int) 
     for kind, path in ((SourceConfig, source.path), (ExportedConfig, folder)):
         stated, key = text_model(json.loads((path / "config.json").read_text())), "tie_word_embeddings"
         tied = {key: stated[key]} if key in stated else {}  # the text model's own goes before the default of the whole
-        probe.emit(kind(name="config.json", version=version, values=_texts(_read(path) | tied)))
+        probe.emit(kind(name="config.json", version=version, values=texts_of(_read(path) | tied)))
 
 
 def record_stated(probe: Probe, source: Checkpoint) -> None:
     """The source's config.json as it stands; for keys that it does not have, what transformers takes."""
-    probe.emit(StatedConfig(name="config.json", values=_texts(with_defaults(source.config, _read(source.path)))))
+    probe.emit(StatedConfig(name="config.json", values=texts_of(with_defaults(source.config, _read(source.path)))))
 
 
 def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) -> None:
@@ -47,7 +47,7 @@ def record_provider(probe: Probe, provider: Any, chunks: Sequence[nn.Module]) ->
     fields[LAYER_WINDOWS] = dict(window for chunk in chunks for window in _windows(chunk))
     fields[NORM_EPSILONS] = norm_epsilons(chunks)
     fields[ROTARY_FREQUENCIES] = dict(found for chunk in chunks for found in _frequencies(chunk))
-    probe.emit(ProviderFields(name="provider", values=_texts({k: v for k, v in fields.items() if v is not ...})))
+    probe.emit(ProviderFields(name="provider", values=texts_of({k: v for k, v in fields.items() if v is not ...})))
 
 
 def _windows(chunk: nn.Module) -> Iterator[tuple[str, int | None]]:
@@ -98,10 +98,6 @@ def _read(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     return dict(AutoConfig.from_pretrained(path, local_files_only=True).to_dict())
-
-
-def _texts(values: dict[str, Any]) -> dict[str, str]:
-    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
 
 
 def _plain(value: Any) -> Any:

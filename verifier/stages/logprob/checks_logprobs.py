@@ -222,7 +222,8 @@ def compare_with_oracle(
         LookupError: the oracle did not score what the actual side did.
     """
     for actual in trace.of(kind, version=version):
-        expected = next(trace.of(oracle, name=actual.name, version=actual.version), None)
+        scored = [*trace.of(oracle, name=actual.name, version=actual.version)]
+        expected = next((item for item in scored if item.rank == actual.rank), next(iter(scored), None))
         if expected is None:
             raise LookupError(f"nobody else scored `{actual.name}` of version {actual.version}")
         got, want, lengths = trace.array(actual), trace.array(expected), expected.lengths

@@ -177,7 +177,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
     fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within three times the
-    greatest noise of one in the step.
+    greatest noise of one in the step. Of ranks whose counts add up to the oracle's, the mean of their losses.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss. In
@@ -190,8 +190,12 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     log-probabilities that are off by less than their noise, and a wrong loss of fewer than ten tokens.
     References: SkyRL#1420, verl#3294, slime#987.
     """
-    for report, item in reports_judged(trace):
-        loss, right = float(report.loss), float(item.loss)
+    judged = [*reports_judged(trace)]
+    for report, item in judged:
+        own = [other for other, same in judged if same is item]
+        loss, right, count = float(report.loss), float(item.loss), report.num_tokens
+        if count != item.num_tokens and sum(other.num_tokens for other in own) == item.num_tokens:
+            loss, count = math.fsum(float(other.loss) for other in own) / len(own), item.num_tokens
         by_noise = LOSS_NOISES * (float(item.loss_noise) + LOSS_ERRORS * float(item.loss_noise_error))
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
         if allowed < by_noise:
@@ -203,7 +207,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         if trace.manifest.dtype != "float32" and item.num_tokens < FEW_TOKENS:
             allowed, why = math.inf, f"fewer than {FEW_TOKENS} tokens do not tell their noise"
         gap, what = abs(loss - right), f"reported loss on rank {report.rank}{of_update(report)}{some_of(item)}"
-        same = gap <= allowed and report.num_tokens == item.num_tokens
-        found, wanted = f"{loss:.6g} over {report.num_tokens:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
+        same = gap <= allowed and count == item.num_tokens
+        found, wanted = f"{loss:.6g} over {count:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
         at, why = At(Stage.LOSS, report.version, owner_of(report)), f"{allowed:.3g}, {why}"
         yield compare_value(at, what, found, wanted, same=same, allowed=why, bound=allowed, gap=gap)

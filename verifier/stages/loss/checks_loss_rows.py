@@ -15,7 +15,7 @@ from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, UPDATED
 from verifier.stages.logprob.checks_logprobs import GREATEST_NOISES
 from verifier.stages.logprob.records import SampledNoise
-from verifier.stages.loss.records import LossRows, LossTerms, UpdateRatios
+from verifier.stages.loss.records import FORMULAS, LossRows, LossTerms, UpdateRatios
 from verifier.stages.pack.checks_packing import UpdateRows, updates_of
 from verifier.stages.rollout.checks_engine_mismatch import MEASURED, bound_in_fp32, greatest_nats
 from verifier.stages.train.records import TrainerStep
@@ -26,7 +26,6 @@ TERM = Tolerance(
 )  # fmt: skip
 NATS = 2e-6
 """Error of a difference of two log-probabilities in float32: numbers of up to 20, each 1e-6 off."""
-KNOWN = ("cross_entropy", "clipped", "gspo", "cispo", "importance")
 
 
 def kl_estimates(kind: str, distance: np.ndarray) -> np.ndarray:
@@ -41,7 +40,7 @@ def kl_estimates(kind: str, distance: np.ndarray) -> np.ndarray:
 
 
 FORMULA = condition(
-    "the loss has no second formula", lambda run: knob(run, "algorithm") == "sft" or knob(run, "grpo.loss") in KNOWN
+    "the loss has no second formula", lambda run: knob(run, "algorithm") == "sft" or knob(run, "grpo.loss") in FORMULAS
 )  # fmt: skip
 
 
@@ -56,7 +55,7 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout of an update, the loss of each token and the derivatives of the summed loss by its
     log-probability and its entropy, against the formula in float64 of the log-probability that the ranks computed and
     of the weight, divisor, advantage and reference that the controller computed: cross-entropy, clipped with dual clip,
-    GSPO over the whole sequence, CISPO, importance sampling, KL and entropy. And the loss that a rank reports.
+    GSPO over the whole sequence, CISPO, SAPO, importance sampling, KL and entropy. And the loss that a rank reports.
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
@@ -69,7 +68,7 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     """
     for update in updates_of(trace):
         for terms in trace.of(LossTerms, version=update.columns.version):
-            if terms.loss in KNOWN:
+            if terms.loss in FORMULAS:
                 yield from _formula(trace, update, terms)
 
 
@@ -138,13 +137,18 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
             slope = np.where(beyond, 0.0, value)
         elif terms.loss == "cispo":
             value, slope = -within * advantage * current, -within * advantage
+        elif terms.loss == "sapo":
+            steep = np.where(advantage > 0, *terms.steepness)
+            soft = 1 / (1 + np.exp(-steep * (ratio - 1)))
+            value = -4 / steep * soft * advantage
+            slope = np.where(beyond, 0.0, -4 * soft * (1 - soft) * ratio * advantage)
         else:
             stopped = beyond | np.where(advantage > 0, ratio > high, ratio < low)
             value = -np.minimum(ratio * advantage, within * advantage)
             if terms.dual_clip is not None:
                 stopped |= (advantage < 0) & (ratio > terms.dual_clip)
                 value = np.where(advantage < 0, np.minimum(value, -terms.dual_clip * advantage), value)
-            slope = np.where(stopped, 0.0, -ratio * advantage)
+            slope = np.where(stopped, 0.0, -ratio * advantage * update.sizes(terms.loss))
     if terms.kl_weight:
         distance = current - update.given["reference"]
         near = np.clip(distance, -LIMIT, LIMIT)
@@ -155,8 +159,8 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
             edge |= _at_limit(distance)
         divergence, rate = kl_estimates(terms.kl_kind, distance), slopes[terms.kl_kind]
         if terms.kl_ratio:
-            times = np.exp(np.clip(current - update.given["divisor"], -LIMIT, LIMIT))
-            divergence, rate = times * divergence, times * (divergence + rate)
+            times, own = np.exp(np.clip(difference, -LIMIT, LIMIT)), update.shared(divergence, terms.loss)
+            divergence, rate = times * divergence, times * (update.sizes(terms.loss) * own + rate)
         value, slope = value + terms.kl_weight * divergence, slope + terms.kl_weight * rate
     if terms.entropy_weight:  # a recorded loop without one may have no entropies
         value = value - terms.entropy_weight * update.rows["entropy"].astype(np.float64)
@@ -175,7 +179,7 @@ def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.nda
     lever = np.ones(len(distance)) if terms.kl_kind == "k1" else distance + NATS
     of_slope = np.full(len(distance), 0.0 if terms.kl_kind == "k1" else NATS)
     if terms.kl_ratio:  # by the product rule
-        times = np.exp(np.clip(update.rows["current"] - update.given["divisor"], -LIMIT, LIMIT))
+        times = np.exp(np.clip(update.log_ratios(terms.loss), -LIMIT, LIMIT)) * update.sizes(terms.loss)
         further = kl_estimates(terms.kl_kind, update.rows["current"] - update.given["reference"])
         lever, of_slope = times * (lever + further), times * (of_slope + NATS * (2 * lever + further))
     return terms.kl_weight * NATS * lever, terms.kl_weight * of_slope

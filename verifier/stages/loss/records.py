@@ -20,6 +20,9 @@ from verifier.core.owed import (
 from verifier.core.record import ArrayRecord, Count, Dtype, Lengths, Measurement, Real, Record
 from verifier.stages.logprob.records import ActivationRecord
 
+FORMULAS = ("cross_entropy", "clipped", "gspo", "sequence", "sapo", "cispo", "importance")
+"""Losses of a token that a check and the oracle have a formula of."""
+
 
 class ActivationGradient(ActivationRecord, frozen=True, kw_only=True, tag="loss/activation"):
     """Gradient of the sum of all tokens' losses with respect to the values at a point."""
@@ -83,6 +86,8 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Divisor of the sum over tokens, or of means of sequences or parts; None: the number of those in the loss."""
     parts: tuple[str, ...] = ()
     """Part of each rollout, whose mean stands in the place of its prompt's; empty: prompts."""
+    steepness: tuple[float, float] = (1.0, 1.05)
+    """Factor of the ratio in SAPO's sigmoid, of positive advantages and of others."""
 
 
 class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
@@ -232,3 +237,6 @@ class KeptTensors(ArrayRecord, frozen=True, kw_only=True):
 
 class KeptGradients(KeptTensors, frozen=True, kw_only=True, tag="loss/kept"):
     """Gradients of the step that leads to a version, summed over micro-batches and ranks, before any clip."""
+
+    lacking: tuple[str, ...] | None = None
+    """Tensors that are trained and have no gradient; None: all that are not here."""

@@ -381,11 +381,19 @@ class UpdateRows:
         )  # fmt: skip
 
     def log_ratios(self, loss: str) -> np.ndarray:
-        """[T] log-ratio of each row to its divisor, float64, nats; of GSPO the mean of its sequence."""
-        difference: np.ndarray = self.rows["current"].astype(np.float64) - self.given["divisor"]
-        if loss != "gspo":
-            return difference
-        sums = np.bincount(self.rollout, difference) / np.maximum(np.bincount(self.rollout), 1)
+        """[T] log-ratio of each row to its divisor, float64, nats; of its sequence the mean (GSPO) or the sum."""
+        difference = self.rows["current"].astype(np.float64) - self.given["divisor"]
+        return np.asarray(self.sizes(loss) * self.shared(difference, loss))
+
+    def sizes(self, loss: str) -> np.ndarray:
+        """[T] rows of each row's sequence, where a ratio is of their sum; else 1."""
+        return np.asarray(np.bincount(self.rollout)[self.rollout] if loss == "sequence" else np.ones(len(self.rollout)))
+
+    def shared(self, values: np.ndarray, loss: str) -> np.ndarray:
+        """[T] mean over each row's sequence, where the ratio is the sequence's; else the values."""
+        if loss not in ("gspo", "sequence"):
+            return values
+        sums = np.bincount(self.rollout, values) / np.maximum(np.bincount(self.rollout), 1)
         return np.asarray(sums[self.rollout])
 
 

@@ -349,3 +349,7 @@ class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
 
 class KeptWeights(KeptTensors, frozen=True, kw_only=True, tag="train/kept"):
     """Weights of a version, whole."""
+
+
+class KeptMatrices(KeptTensors, frozen=True, kw_only=True, tag="train/kept-matrices"):
+    """Matrices of an adapter, of a version, by the names of the checkpoint's tensors."""
