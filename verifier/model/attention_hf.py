@@ -38,7 +38,7 @@ def attend_in_slices(model: PreTrainedModel) -> None:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """What the module's own `eager_attention_forward` returns, [batch, queries, heads, width], without its weights.
+    """Result of the module's own `eager_attention_forward`, [batch, queries, heads, width], without its weights.
 
     A query's row depends on no other query, so slices have the rows of the whole. For gradients each is computed again.
     """
