@@ -14,6 +14,8 @@ import numpy as np
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess
+from verifier.errors import UsageError, VerifierError
+from verifier.megatron.memory import is_out_of_memory
 from verifier.stages.logprob.records import ROUNDINGS
 
 REMEMBERED_BYTES = 64 * 2**20
@@ -112,14 +114,25 @@ class Oracle(contextlib.AbstractContextManager["Oracle"]):
 
         `function` is a module of this room, a colon and a function; its first arguments are the folders `paths`, the
         others JSON values. The answer depends on the content of the folders `read`, by default `paths`.
+
+        Raises:
+            UsageError: the oracle has too little memory for it.
         """
         contents = [_content(folder) for folder in read or paths]
         known = None not in contents
         key = hashlib.blake2b(json.dumps([function, contents, arguments]).encode()).hexdigest() if known else ""
         if key in self.answers:
             return json.loads(self.answers[key])
-        with in_stage(Stage.LOGPROB):
-            found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
+        try:
+            with in_stage(Stage.LOGPROB):
+                found = self._client.call(f"verifier.oracle.{function}", *map(str, paths), *arguments)[0]
+        except VerifierError as error:
+            if not is_out_of_memory(str(error)):
+                raise
+            raise UsageError(
+                f"the fp32 oracle ran out of memory in `{function}`: give it fewer or shorter sequences "
+                f"(verify.rollouts=1 in training), or none (verify.every=0); {error}"
+            ) from error
         if known:
             self.answers[key] = json.dumps(found)
         return found

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verifier.model.attention_hf import attend_in_slices
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.families import is_served
 from verifier.model.transformers_hf import checkpoint_places, compute_the_definition, load_model
@@ -89,6 +90,7 @@ class StreamedModel:
         if not self.streams:
             self.model = load_model(path, dtype).to(device).requires_grad_(True)
             places = checkpoint_places(self.model, self.checkpoint.names())
+        attend_in_slices(self.model)
         self.config: Any = self.model.config
         self.head: nn.Module = self.model.get_output_embeddings()
         self._dtypes = _dtypes(self.model, self.checkpoint, dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verifier.errors import InternalError, UsageError
 from verifier.oracle import oracle as module
 from verifier.oracle.logprob_hf import is_near
 from verifier.oracle.oracle import Oracle
@@ -101,3 +102,28 @@ EXACT, SCALES = [-1.0, -1.0], [1e-4, 5e-5]
 def test_a_sequence_with_a_token_far_from_its_scale_is_not_near(reported: list[float], near: bool) -> None:
     assert is_near(EXACT, SCALES, [reported]) is near
     assert is_near(EXACT, SCALES, [[-1.0], reported]) is near  # whoever gave it
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "shown"),
+    [
+        (
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 63.98 GiB", UsageError,
+            "the fp32 oracle ran out of memory in `logprob_hf:score`: give it fewer or shorter sequences "
+            "(verify.rollouts=1 in training), or none (verify.every=0); OutOfMemoryError: CUDA out of memory. "
+            "Tried to allocate 63.98 GiB",
+        ),
+        ("IndexError: index 3 is out of range", InternalError, "IndexError: index 3 is out of range"),
+    ],
+)  # fmt: skip
+def test_want_of_memory_is_refused_and_no_internal_error(
+    said: str, kind: type[Exception], shown: str, oracle: Oracle, client: Client, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def call(*_: Any) -> Any:
+        raise InternalError(said)
+
+    monkeypatch.setattr(client, "call", call)
+    with pytest.raises(kind) as found:
+        oracle.score(folder(tmp_path, "large", "weights"), [[1, 2]])
+    assert str(found.value) == shown
