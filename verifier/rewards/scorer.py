@@ -98,7 +98,7 @@ class _Answer(msgspec.Struct, array_like=True):
 
     value: Any = None
     seal: int = NO_SEAL
-    """Of a reward, as the process gave it."""
+    """Seal of a reward, as the process took it."""
     failure: str = ""
     is_usage: bool = False
 

@@ -34,7 +34,7 @@ class Round:
     failures: int = 0
     """Rewards of 0 of episodes whose reward or environment failed."""
     seals: Sequence[int] = ()
-    """Of the rewards, see `RewardPool`; none where a checkpoint had them."""
+    """Seals of the rewards, see `RewardPool`; none where a checkpoint had them."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""
