@@ -29,3 +29,8 @@ def seal_of_array(values: np.ndarray) -> int:
 def seal_of_reply(turns: Sequence[str], said: str) -> int:
     """Checksum of what an environment says, in composed form (Unicode's NFC), and of the turns that it was given."""
     return zlib.crc32(msgspec.json.encode((turns, normalize("NFC", said))))
+
+
+def seal_of_reward(text: str, answer: str | None, reward: float) -> int:
+    """Checksum of a reward and of the answer and the gold answer, empty for none, that it was given for."""
+    return zlib.crc32(msgspec.json.encode((text, answer or "", reward)))

@@ -33,7 +33,8 @@ _GPU_TOKENS = 8192
 """Greatest number of tokens of a forward pass on a GPU, unless one sequence has more. vLLM runs a pass of that size at
 its start, to see what memory it takes. Longer batches of prompts are chunked."""
 NO_SEED = -1
-"""Seed of a sample that was drawn by a generator which serves all requests."""
+"""Seed of a sample that was drawn by a generator which serves all requests, where nobody says of which seed that is;
+else it is as much less than this as the generator's seed plus one: `NO_SEED - 1 - seed`."""
 LEAST_KV_CACHE_BYTES = 128 << 20
 """Bytes of an engine rank's keys and values, at least."""
 
@@ -56,7 +57,6 @@ class EngineConfig(EngineOptions):
     kv_cache_share: float = 0.0
     """Share of what the weights leave of a GPU, which keys and values have where sequences at once need as much; 0:
     they have `kv_cache_bytes`."""
-    seed: int = 0
     gpus: str = ""
     """GPUs of the engine's ranks, such as "2,3"; empty lets the engine choose."""
     inflight: bool = False

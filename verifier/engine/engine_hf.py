@@ -50,7 +50,7 @@ class HfEngine(Engine):
         self._saved: dict[str, torch.Tensor] = {}
         self._batches = deque[tuple[int, list[list[_Running]]]]()
         self._updates = self._held = 0
-        self._unseeded = torch.Generator().manual_seed(config.seed)
+        self._unseeded = torch.Generator()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Engine.logprobs`: one forward per sequence, log-softmax in float32."""
@@ -143,6 +143,7 @@ class HfEngine(Engine):
 
     def _begun(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[_Running]]:
         pairs = zip(prompts, self._limits.requests(prompts, sampling), strict=True)
+        self._unseeded.manual_seed(sampling.seed)
         return [[_Running(each, asked, at, self._unseeded) for at in range(asked.n)] for each, asked in pairs]
 
     def _draw(self, samples: Sequence[Sequence[_Running]], steps: int | None = None) -> None:
@@ -178,7 +179,8 @@ class _Running:
 
     def __init__(self, prompt: Sequence[int], asked: Sampling, at: int, unseeded: torch.Generator) -> None:
         self._generator = torch.Generator().manual_seed(asked.seed + at) if asked.seeded else unseeded
-        self._seed = self._generator.initial_seed() if asked.seeded else NO_SEED
+        seed = self._generator.initial_seed()
+        self._seed = seed if asked.seeded else NO_SEED - 1 - seed
         self.prompt, self._asked, self.ended = prompt, asked, not asked.max_tokens
         self.tokens, self.nats, self.updates, self.held = list[int](), list[float](), list[int](), list[int]()
 

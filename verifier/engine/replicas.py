@@ -137,12 +137,16 @@ def node_of(replica: int, nodes: int) -> int:
 
 
 def deal(prompts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[tuple[list[list[int]], Sampling]]:
-    """Prompts of each of so many engines, by their place, and how each is sampled: as in the whole batch."""
-    places = [range(number, len(prompts), count) for number in range(count)]
-    return [
-        ([list(prompts[place]) for place in own], replace(sampling, each=tuple(sampling.of(place) for place in own)))
-        for own in places
-    ]
+    """Prompts of each of so many engines, by their place, and how each is sampled: as in the whole batch.
+
+    The generators that serve requests without a seed have seeds of their own.
+    """
+    found = []
+    for number in range(count):
+        places = range(number, len(prompts), count)
+        own = replace(sampling, seed=sampling.seed + number, each=tuple(sampling.of(place) for place in places))
+        found.append(([list(prompts[place]) for place in places], own))
+    return found
 
 
 def in_turn(found: list[list[Sample]], total: int, count: int) -> list[list[Sample]]:

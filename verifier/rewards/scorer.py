@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from verifier.core.seal import NO_SEAL, seal_of_reward
 from verifier.environments.environment import SINGLE, open_environment
 from verifier.errors import UsageError
 from verifier.launch.channel import Channel, ChannelClosed, DeadlinePassed, limited, spawned
@@ -96,6 +97,8 @@ class _Answer(msgspec.Struct, array_like=True):
     """Answer of a process to a request, as it is sent."""
 
     value: Any = None
+    seal: int = NO_SEAL
+    """Seal of a reward, as the process took it."""
     failure: str = ""
     is_usage: bool = False
 
@@ -132,6 +135,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._failed, self._begun = set[EpisodeHandle](), 0
         self.failures = 0
         """Rewards that were counted as 0 since the last call of `take_failures`."""
+        self.seals: Sequence[int] = ()
+        """Seals of the rewards of the last call of `score`, as the processes took them."""
         try:
             (self.function, self.made_by), *_ = self._threads.map(_Process.hello, self._processes)
         except BaseException:
@@ -186,15 +191,13 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             process = None if own.session is None else own.session.process
             asked.append(_Request("score", (number, own.row, own.completion), where, process))
         given = dict(zip(going, self._all(asked, f"reward `{self._reward}`"), strict=True))
-        rewards = []
-        for at in range(len(episodes)):
-            found = given.get(at)
-            if isinstance(found, _Answer):
-                rewards.append(float(found.value))
-                continue
-            self.failures += found is not None
-            rewards.append(0.0)
-        return rewards
+        found = [given.get(at) for at in range(len(episodes))]
+        self.failures += sum(isinstance(item, _Failure) for item in found)
+        self.seals = [
+            item.seal if isinstance(item, _Answer) else seal_of_reward(own.completion, own.answer, 0.0)
+            for own, item in zip(episodes, found, strict=True)
+        ]
+        return [float(item.value) if isinstance(item, _Answer) else 0.0 for item in found]
 
     def take_failures(self) -> int:
         """Number of rewards that were counted as 0 since the last call."""
@@ -343,9 +346,12 @@ def _answered(sessions: Sessions, name: str, arguments: Sequence[Any]) -> _Answe
     except Exception as error:  # a user's code may raise anything
         told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         return _Answer(failure=f"failed WHERE: {told}", is_usage=isinstance(error, UsageError))
-    if name == "score" and (value := _finite(given := value)) is None:
-        return _Answer(failure=f"gave {repr(given)[:60]} WHERE: a reward is a finite number")
-    return _Answer(value=value)
+    if name != "score":
+        return _Answer(value=value)
+    if (number := _finite(value)) is None:
+        return _Answer(failure=f"gave {repr(value)[:60]} WHERE: a reward is a finite number")
+    _, row, completion = arguments
+    return _Answer(value=number, seal=seal_of_reward(completion, row.get("answer"), number))
 
 
 def _finite(value: object) -> float | None:

@@ -227,7 +227,7 @@ class EngineRequests:
             "ended": tuple(sample.ended for sample in samples),
             "limits": tuple(request.max_tokens for request in asked),
             "temperatures": tuple(float(request.temperature) for request in asked),
-            "seeds": tuple(None if sample.seed == NO_SEED else sample.seed for sample in samples),
+            "seeds": tuple(None if sample.seed <= NO_SEED else sample.seed for sample in samples),
         }  # fmt: skip
         record: SampledTokens | ShapedTokens = SampledTokens(**facts)
         if shaped:

@@ -122,9 +122,9 @@ class Episodes:
             if not going:
                 break
             given = [next_prompt(own[-1]) for _, own in going]
-            seed = (sampling.seed + number * stride) * sampling.n
-            each = [replace(sampling, n=1, seed=seed + at) for at, _ in going]
-            answers = sampler.generate(given, replace(sampling, n=1, each=each))
+            seed = sampling.seed + number * stride
+            each = [replace(sampling, n=1, seed=seed * sampling.n + at) for at, _ in going]
+            answers = sampler.generate(given, replace(sampling, n=1, seed=seed, each=each))
             for (_, own), prompt, (sample,) in zip(going, given, answers, strict=True):
                 own.append(replace(self._turn(prompt, sample, own), session=own[-1].session))
             self._answer([(own, names[at]) for at, own in going])

@@ -245,7 +245,7 @@ class EngineRollouts:
         rewarded = [[replace(row, reward=rewards.get(row.id, 0.0)) for row in group] for group in groups]
         told = self._episodes.played(played)
         done = self._ordered(step, number, indices, rewarded, told, noted)
-        return dataclasses.replace(done, failures=self._reward.take_failures())
+        return dataclasses.replace(done, failures=self._reward.take_failures(), seals=self._reward.seals)
 
     def _ordered(
         self, step: int, number: int, indices: Sequence[int], groups: Sequence[Sequence[RolloutRow]],

@@ -33,6 +33,8 @@ class Round:
     """Seed and seals of each answer, request by request, a turn each."""
     failures: int = 0
     """Rewards of 0 of episodes whose reward or environment failed."""
+    seals: Sequence[int] = ()
+    """Seals of the rewards, see `RewardPool`; none where a checkpoint had them."""
 
     def without_variance(self) -> list[int]:
         """Numbers of the groups whose rewards are all equal."""

@@ -139,6 +139,16 @@ def test_requests_without_seeds_are_judged_as_such():
     assert wrong(((-1, -1),)) == ["seeds of round 0"]
 
 
+def test_engines_whose_generators_have_one_seed_are_violated():
+    config = {"grpo": {"request_seeds": False}}
+    two = {"asked": {"group_size": 1, "batch_size": 3, "replicas": 2}, "config": config}
+    assert wrong(((-8, -9),), **two) == wrong(((-1, -9),), **two) == []
+    assert wrong(((-8, -8),), **two) == ["seeds of round 0"]
+    assert wrong(((-8, -9), (-8, -9)), **two) == ["seeds of round 0, turn 1"]
+    assert wrong(((-8, -9), (-11, -12)), **two) == []
+    assert wrong(((-8, -8),), asked={"batch_size": 3, "replicas": 2}, config=config) == []
+
+
 def test_knobs_that_the_config_does_not_ask_for_are_violated():
     assert not wrong(shaped=("",))
     assert wrong(shaped=("", "repetition_penalty=1.05")) == ["requests of round 0"]

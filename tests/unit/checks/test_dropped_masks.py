@@ -19,7 +19,7 @@ IDS = ("cut", "whole")
 OWN = [False, True, True, False, True, True]
 
 
-def wrong(mask: list[bool], *, own: list[bool] | None = None, updates: int = 1) -> list[str]:
+def wrong(mask: list[bool], *, own: list[bool] | None = None, updates: int = 1, passes: int | None = None) -> list[str]:
     """What is wrong with a step of two rollouts of two tokens in the loss, of which the first is dropped as cut off."""
     policy = {"version": np.full(6, 0), "mask": np.array(mask)} | ({} if own is None else {"own": np.array(own)})
     records: list[Record] = [
@@ -47,7 +47,8 @@ def wrong(mask: list[bool], *, own: list[bool] | None = None, updates: int = 1) 
     def read(array: str) -> dict[str, np.ndarray]:
         return policy if array == "0" else {"mask": np.array(mask), "weight": np.ones(6)}
 
-    return [item.what for item in dropped_for_another_reason(Trace(Manifest(), records, read)) if not item.same]
+    manifest = Manifest() if passes is None else Manifest(config={"grpo": {"epochs": passes}})
+    return [item.what for item in dropped_for_another_reason(Trace(manifest, records, read)) if not item.same]
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,10 @@ def test_every_pass_over_a_mini_batch_is_compared() -> None:
 def test_a_step_without_updates_or_without_own_masks_has_nothing_to_compare() -> None:
     assert wrong(OWN, own=OWN, updates=0) == []
     assert wrong(OWN) == []
+
+
+@pytest.mark.parametrize(("updates", "passes", "found"), [(1, 1, []), (2, 2, []), (2, 1, ["whole in all updates"])])
+def test_a_step_trains_each_rollout_once_in_each_pass(updates: int, passes: int, found: list[str]) -> None:
+    kept = [False] * 3 + OWN[3:]
+    assert wrong(kept, own=OWN, updates=updates, passes=passes) == found
+    assert wrong(kept, own=OWN, updates=updates) == []

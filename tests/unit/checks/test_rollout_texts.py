@@ -9,13 +9,14 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import Manifest
+from verifier.core.seal import seal_of_reward
 from verifier.core.trace import Trace
 from verifier.data.examples import Example, Message
 from verifier.data.rollout import make_rollout
 from verifier.data.tokenizer import open_tokenizer
 from verifier.model.tiny import write_tiny
 from verifier.stages.data.probe_rollouts import rendered, texts_of
-from verifier.stages.data.records import DataOrder, EpisodeTurns, RolloutTexts
+from verifier.stages.data.records import DataOrder, EpisodeTurns, RequestSeeds, RolloutTexts
 from verifier.stages.reward.records import GivenRewards
 
 TALK = json.dumps([["system", "be brief"], ["user", " 1+1= "], ["assistant", "2"], ["user", "\u00e9?"]])
@@ -63,6 +64,17 @@ def test_texts_and_gold_answers_are_the_rollouts_own():
     assert judged("1+1=", "<s>1+1=", "<s>1+1=", text="#### 3").verdict is Verdict.VIOLATED
     assert judged("1+1=", "<s>1+1=", "<s>1+1=", text=None, gold="3").verdict is Verdict.HOLDS  # no last turn
     assert judged("1+1=", "<s>1+1=", "<s>1+1=", group="1/1/a").verdict is Verdict.VIOLATED
+
+
+def test_rewards_are_those_that_their_processes_gave_for_the_texts():
+    def judged_by(*given):
+        seeds = RequestSeeds(name="round 0", version=1, round=0, turns=(), rewards=tuple(map(seal_of_reward, *given)))
+        return judged("1+1=", "<s>1+1=", "<s>1+1=", turns=[seeds]).verdict
+
+    assert judged_by(["#### 2", "#### 3"], ["2", "2"], [1.0, 0.0]) is Verdict.HOLDS
+    assert judged_by(["#### 2", "#### 3"], ["2", "2"], [0.0, 1.0]) is Verdict.VIOLATED  # those of two rows, exchanged
+    assert judged_by(["#### 2"], ["3"], [1.0]) is Verdict.VIOLATED  # for another gold answer
+    assert judged_by([], [], []) is Verdict.HOLDS  # an older trace
 
 
 def test_a_later_turn_begins_with_the_prompt():

@@ -51,7 +51,7 @@ def test_config_refuses(settings: dict[str, object], sentence: str) -> None:
 
 
 def test_config_survives_json() -> None:
-    config = EngineConfig(kind="vllm", checkpoint="anywhere", dtype="bfloat16", tp=2, max_model_len=64, seed=7)
+    config = EngineConfig(kind="vllm", checkpoint="anywhere", dtype="bfloat16", tp=2, max_model_len=64)
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 

@@ -16,6 +16,12 @@ def test_a_prompt_has_the_seed_of_its_place_whatever_the_number_of_engines(count
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_generator_of_each_engine_has_a_seed_of_its_own(count):
+    dealt = deal([[place] for place in range(5)], Sampling(seed=11, max_tokens=4, seeded=False), count)
+    assert [own.seed for _, own in dealt] == [*range(11, 11 + count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_answers_come_back_in_the_order_of_the_batch(count):
     prompts = [[place] for place in range(5)]
     answers = [

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from verifier.core.seal import seal_of_reward
 from verifier.errors import UsageError
 from verifier.rewards.scorer import RewardPool, ScoredEpisode
 
@@ -167,6 +168,8 @@ def test_a_bad_reward_is_zero_and_counted_where_that_is_asked_for(module):
         texts = ["dies", "1", "raises", "late", "nan", "1"]
         assert pool.score(asked("abcdef", texts, "111111")) == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
         assert (pool.take_failures(), pool.take_failures()) == (4, 0)
+        given = zip(texts, [0.0, 1.0, 0.0, 0.0, 0.0, 1.0], strict=True)
+        assert pool.seals == [seal_of_reward(text, "1", reward) for text, reward in given]
 
 
 def test_a_gold_answer_that_is_no_number_ends_the_run_all_the_same():

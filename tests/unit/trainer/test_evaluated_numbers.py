@@ -41,7 +41,7 @@ class Engine:
 class Reward:
     """Rewards the first three answers of eight, and is asked by `RewardPool.score`'s arguments."""
 
-    function = "tests:reward"
+    function, seals = "tests:reward", ()
 
     def __init__(self) -> None:
         self.asked = list[Any]()

@@ -27,6 +27,7 @@ from verifier.config_json import keeps_states
 from verifier.core.prefixes import Asked
 from verifier.core.seal import seal_of_array
 from verifier.engine.api import (
+    NO_SEED,
     Engine,
     EngineConfig,
     EngineSlice,
@@ -105,7 +106,7 @@ class VllmEngine(Engine):
             pipeline_parallel_size=config.pp,
             enable_expert_parallel=config.ep > 1,
             distributed_executor_backend=None if torch.cuda.is_available() else ForkingExecutor,
-            seed=config.seed,
+            seed=0,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.pass_tokens(cuda=torch.cuda.is_available()),
@@ -161,7 +162,7 @@ class VllmEngine(Engine):
         batch has none or is greedy (vllm #51226), so the generator that serves all requests is seeded too.
         """
         requests = self._limits.requests(prompts, sampling)
-        self._rpc("verifier_seed", seed=sampling.seed)
+        self._generator = self._rpc("verifier_seed", seed=sampling.seed)[0]
         if self._routers:  # of a request of several samples vLLM reports the routes of one sample's prompt
             pairs = zip(prompts, requests, strict=True)
             each = [(prompt, asked, number) for prompt, asked in pairs for number in range(asked.n)]
@@ -283,7 +284,8 @@ class VllmEngine(Engine):
         """Convert a completion, and name the weights that are held, where no update comes before its end."""
         held = self._running.held
         weights = () if held is None else weights_of([held] * len(item.token_ids))
-        return replace(sample_of(item, output, asked), shaped=words_of(asked, output), weights=weights)
+        found = replace(sample_of(item, output, asked), shaped=words_of(asked, output), weights=weights)
+        return found if asked.seed is not None else replace(found, seed=NO_SEED - 1 - self._generator)
 
     def _sampled(self, prompts: Sequence[Sequence[int]], asked: SamplingParams | list[SamplingParams]) -> list[Any]:
         self._running.step()  # to its end: vLLM's `generate` would drop its tokens

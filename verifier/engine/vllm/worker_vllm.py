@@ -173,9 +173,10 @@ class VerifierWorker:
             for part in cache if isinstance(cache, list) else (cache,):  # a state-space layer has two
                 part.zero_()
 
-    def verifier_seed(self, seed: int) -> None:
-        """Seed the generator that serves requests without one of their own."""
+    def verifier_seed(self, seed: int) -> int:
+        """Seed the generator that serves requests without one of their own; return what it says of its seed."""
         torch.manual_seed(seed)
+        return torch.cuda.initial_seed() if torch.cuda.is_available() else torch.initial_seed()
 
     def verifier_unlink_shared(self) -> None:
         """Remove the names of the shared memory that CPU ranks all-reduce over; the mappings stay.

@@ -12,8 +12,17 @@ import numpy as np
 from verifier.core import ragged
 from verifier.core.check import Comparison, Stage, Trace, check, compare_text, compare_value
 from verifier.core.condition import condition, on, recorded
+from verifier.core.seal import seal_of_reward
 from verifier.stages.checks_conditions import EVALUATED, EXAMINED, LIVE, READ_AGAIN, SFT
-from verifier.stages.data.records import DataOrder, EpisodeTurns, HeldOutRead, RolloutTexts, TokensRead, TrainedText
+from verifier.stages.data.records import (
+    DataOrder,
+    EpisodeTurns,
+    HeldOutRead,
+    RequestSeeds,
+    RolloutTexts,
+    TokensRead,
+    TrainedText,
+)
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import EvaluatedAnswers
 
@@ -152,25 +161,27 @@ def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout, by its place in the step: the decoded prompt against the example's prompt as the
     template writes it, which has what users say, whole and in order, or is the plain prompt after one beginning token;
     the decoded answer without its end token against the text that the reward read; the gold answer that the reward read
-    against the example's.
+    against the example's; the reward, of any function, against those that its processes gave for this text and gold
+    answer, by seals that they take.
     Why it matters: prompts in another order than their answers, a prompt that is cut or has lost its first token, an
     answer scored for its neighbour: shapes and losses are as ever, and the reward is noise.
-    Evidence: data/texts, data/order, data/turns, reward/rewards.
+    Evidence: data/texts, data/order, data/turns, data/seeds ("rewards"), reward/rewards.
     Tolerance and its source: exact texts, composed (Unicode's NFC) as the tokenizer may compose them. Spaces after the
     beginning token do not count, as some tokenizers write one there.
     Where to look: the order of prompts, answers and examples, and what cuts or adds tokens of a prompt.
-    What it does not catch: a template that is wrong itself; what a reward other than `answer` makes of the texts;
-    tokens that the engine was given and the trainer was not (LGP009).
-    References: compose-rl#147, VLM-R1#129, trl#3646, marin#7179, NeMo-RL#1627.
+    What it does not catch: a template that is wrong itself; what a reward other than `answer` makes of the texts; two
+    rewards of one text and gold answer, exchanged; tokens that the engine was given and the trainer was not (LGP009).
+    References: compose-rl#147, VLM-R1#129, trl#3646, marin#7179, NeMo-RL#1627, NeMo-RL#3794.
     """
     for item in trace.of(RolloutTexts):
         asked = _asked(trace, item.version)
         later = later_turns(trace, item.version)
         rewarded = {
-            name: (text, answer)
+            own[0]: (given, *own[1:])
             for given in trace.of(GivenRewards, version=item.version)
-            for name, text, answer in zip(given.ids, given.texts, given.answers, strict=True)
+            for own in zip(given.ids, given.texts, given.answers, given.rewards, strict=True)
         }
+        sealed = {seal for seeds in trace.of(RequestSeeds, version=item.version) for seal in seeds.rewards}
         for name, group, prompt, answer in zip(item.ids, item.groups, item.prompts, item.answers, strict=True):
             own = asked.get(group)
             if own is None:
@@ -182,12 +193,16 @@ def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
                 found = found[: len(wanted)]
             whole = "" if _says(own, item.begin) else ", with what its users say"
             yield _comparison(item, name, "prompt", found, wanted, f"the prompt of `{group}`{whole}", extra=not whole)
-            text, gold = rewarded.get(name, (None, None))
-            if text is not None:
+            given, text, gold, reward = rewarded.get(name, (None, None, None, 0.0))
+            if given is not None and text is not None:
                 own_text, scored = normalize("NFC", answer), normalize("NFC", text)
                 yield _comparison(item, name, "scored text", scored, own_text, "what its tokens say")
                 right = f"the gold answer of `{group}`"
                 yield _comparison(item, name, "gold answer", str(gold), str(own.answer), right)
+                if sealed:
+                    same = seal_of_reward(text, gold, reward) in sealed
+                    right = "what its processes gave for this text and gold answer"
+                    yield _comparison(given, name, "reward", f"{reward:g}", f"{reward:g}", right, extra=same)
 
 
 def later_turns(trace: Trace, version: int) -> set[str]:
@@ -201,7 +216,7 @@ def later_turns(trace: Trace, version: int) -> set[str]:
 
 
 def _comparison(
-    item: RolloutTexts, name: str, what: str, found: str, wanted: str, source: str, *, extra: bool = True
+    item: RolloutTexts | GivenRewards, name: str, what: str, found: str, wanted: str, source: str, *, extra: bool = True
 ) -> Comparison:
     left, right = (f"`{text[-60:]}`" for text in (found, wanted))
     same, sentence = found == wanted and extra, f"the {what} of `{name}` is {left}, it should be {source}"

@@ -14,6 +14,7 @@ from verifier.core import ragged
 from verifier.core.check import At, Comparison, Stage, Trace, check, compare_text, compare_value
 from verifier.core.condition import on, recorded
 from verifier.core.seal import seal_of_reply
+from verifier.knob import flat
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, TURNS, UPDATED
 from verifier.stages.data.records import Drops, EpisodeTurns
@@ -269,15 +270,16 @@ def dropped_for_another_reason(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, the reason that the batch gives, against the rules: a token is older than the bound;
     the answer was cut off; all trajectories of the group have one reward. The last two where the config asks for them.
-    And its tokens in the loss of the update that has it: none of one that is dropped, its own of every other.
+    And its tokens in the loss of the update that has it: none of one that is dropped, its own of every other. And, in
+    `verifier train`, that the updates of a step train each of the others once in each pass.
     Why it matters: a filter on the group's mean, or on a shaped reward, drops the prompts that teach most, and the
     counts still add up. So they do where a filter's places are those of another order, and it drops as many tokens of a
-    neighbour.
+    neighbour. A rollout that fills up a batch is trained twice, one that does not fill a batch never.
     Evidence: data/drops, advantage/advantages, advantage/policy ("version", "own"), advantage/columns.
     Tolerance and its source: exact; reasons are names, rewards are compared as they are.
     Where to look: what the filter compares, over which rollouts, and in which order it finds them.
     What it does not catch: a rollout that says wrongly whether it was cut off.
-    References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445, open-instruct#1794, trl#4976.
+    References: OpenRLHF#1270, NeMo-RL#2431, NeMo-RL#4158, slime#1445, open-instruct#1794, trl#4976, verl-omni#602.
     """
     for item in trace.of(Drops):
         expected = _reasons(trace, item)
@@ -306,6 +308,12 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
             at, what, same = At(Stage.DATA, version), f"{name} in {columns.name}", np.array_equal(found, right)
             subject = f"the number of tokens of `{name}`, which is {said}, in the loss of {columns.name}"
             yield compare_value(at, what, found_in, right_in, same=same, subject=subject)
+    times = Counter(name for columns in trace.of(LossColumns, version=version) for name in columns.ids)
+    passes = flat(trace.manifest.config).get("grpo.epochs")  # a recorded loop's step may train a part of its rollouts
+    for name, mask in own.items() if times and passes else ():
+        if reasons.get(name) == "" and mask.any():
+            subject = f"the number of times that the step trains `{name}`"
+            yield compare_value(At(Stage.DATA, version), f"{name} in all updates", times[name], passes, subject=subject)
 
 
 def _reason_or_kept(reason: str) -> str:

@@ -61,6 +61,7 @@ def record_sampled(probe: Probe, config: TrainConfig, data: RunData, step: int, 
                 cached=tuple(tuple(note.cached for note in own) for own in item.noted) if resets else (),
                 common=tuple(tuple(note.common for note in own) for own in item.noted) if resets else (),
                 answers=tuple({row.trajectory or row.id: None for group in item.groups for row in group}),
+                rewards=tuple(item.seals),
             )
         )  # fmt: skip
         lost = item.without_variance() if number + 1 < batch.limit else []
@@ -94,6 +95,7 @@ def sampling_asked(
     return SamplingAsked(
         name="answers", version=step, seed=config.seed, batch_size=config.data.batch_size,
         group_size=options.group_size, max_rounds=options.max_sampling_rounds, max_turns=options.max_turns,
+        replicas=config.engine.replicas,
         temperature=options.temperature, max_answer_tokens=options.max_answer_tokens, end=tokenizer.eos_id,
         other_ends=tuple(item for item in ends if item != tokenizer.eos_id), ends=not whole_answers,
         vocab_size=size_if_any(checkpoint.config, "vocab_size") or 0, quantized=bool(config.engine.quantization),

@@ -74,6 +74,8 @@ class SamplingAsked(Record, frozen=True, kw_only=True, tag="data/asked"):
     """Rounds of sampling of a step, at most."""
     max_turns: Count
     """Turns of an episode, at most."""
+    replicas: Count = 1
+    """Engines; prompt p of a round is answered by engine p modulo their number."""
     temperature: float
     max_answer_tokens: Count
     """Tokens of an answer, or of a turn, at most."""
@@ -101,8 +103,9 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     round: Count
     """From 0."""
     turns: tuple[tuple[int, ...], ...]
-    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on; -1 for
-    none of its own. Empty where a checkpoint that the run goes on from has none."""
+    """Seed of each answer, prompt by prompt, in each turn; in later turns those of the episodes that go on; for none of
+    its own -2 less the seed of the generator that serves all of its engine, or -1 where nobody says which. Empty where
+    a checkpoint that the run goes on from has none."""
     seals: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Checksums of the token ids (int64) and of the log-probabilities (float32) of each of these answers, as they came
     from the engines; empty where there are no seeds."""
@@ -110,6 +113,9 @@ class RequestSeeds(Record, frozen=True, kw_only=True, tag="data/seeds"):
     """Checksum of the routes (int32) of each of these answers, as the engines' processes took it; -1 for none."""
     answers: tuple[str, ...] = ()
     """Rollout, or episode of several turns, that each answer of the first turn begins."""
+    rewards: tuple[int, ...] = ()
+    """Seals of the rewards of the round, in any order, with the text and the gold answer that they were given for, as
+    the reward's processes took them; none where a checkpoint had them, and in older traces."""
     shaped: tuple[str, ...] = ()
     """Knobs of their requests that change the next token's distribution, as the engines' processes gave them: every
     combination that was asked for, each as name=value of what is not neutral, an adapter first."""

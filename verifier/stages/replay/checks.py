@@ -74,7 +74,8 @@ def replayed_route_differs(trace: Trace) -> Iterator[Comparison]:
                 sentence += f", in the pass `{during}`" if during else ""
             part, many = len(bad) / max(len(wanted[rollout]), 1), f"places (token, layer): {len(bad):,}"
             absent, what = not any(wrong for _, _, wrong in bad), f"{name}, {during}" if during else name
-            at = At(Stage.REPLAY, item.version, owner)
+            scores = during in ("old", "reference")  # by the weights before the step, as the oracle's of that pass
+            at = At(Stage.REPLAY, max(item.version - scores, 0), owner)
             yield compare_value(
                 at, what, got, want, same=not bad, badness=part, mismatched=many, sentence=sentence, absent=absent
             )

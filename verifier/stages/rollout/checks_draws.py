@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,16 +52,17 @@ def answers_drawn_unfairly(trace: Trace) -> Iterator[Comparison]:
     """Every answer of a step is a draw of its own from the policy at the run's temperature.
 
     What it checks: the seeds that the processes of the engines gave the answers, against the closed form by (seed,
-    step, round, turn, place), and that no two of a step are equal; that they asked their library for the run's
-    temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or least length; and,
-    where the engine gets adapters, for that of the version that their tokens claim, by its name. The prompt tokens that
-    the prefix cache is reported to have held, against those with which another request since the last weights begins.
-    Two answers of a group with the same tokens, unless that is likely: less than e^-20 over all pairs of the step. Over
-    all tokens in the loss of the first update that the trained version sampled, the sum of what their log-probability,
-    negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was sampled before. Over
-    all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s + s p/q, where p is
-    the trainer's probability of a token and q the one that the engine reported, for a stake s of a half and of a tenth.
-    If a token was drawn by q, p/q is 1 on average.
+    step, round, turn, place), and that no two of a step are equal; of answers without a seed, that of the generator
+    which serves all of an engine, against the closed form by (seed, step, round, turn, engine); that they asked their
+    library for the run's temperature, and for nothing else that changes a distribution: no truncation, penalty, bias or
+    least length; and, where the engine gets adapters, for that of the version that their tokens claim, by its name. The
+    prompt tokens that the prefix cache is reported to have held, against those with which another request since the
+    last weights begins. Two answers of a group with the same tokens, unless that is likely: less than e^-20 over all
+    pairs of the step. Over all tokens in the loss of the first update that the trained version sampled, the sum of what
+    their log-probability, negated, is above the entropy of the trainer's distribution there: 0 on average, whatever was
+    sampled before. Over all sampled tokens, of whatever weights, and over those of each rollout: the product of 1 - s +
+    s p/q, where p is the trainer's probability of a token and q the one that the engine reported, for a stake s of a
+    half and of a tenth. If a token was drawn by q, p/q is 1 on average.
     Why it matters: the same seeds in every step, in a group, or on two engines, train on fewer answers than it seems.
     An engine that samples greedily, from the likeliest tokens alone, or at another temperature, and reports
     log-probabilities of the full distribution, agrees with the trainer on every token that it was asked about.
@@ -117,7 +118,7 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             begin = ((asked.seed or 0) * SEEDS + place + turn * asked.batch_size) * asked.group_size
             where = f"seeds of {item.name}" + (f", turn {turn}" if turn else "")
             if not flat(trace.manifest.config).get("grpo.request_seeds", True):
-                yield compare_value(At(Stage.ROLLOUT, asked.version), where, max(seeds, default=-1), -1)  # -1: none
+                yield _shared(asked, where, begin // asked.group_size, seeds, 1 if turn else asked.group_size)
                 continue
             right = [*range(begin, begin + len(seeds))] if not turn else None
             wrong = next((at for at, seed in enumerate(seeds) if right and seed != right[at]), None)
@@ -137,6 +138,16 @@ def _seeds(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
             sides = f"{min(seeds, default=0):,} to {max(seeds, default=0):,}", f"{len(seeds):,} from {begin:,} on"
             of_step = At(Stage.ROLLOUT, asked.version)
             yield compare_value(of_step, where, *sides, same=bad is None, sentence=sentence)
+
+
+def _shared(asked: SamplingAsked, where: str, first: int, seeds: Sequence[int], each: int) -> Comparison:
+    """Generators that serve all answers of an engine, each with a seed of its own, where their seeds are known."""
+    right = [-2 - first - at // each % asked.replicas for at in range(len(seeds))]
+    wrong = next((at for at, seed in enumerate(seeds) if seed not in (-1, right[at])), None)
+    found, expected = (-1, -1) if wrong is None else (seeds[wrong], right[wrong])
+    said = f"has the seed {found:,} of its own" if found > -1 else f"is drawn by a generator of the seed {-2 - found:,}"
+    sentence = f"answer {wrong} {said}, it should be drawn by its engine's, of the seed {-2 - expected:,}"
+    return compare_value(At(Stage.ROLLOUT, asked.version), where, found, expected, sentence=sentence)
 
 
 def _repeats(trace: Trace, asked: SamplingAsked) -> Iterator[Comparison]:
