@@ -45,4 +45,4 @@ def test_no_knob_is_spelled_a_second_time():
     own = {item.name for item in dataclasses.fields(EngineConfig)} - {
         item.name for item in dataclasses.fields(EngineOptions)
     }
-    assert own & knobs == {"dtype", "fixes", "seed"}
+    assert own & knobs == {"dtype", "fixes"}
