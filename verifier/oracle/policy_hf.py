@@ -197,7 +197,8 @@ def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     stored = [tensor.dtype for tensor in tensors_of(weights).values()]
     tokens, dtype = [row["tokens"].tolist() for row in rows], str(max(set(stored), key=stored.count))
     told = (tokens, dtype.removeprefix("torch."), device, temperature, _routes(rows))
-    exact, other = (np.concatenate(part) for part in sides(None, str(weights), *told)[0][:2])
+    margin = float(rows[0].get("margin", math.inf))
+    exact, other = (np.concatenate(part) for part in sides(None, str(weights), *told, margin=margin)[0][:2])
     return float(np.abs(exact - other).max(initial=0.0))
 
 

@@ -160,11 +160,22 @@ def test_a_gradient_that_is_none_is_lacking_if_its_tensor_is_trained(tmp_path: P
     assert kept.lacking == ("1.bias",)
 
 
-@pytest.mark.parametrize(("losses", "verdict"), [((7.0, 9.0), Verdict.HOLDS), ((8.5, 9.0), Verdict.VIOLATED)])
-def test_ranks_that_report_their_own_loss_are_judged_by_its_mean(losses: Any, verdict: Verdict) -> None:
+@pytest.mark.parametrize(
+    ("command", "losses", "verdict"),
+    [
+        ("probe", (7.0, 9.0), Verdict.HOLDS),
+        ("probe", (8.5, 9.0), Verdict.VIOLATED),
+        ("roundtrip", (7.0, 9.0), Verdict.VIOLATED),
+    ],
+)
+def test_ranks_of_a_loop_that_report_their_own_loss_are_judged_by_its_mean(
+    command: str, losses: Any, verdict: Verdict
+) -> None:
+    """A round trip's ranks report what all have: a number that was not reduced is wrong there."""
     right = {"loss": 8.0, "loss_scale": 8.0, "num_tokens": 6}
     records = [replace(item, **right) if type(item) is GradientRecord else item for item in clean()]
     report = next(item for item in records if type(item) is StepReport)
     own = [replace(report, rank=rank, num_tokens=2 + 2 * rank, loss=loss) for rank, loss in enumerate(losses)]
     kept = [item for item in records if type(item) is not StepReport]
-    assert run_check(REGISTRY["LSS002"], Trace(MANIFEST, kept + own, ARRAYS.__getitem__)).verdict is verdict
+    trace = Trace(replace(MANIFEST, command=command), kept + own, ARRAYS.__getitem__)
+    assert run_check(REGISTRY["LSS002"], trace).verdict is verdict

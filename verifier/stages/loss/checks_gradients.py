@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
 from verifier.stages.checks_conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
@@ -177,7 +177,8 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
     fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within three times the
-    greatest noise of one in the step. Of ranks whose counts add up to the oracle's, the mean of their losses.
+    greatest noise of one in the step. Of ranks of a recorded loop whose counts add up to the oracle's, the mean of
+    their losses.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss. In
@@ -192,7 +193,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """
     judged = [*reports_judged(trace)]
     for report, item in judged:
-        own = [other for other, same in judged if same is item]
+        own = [other for other, same in judged if same is item] if trace.manifest.command == LOOP else []
         loss, right, count = float(report.loss), float(item.loss), report.num_tokens
         if count != item.num_tokens and sum(other.num_tokens for other in own) == item.num_tokens:
             loss, count = math.fsum(float(other.loss) for other in own) / len(own), item.num_tokens
