@@ -90,7 +90,7 @@ def write_published(name: str, directory: Path, dtype: str = "float32") -> Path:
             _run(command, f"{PREFIX}{name} cannot be converted")
 
     path = made_once(Path(directory) / f"published-{name}-{dtype}-{key}", convert)
-    if (found := _sha256(path / "model.safetensors")) != model.weights[dtype]:
+    if (found := _digest_of_weights(path / "model.safetensors")) != model.weights[dtype]:
         raise UsageError(
             f"the weights in {path} have digest {found} and not {model.weights[dtype]}: remove that folder"
         )
@@ -149,3 +149,15 @@ def _run(command: list[str], problem: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_weights(path: Path) -> str:
+    """SHA-256 of a safetensors file whose header is written without spaces; releases of safetensors differ there."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        digest = hashlib.sha256(len(text).to_bytes(8, "little") + text)
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -5,6 +5,7 @@ The weights are fetched once into the user's cache, by the environment's own pac
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 
@@ -156,6 +157,18 @@ def test_changed_weights_are_refused(tmp_path):
         file.write(b"\xff")
     with pytest.raises(UsageError, match=r"have digest .* remove that folder"):
         resolve_model(NAME, tmp_path)
+
+
+def test_weights_are_the_same_whatever_spaces_their_header_has(tmp_path):
+    """Some builds of safetensors write `{"a": 1}`, others `{"a":1}`."""
+    whole = resolve_model(NAME, cache_folder())
+    copy = tmp_path / whole.name
+    shutil.copytree(whole, copy)
+    content = (whole / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), separators=(", ", ": ")).encode()
+    (copy / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    assert resolve_model(NAME, tmp_path) == copy
 
 
 def test_unknown_names_are_refused():
