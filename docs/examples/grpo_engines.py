@@ -16,9 +16,9 @@ from verifier import probe
 class TransformersEngine:
     """A copy of the model that samples answers to prompts of one length, token by token."""
 
-    def __init__(self, checkpoint: Path, trace: Path) -> None:
+    def __init__(self, checkpoint: Path, trace: Path, rank: int = 0) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self.record = probe.attach(trace)
+        self.record = probe.attach(trace, rank=rank)
         self.version = 0
 
     @torch.no_grad()

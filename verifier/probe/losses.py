@@ -54,6 +54,8 @@ class _Micro:
 class LossRecorder(AnswerRecorder):
     """Calls of one process on passes over tokens."""
 
+    gradient_divisor: float | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self._micros: dict[int, list[_Micro]] = {}
@@ -310,7 +312,7 @@ class LossRecorder(AnswerRecorder):
         if (terms := own.terms) is not None:
             record = LossColumns(
                 name=name, version=step, aggregation=terms.name, divisor=terms.divisor, dtype="float32", ids=tokens.ids,
-                groups=terms.parts or tokens.groups, lengths=tokens.lengths,
+                groups=terms.parts or tokens.groups, lengths=tokens.lengths, gradient_divisor=self.gradient_divisor,
             )  # fmt: skip
             self.emit(record, {"weight": weight, "mask": tokens.mask})
         if (divisor := own.divisor()) is not None and len(rows["sentinel"]):

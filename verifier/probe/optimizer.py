@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from verifier.core.record import Array, Record, real
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
+from verifier.probe.sharded import is_sharded, local
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.train.records import (
     AdamSample,
@@ -34,26 +35,32 @@ class _Torch:
     """A parameter that an optimizer of torch updates, as `adam_elements.Held`."""
 
     name: str
-    model: torch.Tensor
+    parameter: torch.Tensor
     group: dict[str, Any]
     optimizer: Any
     offset: int = 0
 
     @property
+    def model(self) -> torch.Tensor:
+        """The parameter, or this process's part of it."""
+        found: torch.Tensor = local(self.parameter)
+        return found
+
+    @property
     def master(self) -> torch.Tensor:
-        """The parameter itself."""
+        """The same."""
         return self.model
 
     @property
     def gradient(self) -> torch.Tensor:
         """Gradient that the optimizer reads; zeros for none."""
-        found: torch.Tensor = self.model.new_zeros(self.model.shape) if self.model.grad is None else self.model.grad
+        own = self.parameter.grad
+        found: torch.Tensor = self.model.new_zeros(self.model.shape) if own is None else local(own)
         return found
 
     def moments(self) -> Mapping[str, torch.Tensor]:
         """Adam's state, empty before the first step."""
-        found: dict[str, torch.Tensor] = self.optimizer.state.get(self.model, {})
-        return found
+        return {name: local(value) for name, value in self.optimizer.state.get(self.parameter, {}).items()}
 
     @property
     def steps(self) -> int:
@@ -125,14 +132,14 @@ class OptimizerRecorder(LossRecorder):
         if self._optimizer is not None:
             raise UsageError("an optimizer is watched already: one process has one")
         self._optimizer, self._scheduler, self._clip_grad = optimizer, scheduler, clip_grad
-        self._divisor = float(self.world_size if divisor is None else divisor)
+        self._divisor, self.gradient_divisor = float(self.world_size if divisor is None else divisor), divisor
         self._asked = {key: _said(value) for key, value in (asked or {}).items()}
         groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
         named = [(name, item) for name, item in named_parameters if item.requires_grad]
         self._owned = [
-            _Torch(name=name, model=item, group=groups[id(item)], optimizer=optimizer)
+            _Torch(name=name, parameter=item, group=groups[id(item)], optimizer=optimizer)
             for name, item in sorted(named, key=lambda pair: pair[0])
-            if id(item) in groups
+            if id(item) in groups and local(item).numel()
         ]
         self._unowned = tuple(name for name, item in named if id(item) not in groups)
         if schedule:
@@ -150,7 +157,8 @@ class OptimizerRecorder(LossRecorder):
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for item in self._owned:
-            item.model.register_hook(lambda found, name=item.name: self._passed(name, found))
+            if not is_sharded(item.parameter):  # FSDP2 gives a shard its gradient past autograd
+                item.parameter.register_hook(lambda found, name=item.name: self._passed(name, found))
 
     @property
     def _why(self) -> str:
@@ -206,7 +214,8 @@ class OptimizerRecorder(LossRecorder):
             for item, part in known:
                 part.own(item.gradient)
                 part.used = cut(item.model.detach(), part.begin, part.size)
-            grads = [item.gradient for item in self._owned if item.model.grad is not None] if not self.rank else []
+            counted = [item for item in self._owned if not self.rank or is_sharded(item.parameter)]
+            grads = [item.gradient for item in counted if item.parameter.grad is not None]
             squares = float(sum(float(own.double().square().sum()) for own in grads))
             update.sums = sums_record(
                 [part for _, part in known], name=f"update {update.number}", version=step, coordinate=str(self.rank),

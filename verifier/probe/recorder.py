@@ -30,6 +30,7 @@ from verifier.plan.digest import dtype_name
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
+from verifier.probe.sharded import is_sharded
 from verifier.probe.state import EngineRecorder, Named, pairs_of
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
@@ -198,8 +199,10 @@ class LoopRecorder(EngineRecorder):
         None is no gradient: of a tensor that is trained, which a watched optimizer tells, that is judged.
         """
         self.reduced(step)
-        if self.keeps(step - 1) and not self.rank:
-            given = {plain(name): tensor for name, tensor in pairs_of(named)}
+        given = {
+            plain(name): tensor for name, tensor in (pairs_of(named) if self.keeps(step - 1) else ()) if not self.rank
+        }
+        if given:
             kept = {name: tensor for name, tensor in given.items() if tensor is not None}
             watched = {*map(plain, (*(item.name for item in self._owned), *self._unowned))}
             lacking = tuple(sorted((watched or given.keys()) - kept.keys()))
@@ -210,7 +213,9 @@ class LoopRecorder(EngineRecorder):
         return self._keep_every > 0 and version % self._keep_every == 0
 
     def _record_live(self, live: Named, version: int) -> None:
-        for _ in self._passing(list(pairs_of(live)), version, JoinedTensor):
+        held = list(live.items() if isinstance(live, Mapping) else live)
+        one_by_one = any(is_sharded(tensor) for _, tensor in held)
+        for _ in self._passing(pairs_of(held) if one_by_one else held, version, JoinedTensor):
             pass
         known = version - 1 in self._live if version > 1 else self.has_source
         first = version not in self._live
@@ -241,7 +246,7 @@ class LoopRecorder(EngineRecorder):
         elif kind is ExportedTensor:  # what is held while later tensors come is looked at again
             pairs = recorded(self, pairs, version)
         for name, tensor in pairs:
-            if kind is ReceivedTensor and not whole:
+            if kind is not ExportedTensor and not whole:
                 record_tensors(self, kind, [(name, tensor)], version, **fields)
             if keeps:
                 kept[name] = tensor if whole else _copied(tensor)

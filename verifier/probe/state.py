@@ -13,6 +13,7 @@ from verifier.config_json import texts_of
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.optimizer import OptimizerRecorder
+from verifier.probe.sharded import local, whole
 from verifier.stages.checkpoint.probe_written import record_written
 from verifier.stages.checkpoint.records import LoadedState, SavedState
 from verifier.stages.engine.records import (
@@ -46,7 +47,10 @@ from verifier.stages.train.records import (
 from verifier.trainer.merge_rounding import merge_gap
 
 Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
-"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict."""
+"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict.
+
+DTensors are gathered, one after another, so all processes of their mesh make the same calls.
+"""
 Moment = Literal["load", "step", "scoring", "export", "idle step", "adapter step"]
 MOMENTS: dict[str, Any] = {
     "load": LoadedShard,
@@ -83,10 +87,11 @@ class StateRecorder(OptimizerRecorder):
             version: of the weights; of an idle step that before it.
             after: the moment.
         """
-        pairs = list(pairs_of(named))
+        dtypes = {}
         if after == "step":
             self._stepped.add(version)
-        for name, tensor in pairs:
+        for name, tensor in pairs_of(named):
+            dtypes[name] = tensor.dtype
             facts = described(tensor)
             self.emit(MOMENTS[after](name=name, version=version, replica=name, coordinate="", **facts))
         if after == "load" and self.model:
@@ -94,11 +99,11 @@ class StateRecorder(OptimizerRecorder):
             from verifier.model.families import copies_of
 
             source = open_checkpoint(self.model)
-            copies, held = copies_of(source.config), dict(pairs)
+            copies = copies_of(source.config)
             for name in source.names():
-                if name in held or name not in copies:
-                    dtype = held[name].dtype if name in held else source.read(name).dtype
-                    facts = described(source.read(name).to(dtype))
+                if name in dtypes or name not in copies:
+                    read = source.read(name)
+                    facts = described(read.to(dtypes.get(name, read.dtype)))
                     self.emit(ExpectedShard(name=name, coordinate="", **facts))
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
@@ -283,8 +288,9 @@ class EngineRecorder(StateRecorder):
 
 
 def pairs_of(named: Named) -> Iterator[tuple[str, Any]]:
-    """Names and tensors of pairs or of a mapping."""
-    yield from named.items() if isinstance(named, Mapping) else named
+    """Names and tensors of pairs or of a mapping; of a DTensor the whole."""
+    for name, tensor in named.items() if isinstance(named, Mapping) else named:
+        yield name, whole(tensor)
 
 
 def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -298,7 +304,7 @@ def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         for at, item in enumerate(value):
             yield from _state(item, f"{path}/{at}")
     elif hasattr(value, "untyped_storage"):
-        yield path, described(value)
+        yield path, described(local(value))
     elif not callable(value):
         kind = type(value).__name__.lower()
         yield (

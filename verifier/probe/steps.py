@@ -17,6 +17,7 @@ import numpy as np
 from verifier.core.manifest import MeshSizes
 from verifier.core.record import Array, Record, kind_of, real
 from verifier.errors import UsageError
+from verifier.probe.sharded import whole
 from verifier.probe.tokens import Rows, StepTokens, step_tokens
 from verifier.stages.advantage.records import ESTIMATORS, Advantages, PolicyColumns
 from verifier.stages.data.records import Drops, SamplingAsked
@@ -474,5 +475,6 @@ def of_responses(tokens: StepTokens) -> np.ndarray:
 
 
 def on_host(value: Any) -> Any:
-    """A tensor on the host, without its graph; any other value as it is."""
+    """A whole tensor on the host, without its graph; any other value as it is."""
+    value = whole(value)
     return value.detach().cpu() if hasattr(value, "detach") else value

@@ -147,6 +147,35 @@ def test_the_oracle_has_the_rollouts_of_all_ranks(tmp_path: Path) -> None:
     assert found["weight"].sum() == pytest.approx(1)  # a mean over the tokens of both
 
 
+@pytest.mark.parametrize(
+    ("divisors", "wrong"),
+    [((5.0, 5.0), ""), ((3.0, 7.0), "ADV001"), ((10.0, 10.0), "ADV001")],
+    ids=["the mean over all", "means of each rank", "half of it"],
+)
+def test_ranks_with_rollouts_of_their_own_are_one_batch(
+    divisors: tuple[float, float], wrong: str, tmp_path: Path
+) -> None:
+    """Three tokens on one rank, seven on the other: where gradients are averaged each has two tenths."""
+    path = tmp_path / "trace"
+    opened = [probe.open(path, dtype="float32", rank=rank, world_size=2) for rank in range(2)]
+    for rank, (record, size, divisor) in enumerate(zip(opened, (3, 7), divisors, strict=True)):
+        record.rollouts(
+            1, prompts=[[1]], responses=[[2] * size], loss_mask=[[1] * size], versions=0, ids=[f"{rank}"]
+        )  # fmt: skip
+        nats = torch.full((1, size), -1.0, requires_grad=True)
+        record.trainer_logprobs(1, nats.tolist(), version=0)
+        record.advantages(1, [1.0])
+        record.loss(1, "clipped")
+        losses = -(nats - nats.detach()).exp()
+        record.token_losses(1, nats, losses, ids=[f"{rank}"])
+        (losses.sum() / divisor).backward()
+        record.step(1)
+        record.close()
+    report = report_of(read(path), str(path))
+    assert [item.code for item in report.violated] == [wrong] * bool(wrong)
+    assert {"ADV001", "LSS004", "PCK004"} <= {item.code for item in report.outcomes}
+
+
 def test_a_gradient_that_is_none_is_lacking_if_its_tensor_is_trained(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)

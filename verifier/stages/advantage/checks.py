@@ -412,11 +412,12 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
+    updates: dict[tuple[int, str], list[LossColumns]] = defaultdict(list)
     for item in trace.of(LossColumns):
-        masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
+        updates[item.version, item.name].append(item)
+    for item, rows in ((item, rows) for items in updates.values() for item, rows in _by_rank(trace, items)):
         weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
-        expected = _weights(item, masks)
-        for name, weight, mask, right in zip(item.ids, weights, masks, expected, strict=True):
+        for (name, mask, right), weight in zip(rows, weights, strict=True):
             wanted = np.where(mask, right, 0.0)
 
             at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
@@ -427,11 +428,30 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(item, name, actual, asked, subject=subject, says=says, allowed=WEIGHT, bound=bound)
 
 
-def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
+def _by_rank(
+    trace: Trace, items: Sequence[LossColumns]
+) -> Iterator[tuple[LossColumns, list[tuple[str, np.ndarray, float]]]]:
+    """Columns of an update, and of each rollout its id, its mask and the weight of its tokens.
+
+    Ranks of a recorded loop have rollouts of their own, which are of one batch, or the same ones.
+    """
+    parts = [*{item.ids: item for item in items}.values()]
+    masks = {item.ids: ragged.split(trace.array(item, "mask").astype(bool), item.lengths) for item in parts}
+    groups = [group for item in parts for group in item.groups]
+    every = iter(_weights(items[0], [mask for item in parts for mask in masks[item.ids]], groups))
+    times = items[0].gradient_divisor or len(parts)
+    rows = {
+        item.ids: [(name, mask, times * next(every)) for name, mask in zip(item.ids, masks[item.ids], strict=True)]
+        for item in parts
+    }
+    yield from ((item, rows[item.ids]) for item in items)
+
+
+def _weights(item: LossColumns, masks: list[np.ndarray], groups: Sequence[str]) -> list[float]:
     counts = [int(mask.sum()) for mask in masks]
     total, trained = sum(counts), [count for count in counts if count]
     by_prompt: dict[str, int] = defaultdict(int)
-    for group, count in zip(item.groups, counts, strict=True):
+    for group, count in zip(groups, counts, strict=True):
         by_prompt[group] += count
     prompts = sum(1 for count in by_prompt.values() if count)
     return [
@@ -440,5 +460,5 @@ def _weights(item: LossColumns, masks: list[np.ndarray]) -> list[float]:
         else 1 / ((item.divisor or len(trained)) * count) if item.aggregation == "sequence_mean"
         else 1 / ((item.divisor or prompts) * by_prompt[group]) if item.aggregation == "prompt_mean"
         else 1 / (len(counts) * item.constant)
-        for count, group in zip(counts, item.groups, strict=True)
+        for count, group in zip(counts, groups, strict=True)
     ]  # fmt: skip

@@ -75,6 +75,9 @@ class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns
     """Tokens of a sequence that the aggregation "constant" divides by."""
     divisor: float | None = None
     """Divisor of the sum over tokens, or of means; None: the number of those with tokens in the loss."""
+    gradient_divisor: float | None = None
+    """Divisor of the sum of all ranks' gradients, by which the weights of each are multiplied; None: the number of
+    ranks with rollouts of their own."""
     dtype: str = "float64"
     """Dtype in which the weights were computed."""
     ids: tuple[str, ...]

@@ -249,7 +249,12 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     copies = {item.name: item.copy_of for item in trace.of(SourceTensor) if item.copy_of}
     for version in trace.versions(JoinedTensor):
         exported = list(trace.of(ExportedTensor, version=version, rank=0))
-        live = list(trace.of(JoinedTensor, version=version))
+        first: dict[str, int] = {}  # rank of a recorded loop that told a tensor first
+        live = [
+            item
+            for item in trace.of(JoinedTensor, version=version)
+            if first.setdefault(item.name, item.rank) == item.rank
+        ]
         held = by_name(live)
         names = {item.name for item in exported if copies.get(item.name) in held} - held.keys()
         live += [replace(held[copies[name]], name=name) for name in sorted(names)]

@@ -12,7 +12,7 @@ from verifier.core.record import Measurement
 from verifier.stages.checks_conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
 from verifier.stages.logprob.records import ROUNDINGS
 from verifier.stages.loss.records import GradientRecord, KeptGradients, Objective, in_all_layers
-from verifier.stages.train.records import StepReport
+from verifier.stages.train.records import GradientSums, StepReport
 
 GRADIENT = Tolerance(
     absolute=3e-5, unit="of the tensor's greatest gradient",
@@ -178,7 +178,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
     fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within three times the
     greatest noise of one in the step. Of ranks of a recorded loop whose counts add up to the oracle's, the mean of
-    their losses.
+    their losses, or their sum where gradients are summed.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
     Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss. In
@@ -196,7 +196,9 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
         own = [other for other, same in judged if same is item] if trace.manifest.command == LOOP else []
         loss, right, count = float(report.loss), float(item.loss), report.num_tokens
         if count != item.num_tokens and sum(other.num_tokens for other in own) == item.num_tokens:
-            loss, count = math.fsum(float(other.loss) for other in own) / len(own), item.num_tokens
+            sums = next(trace.of(GradientSums, version=report.version), None)
+            divisor = len(own) if sums is None or sums.divisor is None else float(sums.divisor)
+            loss, count = math.fsum(float(other.loss) for other in own) / divisor, item.num_tokens
         by_noise = LOSS_NOISES * (float(item.loss_noise) + LOSS_ERRORS * float(item.loss_noise_error))
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)
         if allowed < by_noise:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,7 +57,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout of an update, the loss of each token and the derivatives of the summed loss by its
     log-probability and its entropy, against the formula in float64 of the log-probability that the ranks computed and
     of the weight, divisor, advantage and reference that the controller computed: cross-entropy, clipped with dual clip,
-    GSPO over the whole sequence, CISPO, SAPO, importance sampling, KL and entropy. And the loss that a rank reports.
+    GSPO over the whole sequence, CISPO, SAPO, importance sampling, KL and entropy. And the loss that a rank reports: of
+    a recorded loop that of its own tokens, or of all.
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
@@ -66,13 +69,43 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: what becomes of the gradient behind the log-probability (LSS001); losses of plugins.
     References: rllm#81, tianshou#433, verl#179, SkyRL#1353, AReaL#1273, SkyRL#1296.
     """
+    sums: dict[tuple[int, str], list[_Sum]] = defaultdict(list)
     for update in updates_of(trace):
         for terms in trace.of(LossTerms, version=update.columns.version):
-            if terms.loss in FORMULAS:
-                yield from _formula(trace, update, terms)
+            if terms.loss in FORMULAS and (trace.manifest.command != LOOP or terms.rank == update.columns.rank):
+                found = yield from _formula(trace, update, terms)
+                sums[update.columns.version, update.columns.name].append(found)
+    for (version, name), parts in sums.items():
+        yield from _reported(trace, version, name, parts)
 
 
-def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Comparison]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sum:
+    """Weighted sum of the losses of an update's tokens, of one rank where ranks have rollouts of their own."""
+
+    columns: LossColumns
+    total: float
+    scale: float
+    """Sum of the magnitudes."""
+    rounding: float
+
+
+def _reported(trace: Trace, version: int, name: str, parts: Sequence[_Sum]) -> Iterator[Comparison]:
+    """Each rank's reported loss against the sum over its tokens, or over those of all ranks."""
+    distinct = [*{part.columns.ids: part for part in parts}.values()]
+    divisor = distinct[0].columns.gradient_divisor or len(distinct)
+    whole = math.fsum(part.total for part in distinct) / divisor
+    scale, rounding = max(part.scale for part in distinct), max(part.rounding for part in distinct)
+    bound = TERM.absolute * max(scale, 1e-12) + rounding
+    own = {part.columns.rank: part.total for part in parts} if len(distinct) > 1 else {}
+    for report in trace.of(TrainerStep, version=version, name=name):
+        loss = float(report.loss)
+        total = min(whole, own.get(report.rank, whole), key=lambda right: abs(loss - right))
+        what, says = f"reported loss of {name} on rank {report.rank}", ("", "the weighted sum, float64")
+        yield compare_value(report, what, loss, total, says=says, allowed=TERM, bound=bound, stage=Stage.LOSS)
+
+
+def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Generator[Comparison, None, _Sum]:
     columns, weight = update.columns, update.given["weight"]
     value, slope, edge = _textbook(update, terms)
     of_value, of_slope = _roundings(update, terms)
@@ -101,14 +134,11 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Iterator[Com
             texts: Given = {"subject": subject, "says": says}
             noun = f"{noun} in {columns.name}"
             yield compare_value(place, noun, *sides, allowed=TERM, bound=allowed, gap=gap, **texts)
-    total = float((weight * value).sum()) / max(int(update.in_loss.sum()), 1)
-    scale = float(np.abs(weight * value).sum()) / max(int(update.in_loss.sum()), 1)
-    for report in trace.of(TrainerStep, version=columns.version, name=columns.name):
-        bound = TERM.absolute * max(scale, 1e-12) + float(of_value.max(initial=0.0))
-        what, says = f"reported loss of {columns.name} on rank {report.rank}", ("", "the weighted sum, float64")
-        yield compare_value(
-            report, what, float(report.loss), total, says=says, allowed=TERM, bound=bound, stage=Stage.LOSS
-        )
+    count, weighted = max(int(update.in_loss.sum()), 1), weight * value
+    return _Sum(
+        columns=columns, total=float(weighted.sum()) / count, scale=float(np.abs(weighted).sum()) / count,
+        rounding=float(of_value.max(initial=0.0)),
+    )  # fmt: skip
 
 
 def worst_rows(rollout: np.ndarray, gaps: np.ndarray) -> list[int]:

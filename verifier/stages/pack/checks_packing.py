@@ -474,6 +474,8 @@ def loss_read_another_token(trace: Trace) -> Iterator[Comparison]:
 def _greatest_gaps(update: UpdateRows, column: str) -> np.ndarray:
     """[R] greatest gap between what the loss read of a column and what it was given, of each rollout, in `INPUT`."""
     wanted = update.given[column]
+    if column not in update.rows and np.isnan(wanted).all():  # a recorded loop has no reference
+        return np.zeros(len(update.columns.ids))
     read = update.rows[column].astype(np.float64) if column in update.rows else np.zeros(len(wanted))
     gaps = np.abs(read - wanted) / (INPUT.absolute * np.maximum(np.abs(wanted), 1e-30))
     greatest = np.zeros(len(update.columns.ids))

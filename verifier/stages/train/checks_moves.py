@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_array, compare_value
+from verifier.core.check import LOOP, At, Comparison, Stage, Tolerance, Trace, check, compare_array, compare_value
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.record import Real, TensorRecord
 from verifier.stages.advantage.records import LossColumns
@@ -265,7 +265,8 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     """A step is one step of the optimizer and one of the scheduler, over the tokens of the whole batch.
 
     What it checks: per rank, the counters of Adam and of the scheduler after the step, and the number of tokens in the
-    loss, against the number of the step and the masks of the batch; and that all ranks clipped by one norm.
+    loss, against the number of the step and the masks of the batch, or of the rank's own part where a recorded loop
+    reports that; and that all ranks clipped by one norm.
     Why it matters: an optimizer that is stepped per micro-batch, skipped, or made anew by a resume, whose bias
     correction then begins again; a norm of one rank's gradients, which clips each rank by another factor.
     Evidence: train/done, advantage/columns.
@@ -275,16 +276,22 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
     for version in sorted(trace.versions(LossColumns)):
-        columns = trace.of(LossColumns, version=version)
-        in_loss = {item.name: int(trace.array(item, "mask").sum()) for item in columns}
+        in_loss: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
+        own: dict[tuple[str, int], int] = {}
+        for item in trace.of(LossColumns, version=version):
+            count = own[item.name, item.rank] = int(trace.array(item, "mask").sum())
+            in_loss[item.name][item.ids] = count
         norms: dict[str, Real] = {}
         for report in trace.of(TrainerStep, version=version):
             norm = norms.setdefault(report.name, report.grad_norm)
+            tokens = sum(in_loss[report.name].values())
+            if trace.manifest.command == LOOP and report.num_tokens == own.get((report.name, report.rank)):
+                tokens = report.num_tokens
             counts = (
                 ("norm that it clipped by", report.grad_norm, norm),
                 ("number of optimizer steps", report.optimizer_steps, report.step),
                 ("number of scheduler steps", report.scheduler_steps, report.step + report.scheduler_ahead),
-                ("number of tokens in the loss", report.num_tokens, in_loss.get(report.name, 0)),
+                ("number of tokens in the loss", report.num_tokens, tokens),
             )
             for what, actual, expected in counts:
                 if actual is not None:
