@@ -167,13 +167,13 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
             sentence = f"step {item.step} is suspected ({item.sentence}), and no later step judged it again"
             complain(f"inconclusive: {sentence}")
             code = ExitCode.INCONCLUSIVE
+    loss = "no token in the loss of any step" if summary.loss is None else f"loss {summary.loss:.4f}"
     if summary.finished_before:
         show(
-            f"the run `{config.run}` is finished already: {summary.steps:,} steps, loss {summary.loss:.4f}{accuracy}; "
+            f"the run `{config.run}` is finished already: {summary.steps:,} steps, {loss}{accuracy}; "
             "give more --steps to go on, or another --run\n"
         )
         return code
-    loss = f"loss {summary.loss:.4f}" if summary.loss == summary.loss else "no token in the loss of any step"
     resumed = f", continued from step {summary.resumed_from:,}" if summary.resumed_from else ""
     show(f"trained {summary.steps:,} steps{resumed}: {loss}{accuracy}{judged}\nrun: {config.run}\n")
     show(_unjudged(evidence))

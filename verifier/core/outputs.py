@@ -102,7 +102,7 @@ def locked_folder(folder: Path, lock: str, what: str, other: str) -> Iterator[No
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
-            raise UsageError(f"the {what} `{folder}` is in use by another {other}: choose another --run") from problem
+            raise UsageError(f"the {what} `{folder}` is in use by another {other}: choose another") from problem
         yield
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ _GRACE_S = 0.2
 """Seconds from the first failure to the verdict, and to a look at other processes: a lost connection may be seen before
 its cause."""
 _MAX_STACKS = 8
+_LOOK_S = 5.0
+"""Seconds between two looks for ranks that a signal has stopped; who is stopped in both is named."""
 
 
 class ForkJob:
@@ -61,6 +64,7 @@ class ForkJob:
         self._failed_at = math.inf
         self._outcome: list[JSON] | VerifierError | None = None
         self._deadline_at = time.monotonic() + spec.deadline_s
+        self._look_at, self._looks = time.monotonic(), Counter[int]()
 
     @property
     def done(self) -> bool:
@@ -126,10 +130,19 @@ class ForkJob:
                 longest_s = max(longest_s, waited_s)
                 for rank, message in messages:
                     self._deal_with(rank, message)
+            if self._on_progress is not None and time.monotonic() > self._look_at:
+                self._name_stopped(self._on_progress)
             if self._outcome is None and (verdict := self._verdict(longest_s)) is not None:
                 self._end(verdict)
         except VerifierError as problem:  # what the ranks were forked from, or another process, is gone
             self._end(problem)
+
+    def _name_stopped(self, say: Callable[[int, str], None]) -> None:
+        """Say once which ranks a signal has stopped: others wait for them until a deadline."""
+        self._look_at = time.monotonic() + _LOOK_S
+        self._looks = Counter({rank: self._looks[rank] + 1 for rank in self._stopped()})
+        for rank in (rank for rank, looks in self._looks.items() if looks == 2):
+            say(rank, f"trainer rank {rank} ({self._place(rank)}) is stopped by a signal, as SIGSTOP does")
 
     def _deal_with(self, rank: int, message: JSON) -> None:
         """Deal with what a rank has reported: progress, its result, an answer, or its failure."""

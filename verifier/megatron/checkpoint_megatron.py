@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verifier.errors import ContractError, UsageError
-from verifier.launch.child import die_with_parent
+from verifier.errors import ContractError, InternalError, UsageError
+from verifier.launch.child import described, die_with_parent
 from verifier.megatron import fsdp_megatron
 from verifier.megatron.optimizer_megatron import fill_states, parameters_of
 from verifier.megatron.step_megatron import params_synced
@@ -232,12 +232,22 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _failed_write_refused(folder: Path) -> Iterator[None]:
-    """Make a UsageError, on every rank, of a write that failed on one; the reason is in that rank's log."""
+    """Make a UsageError, on every rank, of a write that failed on one; the reason is in that rank's log.
+
+    The error of a write whose process for results has ended names that process.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except CheckpointException as problem:
+    except (CheckpointException, EOFError, OSError) as problem:
+        manager = getattr(filesystem_async, "_results_manager", None)
+        if manager is not None and manager._process.exitcode is not None:
+            death = described(manager._process.exitcode)
+            raise InternalError(f"the process that a checkpoint's writers report to has ended: {death}") from problem
+        if not isinstance(problem, CheckpointException):
+            raise
         raise UsageError(
             f"the checkpoint `{folder}` cannot be written, and the ranks' logs say why: free some space and run the "
             "same command again, which continues from the checkpoint before"

@@ -20,7 +20,7 @@ from typing import Any
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
-from verifier.model.checkpoint import open_checkpoint, read_config
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, read_config
 from verifier.model.families import num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
@@ -148,7 +148,8 @@ def build(
 
     Raises:
         UsageError: a model that megatron-bridge does not support, a mesh that does not divide it or does not match
-            the number of processes, an unknown dtype, or a package that the model's layers need and that is absent.
+            the number of processes, an unknown dtype, a package that the model's layers need and that is absent, or
+            weights to be trained that are not finite in the checkpoint.
     """
     checkpoint = open_checkpoint(path) if load_weights else None
     config = read_config(Path(path)) if checkpoint is None else checkpoint.config
@@ -191,8 +192,10 @@ def build(
             provider.register_pre_wrap_hook(keep, prepend=True)
         if MEGATRON_SINKS in fixes:
             provider.register_pre_wrap_hook(upstream_fixes_megatron.mark_sinks, prepend=True)
-        if load_weights:
+        if checkpoint is not None:
             provider.register_pre_wrap_hook(_poison, prepend=True)
+            if data_parallel is not None:
+                provider.register_pre_wrap_hook(partial(_require_finite, checkpoint))
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
         try:
@@ -381,6 +384,17 @@ def _poison(chunks: list[Any]) -> list[Any]:
     with torch.no_grad():
         for parameter in chain.from_iterable(chunk.parameters() for chunk in chunks):
             parameter.fill_(math.nan)
+    return chunks
+
+
+def _require_finite(checkpoint: Checkpoint, chunks: list[Any]) -> list[Any]:
+    import torch
+
+    loaded = chain.from_iterable(chunk.parameters() for chunk in chunks)
+    if not all(torch.isfinite(parameter).all() for parameter in loaded):  # or the load left some out, which shows later
+        for name in checkpoint.names():
+            if bad := int((~torch.isfinite(checkpoint.read(name).float())).sum()):
+                raise UsageError(f"`{name}` of {checkpoint.path} has {bad:,} values that are not finite: mend it")
     return chunks
 
 

@@ -307,14 +307,8 @@ def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         yield path, described(local(value))
     elif not callable(value):
         kind = type(value).__name__.lower()
-        yield (
-            path,
-            {
-                "digest": digest_of(repr(value).encode()),
-                "dtype": kind if kind.isidentifier() else "object",
-                "shape": (),
-            },
-        )
+        dtype = kind if kind.isidentifier() else "object"
+        yield path, {"digest": digest_of(repr(value).encode()), "dtype": dtype, "shape": ()}
 
 
 def _elements(tensor: Any) -> np.ndarray:

@@ -31,8 +31,8 @@ class TrainSummary:
     """End of a run that was trained whole."""
 
     steps: int
-    loss: float
-    """Loss of the last step, nats."""
+    loss: float | None
+    """Loss of the last step, nats; None where no step had a token in it."""
     accuracy: float | None
     """Share of held-out problems that greedy decoding solves; None without evaluation."""
     resumed_from: int = 0
@@ -76,7 +76,7 @@ class StepLoop:
         Raises:
             VerifierError: a process died or hung, or the observer ended the run.
         """
-        config, step, loss = self.config, done, metrics.get("loss", float("nan"))
+        config, step, loss = self.config, done, metrics.get("loss")
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:
             step += 1
             self.observer.on_step(step, sends_first=self.sends_first)

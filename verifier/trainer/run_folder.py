@@ -200,7 +200,7 @@ class RunFolder:
 class _Finished(msgspec.Struct):
     asked: int
     steps: int
-    loss: float
+    loss: float | None
     accuracy: float | None
     files: dict[str, str] = {}
     """File of the exported model -> digest; empty in runs of version 0.2.0."""
