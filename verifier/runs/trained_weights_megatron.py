@@ -12,7 +12,7 @@ import torch.distributed as dist
 from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
-from verifier.export.save import save_checkpoint
+from verifier.export.save import Adapted, save_checkpoint
 from verifier.launch.child import give_memory_back
 from verifier.launch.flight_recorder import label
 from verifier.megatron import lora_megatron, router_replay_megatron
@@ -196,7 +196,7 @@ class AdapterWeights(TrainedWeights):
         self.live, self.trained = self._adapters.base, self._adapters.trained
         record_live(run.probe, self.trained, 0, AdapterShard)
         if run.layout is not None:
-            matrices = self._hand_on().matrices(0)
+            matrices = self._hand_on().after(0)
             record_tensors(run.probe, LiveAdapterMatrix, matrices.items(), 0)
             record_spreads(run.probe, matrices)
 
@@ -218,8 +218,9 @@ class AdapterWeights(TrainedWeights):
         if version and run.rank == 0:
             record_exported_adapter(run.probe, path, version)
             if run.layout is None:
-                merged = lora_megatron.merged(run.source, adapter, SCALING)
-                save_checkpoint(run.work / f"weights-{version}", run.source.config, merged)
+                written = save_checkpoint(run.work / f"weights-{version}", run.source.config, adapter.items())
+                names = {name: [name] for name in adapter if name.endswith(".lora_A.weight")}
+                Adapted(base=str(run.source.path), scaling=SCALING, names=names).save(written)
             if run.link.client is not None:
                 run.link.client.load_adapter(path)
         dist.barrier()

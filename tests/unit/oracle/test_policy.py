@@ -19,7 +19,7 @@ import verifier.faults
 from verifier.algorithms.losses import LossInputs, token_loss
 from verifier.algorithms.registry import LossOptions
 from verifier.data.recorded import read_recorded
-from verifier.export.save import save_checkpoint
+from verifier.export.save import Adapted, save_checkpoint
 from verifier.megatron.vocab_logprob import vocab_parallel_logprob
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
@@ -442,7 +442,6 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
 
 def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_round_anew(tmp_path):
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
-    (tmp_path / "weights-0").symlink_to(checkpoint.path)
     whole = "model.layers.1.self_attn.q_proj"
     rows, columns = checkpoint.meta(f"{whole}.weight").shape
     draw = torch.Generator().manual_seed(2)
@@ -454,7 +453,7 @@ def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_
     row = {"tokens": tokens, "mask": (torch.arange(9) > 3).to(torch.uint8), "weight": torch.full((9,), 0.2).double()}
     save_file({**row, "lengths": torch.tensor([9])}, tmp_path / "inputs-1.safetensors")
     objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
-    adapter = {"scaling": 2.0, "names": {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}}
+    names = {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}
     _, exact, _ = computed(checkpoint.path, [row], objective)
     right = exact[f"{whole}.weight"].double()
     gradients = {
@@ -463,9 +462,11 @@ def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_
     }
     off = gradients[f"{whole}.lora_A.weight"]
     off[0, 0] += 1e-3 * off.abs().max()
-    for name, tensors in (("matrices-0", matrices), ("gradients-1", gradients)):
+    for name, tensors in (("weights-0", matrices), ("gradients-1", gradients)):
         save_checkpoint(tmp_path / name, checkpoint.config, tensors.items())
-    found = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}], adapter)
+    within = Adapted(base=str(checkpoint.path), scaling=2.0, names=names, how="within")
+    within.save(tmp_path / "weights-0")
+    found = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}])
     assert {item["name"] for item in found} == matrices.keys()
     for item in found:
         gap = item["gradient"][0] / item["gradient_scale"]
