@@ -245,11 +245,11 @@ class _Adapter:
     def __init__(self, linear: Any, adapted: Adapted) -> None:
         self._linear, self._adapted, self._forward = linear, adapted, linear.forward
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        inward = nn.functional.linear(given, self._linear.inward)
+    def __call__(self, given: torch.Tensor) -> Any:
+        within, own = self._adapted.how == "within", self._forward(given)
+        inward = nn.functional.linear(given.detach() if within else given, self._linear.inward)
         product = self._adapted.scaling * nn.functional.linear(inward, self._linear.outward)
-        own: torch.Tensor = self._forward(given)
-        return own + (product - product.detach() if self._adapted.how == "within" else product)
+        return own + (product - product.detach() if within else product)
 
 
 class _Streamed:
