@@ -27,10 +27,12 @@ def test_some_rollouts_show_it_too(trials: Trials, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["recomputed-adapters-without-gradient", "alpha-lost-at-sync"])
-def test_faults_of_adapters_show_in_bf16_too(trials: Trials, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"), [("recomputed-adapters-without-gradient", "LSS001"), ("alpha-lost-at-sync", "WGT013")]
+)
+def test_faults_of_adapters_show_in_bf16_too(trials: Trials, name: str, code: str) -> None:
     fault = CATALOG[name]
-    result = trials.trial(replace(fault, training=(*fault.training, "dtype=bf16")))
+    result = trials.trial(replace(fault, training=(*fault.training, "dtype=bf16"), caught_by=(code,)))
     assert not result.failures, line_of(result)
     assert not result.crashed, line_of(result)
 

@@ -40,7 +40,7 @@ LIMIT = 20.0
 Source:
     verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20).
 """
-NOISES = 3
+NOISES = 6
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
