@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verifier.errors import ContractError
-from verifier.export.save import save_checkpoint
 from verifier.megatron.lora_megatron import (
     SCALING,
     LoraSpec,
@@ -19,16 +17,8 @@ from verifier.megatron.lora_megatron import (
     read_adapter,
     save_adapter,
 )
-from verifier.model.checkpoint import open_checkpoint
 
 NAME = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture
-def source(tmp_path):
-    tensors = {f"{NAME}.weight": torch.randn(6, 4).bfloat16(), "model.norm.weight": torch.randn(4).bfloat16()}
-    config = {"architectures": ["Qwen3ForCausalLM"]}
-    return open_checkpoint(save_checkpoint(tmp_path / "source", config, tensors.items()))
 
 
 @pytest.fixture

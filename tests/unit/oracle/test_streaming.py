@@ -116,8 +116,10 @@ def test_adapters_have_the_gradients_of_the_sum_and_the_base_has_none(how, tmp_p
     leaves = {name: tensor.requires_grad_(True) for name, tensor in drawn.items()}
     sums = {f"{linear}.weight": 1.5 * (leaves[linear + B] @ leaves[first]) for linear, first in inward.items()}
     whole = {name: base.read(name) + sums.get(name, 0.0) for name in base.names()}
-    merged = save_checkpoint(tmp_path / "whole", base.config, ((name, each.detach()) for name, each in whole.items()))
-    folder = save_checkpoint(tmp_path / "matrices", base.config, ((name, each.detach()) for name, each in drawn.items()))
+    parts = ((name, each.detach()) for name, each in whole.items())
+    merged = save_checkpoint(tmp_path / "whole", base.config, parts)
+    matrices = ((name, each.detach()) for name, each in drawn.items())
+    folder = save_checkpoint(tmp_path / "matrices", base.config, matrices)
     names = {shared[0] + A: [linear + A for linear in shared], alone + A: [alone + A]}
     held = merged if how == "within" else base.path
     adapted = Adapted(base=str(held), scaling=1.5, names=names, how=how)
