@@ -1,55 +1,19 @@
-"""Writer of a Hugging Face checkpoint directory, shard by shard, visible only when complete; and of adapters to one."""
+"""Writer of a Hugging Face checkpoint directory: shard by shard, visible only when complete."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from verifier.errors import UsageError
 from verifier.model.checkpoint import INDEX, read_header, write_shards
 
 if TYPE_CHECKING:
     import torch
-
-_ADAPTED = "adapted.json"
-
-
-class Adapted(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tensors of a checkpoint directory are adapters of: NAME.lora_A.weight, NAME.lora_B.weight."""
-
-    base: str
-    """Directory of the frozen weights."""
-    scaling: float
-    """Factor of each product B A."""
-    names: Mapping[str, Sequence[str]]
-    """Each A that the directory has -> names for all tensors that share it, its own first."""
-    how: Literal["beside", "within", "merged"] = "beside"
-    """A product is computed beside the base's; the base has it already; or base and product are added and rounded."""
-
-    @classmethod
-    def of(cls, folder: Path) -> Adapted | None:
-        """What a checkpoint directory adapts; None of one of whole weights."""
-        file = folder / _ADAPTED
-        return msgspec.json.decode(file.read_bytes(), type=cls) if file.exists() else None
-
-    def save(self, folder: Path) -> None:
-        """Write it into a directory of matrices."""
-        (folder / _ADAPTED).write_bytes(msgspec.json.encode(self))
-
-    def merged(self, folder: Path) -> Path:
-        """Directory of the same matrices as an engine has them that gets base and adapters as one."""
-        found = folder / "merged"
-        if not found.exists():
-            shutil.copytree(folder, found, copy_function=os.link)
-            (found / _ADAPTED).unlink()
-            msgspec.structs.replace(self, how="merged").save(found)
-        return found
 
 
 def save_checkpoint(path: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:

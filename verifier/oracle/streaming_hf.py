@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verifier.export.save import Adapted
+from verifier.model.adapted import Adapted
 from verifier.model.attention_hf import attend_in_slices
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.families import is_served

@@ -30,8 +30,8 @@ from verifier.core.reader import read
 from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
-from verifier.export.save import Adapted
 from verifier.mesh import Mesh
+from verifier.model.adapted import Adapted
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     content_of,

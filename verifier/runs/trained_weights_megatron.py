@@ -12,13 +12,14 @@ import torch.distributed as dist
 from verifier.core.stage import Stage, in_stage
 from verifier.export import gather_megatron
 from verifier.export.live_weights import LiveWeights
-from verifier.export.save import Adapted, save_checkpoint
+from verifier.export.save import save_checkpoint
 from verifier.launch.child import give_memory_back
 from verifier.launch.flight_recorder import label
 from verifier.megatron import lora_megatron, router_replay_megatron
 from verifier.megatron.lora_megatron import SCALING, LoraSpec
 from verifier.megatron.step_megatron import params_synced
 from verifier.model import provider_megatron
+from verifier.model.adapted import Adapted
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import agree

@@ -19,8 +19,9 @@ import verifier.faults
 from verifier.algorithms.losses import LossInputs, token_loss
 from verifier.algorithms.registry import LossOptions
 from verifier.data.recorded import read_recorded
-from verifier.export.save import Adapted, save_checkpoint
+from verifier.export.save import save_checkpoint
 from verifier.megatron.vocab_logprob import vocab_parallel_logprob
+from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model

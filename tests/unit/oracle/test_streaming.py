@@ -13,7 +13,8 @@ import weakref
 import pytest
 import torch
 
-from verifier.export.save import Adapted, save_checkpoint
+from verifier.export.save import save_checkpoint
+from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import checkpoint_places, load_model

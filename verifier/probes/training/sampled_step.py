@@ -31,8 +31,8 @@ from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import adapters_of, layout_of
-from verifier.export.save import Adapted
 from verifier.export.sharding import Owners
+from verifier.model.adapted import Adapted
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (

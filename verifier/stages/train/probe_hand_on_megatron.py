@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from verifier.core.record import Probe, real
 from verifier.export.live_weights import LiveWeights
-from verifier.export.save import Adapted, save_checkpoint
+from verifier.export.save import save_checkpoint
 from verifier.megatron import lora_megatron
 from verifier.megatron.optimizer_megatron import named_gradients, named_states
 from verifier.megatron.router_replay_megatron import routers_of
 from verifier.megatron.step_megatron import params_synced
+from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
