@@ -116,6 +116,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo temperature": (*RECORDED, "grpo.temperature=0.7", "grpo.entropy_weight=0.05", "mesh.tp=2", *SAMPLED),
     "grpo recompute": (*RECORDED, "megatron.recompute=full", "grpo.epochs=2", *SAMPLED),
     "grpo lora": (*RECORDED, "lora.rank=8", "grpo.kl_weight=0.1", *SAMPLED),
+    "grpo llama lora bf16 pp2, some rollouts": (
+        *RECORDED, "model=tiny:llama", "lora.rank=8", "lora.alpha=12", "dtype=bf16", "mesh.pp=2", "verify.rollouts=8",
+        "grpo.kl_weight=0.1", *SAMPLED,
+    ),
     "grpo bf16": (*RECORDED, "dtype=bf16", "grpo.kl_weight=0.1", *SAMPLED),
     "gspo bf16 pp2 cp2": (
         *RECORDED, "dtype=bf16", "grpo.loss=gspo", "grpo.epochs=3", "grpo.clip_low=0.01", "grpo.clip_high=0.01",
@@ -160,6 +164,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         *LIVE, "grpo.mode=inflight", "grpo.inflight_steps=3", "grpo.keep_kv_cache=true", *AHEAD, *SAMPLED,
     ),
     # adapters, of which a step without an update sends none
+    "live hf lora bf16, merged": (*HF, "lora.rank=8", "lora.sync=merged", "dtype=bf16", *SAMPLED),
+    "live lora bf16, ahead": (*LIVE, "lora.rank=8", "dtype=bf16", "grpo.mode=async", *AHEAD, *SAMPLED),
     "live lora, steps without an update": (*LIVE, *SPARSE, "dtype=bf16"),
     "live lora, steps without an update, async": (*LIVE, *SPARSE, "grpo.mode=async", *AHEAD),
 }  # fmt: skip

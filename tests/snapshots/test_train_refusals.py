@@ -178,7 +178,6 @@ REFUSED = {
     "lora-in-transformers": f"{ADD} algorithm=grpo lora.rank=8 engine.kind=hf",
     "lora-of-a-rank-that-vllm-has-not": f"{ADD} algorithm=grpo lora.rank=12",
     "lora-of-a-round-trip": f"{ADD} algorithm=grpo engine.lora_rank=8",
-    "lora-in-bf16-and-oracle": f"{ADD} lora.rank=8 dtype=bf16 verify.steps=true verify.every=2",
     "no-fix": f"{ADD} fixes=all-of-them",
 }
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}

@@ -394,6 +394,4 @@ class TrainConfig(RunConfig):
             "{verify.rollouts} and {verify.steps}: give --verify": self.verify.rollouts and not self.verify.steps,
             **steps,
             **ranks,
-            "{verify.every}, {lora.rank} and {dtype}, in which the oracle does not compute gradients of adapters: set "
-            "verify.every=0, or give dtype=fp32": self.verify.every and self.lora.rank and self.dtype != "float32",
         }

@@ -1,7 +1,4 @@
-"""LoRA on ranks, by megatron-bridge: attaching adapters to a loaded model and exporting them for an engine.
-
-`merged` is independent of megatron-bridge.
-"""
+"""LoRA on ranks, by megatron-bridge: attaching adapters to a loaded model and exporting them for an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 
 from verifier.errors import ContractError
 from verifier.megatron.step_megatron import params_synced
-from verifier.model.checkpoint import Checkpoint, write_shard
+from verifier.model.checkpoint import write_shard
 from verifier.model.provider_megatron import TrainerModel
 
 SCALING = 2.0
@@ -151,27 +148,6 @@ def scaling_of(trainer: TrainerModel) -> float:
     if len(found) != 1:
         raise ContractError(f"the trainer's adapters have {len(found)} different scales")
     return float(found.pop())
-
-
-def merged(
-    source: Checkpoint, adapter: Mapping[str, torch.Tensor], scaling: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint in float32 with scaling * B @ A added to every matrix that has an adapter.
-
-    Raises:
-        ContractError: a matrix belongs to no tensor of the checkpoint, or its other half is missing.
-    """
-    bases = {name.removesuffix(_A) for name in adapter if name.endswith(_A)}
-    for name in adapter:
-        base = name.removesuffix(_A).removesuffix(_B)
-        if f"{base}.weight" not in source.metas or base + _A not in adapter or base + _B not in adapter:
-            raise ContractError(f"`{name}` is no half of an adapter of a tensor in the checkpoint")
-    for name in source.names():
-        tensor = source.read(name).float()
-        base = name.removesuffix(".weight")
-        if base in bases:
-            tensor = tensor + scaling * (adapter[base + _B].float() @ adapter[base + _A].float())
-        yield name, tensor
 
 
 def held_by_engine(adapter: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:

@@ -33,8 +33,6 @@ FAR = 10
 PASSES = 24
 """Most passes that a noise is the greatest of. Where one direction dominates, a right gradient is then beyond half of
 what LSS001 allows in float32 with a chance of 2.6e-11, in less with 3.4e-5 (ADR 0109)."""
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 Greatest = tuple[float, list[int]]
 """A value and the index of its element."""
 Distances = dict[str, tuple[float, float]]
@@ -131,34 +129,6 @@ def distances(
 
     given = run(take)
     return found, given
-
-
-def of_adapter(
-    take: Take, adapter: Mapping[str, torch.Tensor], scaling: float, names: Mapping[str, Sequence[str]]
-) -> Take:
-    """Take of whole matrices' gradients, which hands on those of an adapter's, float64.
-
-    With W + s B A and the gradient G of that, the one of B is s G A^T, and the one of A is s B^T G. An A that several
-    tensors share is in `adapter` under its first name alone; `names` has for each A that name, to the names for all
-    tensors that share it, whose gradients are summed. `scaling` is s.
-    """
-    places = {f"{name.removesuffix(_A)}.weight": (first, name) for first, every in names.items() for name in every}
-    inward: dict[str, dict[str, list[torch.Tensor]]] = {}
-
-    def taken(whole: str, parts: Sequence[torch.Tensor]) -> None:
-        if whole not in places:
-            return
-        first, name = places[whole]
-        outward = name.removesuffix(_A) + _B
-        scaled = [scaling * part.double() for part in parts]
-        take(outward, [part @ adapter[first].double().T for part in scaled])
-        shared = inward.setdefault(first, {})
-        shared[name] = [adapter[outward].double().T @ part for part in scaled]
-        if len(shared) == len(names[first]):
-            every = zip(*(shared[each] for each in names[first]), strict=True)
-            take(first, [torch.stack(each).sum(0) for each in every])
-
-    return taken
 
 
 def clip_of(actual: Mapping[str, torch.Tensor], clip_grad: float, device: str = "cpu") -> tuple[float, float]:

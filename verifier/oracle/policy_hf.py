@@ -24,7 +24,6 @@ from verifier.oracle.gradients_hf import (
     clip_of,
     distances,
     measured,
-    of_adapter,
     rounded_anew,
     spooled,
     tensors_of,
@@ -41,7 +40,7 @@ LIMIT = 20.0
 Source:
     verl, trainer/ppo/core_algos.py `compute_policy_loss_vanilla` (clamp to 20).
 """
-NOISES = 3
+NOISES = 6
 """Times the greatest noise of a log-probability that a right trainer's may be off by, as LGP001 has it."""
 Row = Mapping[str, torch.Tensor]
 """Columns of one sequence: tokens, mask, and where the loss reads them weight, advantage, divisor, reference; and
@@ -78,26 +77,24 @@ def judge_updates(
     rule: Mapping[str, float],
     objective: Mapping[str, Any],
     updates: Sequence[Mapping[str, Any]],
-    adapter: Mapping[str, Any] | None = None,
     device: str = "cpu",
     offsets: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every update of one step against the oracle; a request of an engine server.
 
     Args:
-        folder: of a sampled step; for update n it has the checkpoints ``weights-n`` and that before it,
-            ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded weights ``master-n``, and
-            ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some, see `Route`, the
-            ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a run of less than
-            float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the loss, and say
-            which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts, ``sampled-n`` has the
-            trainer's gradient of these. Without moments Adam's step is not judged, and needs no ``weights-n``.
+        folder: of a sampled step; for update n it has the checkpoints ``weights-n`` and that before it, of adapters
+            alone where these are trained (`Adapted`), ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded
+            weights ``master-n``, and ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some,
+            see `Route`, the ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a
+            run of less than float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the
+            loss, and say which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts,
+            ``sampled-n`` has the trainer's gradient of these. Without moments Adam's step is not judged, and needs no
+            ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
         objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
             whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in.
         updates: of each in order its "number", from 1, and "learning_rate".
-        adapter: of a run that trains adapters, "scaling" and "names" as `adapter_gradients` takes them; then the folder
-            has the matrices, ``matrices-n``, beside checkpoints with these added, and all weights are float32.
         device: "cpu", or "cuda": where transformers computes.
         offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
 
@@ -111,9 +108,8 @@ def judge_updates(
     margin = NOISES * max(noises, default=0.0)
     for update in updates:
         number = int(update["number"])
-        held = "weights" if adapter is None else "matrices"
-        old, has_moments = tensors_of(path / f"{held}-{number - 1}"), (path / f"exp_avg-{number}").is_dir()
-        new = tensors_of(path / f"{held}-{number}") if has_moments else {}
+        old, has_moments = tensors_of(path / f"weights-{number - 1}"), (path / f"exp_avg-{number}").is_dir()
+        new = tensors_of(path / f"weights-{number}") if has_moments else {}
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
@@ -121,8 +117,6 @@ def judge_updates(
             dtype = getattr(torch, objective.get("dtype") or "float32")
 
         def run(take: Take, kind: torch.dtype, within: float = margin, draw: int = 0) -> _Found:
-            if adapter is not None:
-                take = of_adapter(take, old, adapter["scaling"], adapter["names"])  # noqa: B023
             return _loss(path / f"weights-{number - 1}", rows, objective, kind, take, within, device, draw)  # noqa: B023
 
         def again(draw: int) -> Distances:

@@ -1,7 +1,7 @@
 """Evidence of the oracle, from the run's own evidence and the weights that it dumped, and from nothing else.
 
 Weights lie in a folder: ``weights-v``, the checkpoint of version v, joined without Megatron-Bridge; ``gradients-v``,
-the gradients of the step that made it; of an adapter ``matrices-v`` too.
+the gradients of the step that made it; of an adapter its matrices (`Adapted`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from verifier.stages.train.records import OptimizerRule
 
 SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
-DUMPED = ("weights", "gradients", "matrices")
+DUMPED = ("weights", "gradients")
 """Kinds of weights and gradients that a run dumps; see above."""
 GAPS = {
     "gradient": "|the trainer's reduced gradient - transformers' in float32|, in float64",
@@ -248,11 +248,10 @@ class _Recording:
         rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
         adapter = None
         if rank and isinstance(layout, ModelLayout):
-            from verifier.megatron.lora_megatron import SCALING, TARGETS
+            from verifier.megatron.lora_megatron import TARGETS
 
-            numbers["scaling"] = SCALING
             adapter = adapters_of(layout, TARGETS, rank)
-        arguments += [adapter and adapter.names(), layout.offsets() if isinstance(layout, DerivedLayout) else {}]
+        arguments.append(layout.offsets() if isinstance(layout, DerivedLayout) else {})
         dumped = [path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*"))]
         folders = [self.source.path, self.weights]
         rows = self.oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self.source.path, *dumped])

@@ -22,7 +22,6 @@ from verifier.oracle.gradients_hf import (
     greatest,
     greatest_of,
     measured,
-    of_adapter,
     parts_of,
     rounded_anew,
     spooled,
@@ -58,22 +57,18 @@ def judge_steps(
     rule: Mapping[str, float],
     routes: Sequence[Routes],
     first: int,
-    adapter: Mapping[str, Sequence[str]] | None = None,
     offsets: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every step of a run against the oracle; a request of an engine server.
 
-    Gradients of an adapter are derived from those of the matrices that it adds to.
-
     Args:
-        source: checkpoint of version 0, to which an adapter adds nothing.
-        work: folder with ``gradients-v`` and ``weights-v``, the checkpoint, for each version v; of an adapter
-            ``matrices-v`` too, also for version 0.
+        source: checkpoint of version 0.
+        work: folder with ``gradients-v`` and ``weights-v``, the checkpoint, for each version v; of an adapter also for
+            version 0.
         batches: the sequences of each step.
-        rule: the fields of `OptimizerRule` and of `Objective`, by name; of an adapter also "scaling", of the product.
+        rule: the fields of `OptimizerRule` and of `Objective`, by name.
         routes: of each step, the routes that its routers are given; nothing where they choose by themselves.
         first: version of the first step; 0 has a learning rate of 0, and only its gradients are measured.
-        adapter: of each A that is the same for several tensors, its name to those of all; None trains all weights.
         offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
 
     Returns:
@@ -85,18 +80,16 @@ def judge_steps(
     adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
 
     def judged(version: int, batch: Batch, given: Routes, past: int) -> Iterator[dict[str, Any]]:
-        before = folder / f"weights-{version - 1}" if version > 1 else Path(source)
-        held = [folder / f"matrices-{v}" if adapter else folder / f"weights-{v}" for v in (version - 1, version)]
-        if not (folder / f"gradients-{version}").is_dir() or (version and not held[1].is_dir()):
+        before, after = (folder / f"weights-{each}" for each in (version - 1, version))
+        before = before if before.is_dir() else Path(source)
+        if not (folder / f"gradients-{version}").is_dir() or (version and not after.is_dir()):
             return
-        old, new = tensors_of(held[0] if adapter else before), tensors_of(held[1]) if version else {}
+        old, new = tensors_of(before), tensors_of(after) if version else {}
         told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
-        stored = [tensor.dtype for tensor in tensors_of(before).values()]
+        stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
 
         def run(take: Take, kind: torch.dtype, draw: int = 0) -> tuple[torch.Tensor, float]:
-            if adapter is not None:
-                take = of_adapter(take, old, rule["scaling"], adapter)
             return gradients(before, batch, told, given, take, kind, draw)
 
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verifier.model.adapted import Adapted
 from verifier.model.attention_hf import attend_in_slices
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.families import is_served
@@ -32,6 +33,8 @@ ROOM_BYTES = 2**30
 """Bytes of weights that had to be converted or put together and stay on the host, where no gradient is computed."""
 ROOM_SHARE = 0.25
 """Share of a GPU's free memory for weights that stay, and for what else does; see `Room`."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's two matrices, in the place of a checkpoint tensor's ``.weight``."""
 Take = Callable[[str, Sequence[torch.Tensor]], None]
 """Gets a checkpoint tensor's name and its gradients, of each kind that was asked for, on the host or where computed."""
 Within = Callable[["Unit"], contextlib.AbstractContextManager[Any]]
@@ -67,7 +70,7 @@ class StreamedModel:
     A model whose tensors or layers cannot be told apart is held whole, and is one unit beside its head.
 
     Args:
-        path: checkpoint directory.
+        path: checkpoint directory, or one of adapters (`Adapted`): then these alone have gradients.
         dtype: dtype of the weights, except those that the checkpoint stores in float32.
         device: where units are computed.
 
@@ -78,7 +81,11 @@ class StreamedModel:
     def __init__(self, path: Path | str, dtype: torch.dtype, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.tape: Tape | None = None
-        self.checkpoint = open_checkpoint(Path(path))
+        self._adapted, self._matrices = Adapted.of(Path(path)), open_checkpoint(Path(path))
+        self.checkpoint = self._matrices
+        if self._adapted is not None:
+            path = self._adapted.base
+            self.checkpoint = open_checkpoint(Path(path))
         self.model = _without_weights(path, dtype, device)
         places = checkpoint_places(self.model, self.checkpoint.names())
         base = getattr(self.model.base_model, "language_model", self.model.base_model)
@@ -88,9 +95,9 @@ class StreamedModel:
         known = more == set(places)
         self.streams = known and isinstance(getattr(base, "layers", None), nn.ModuleList)
         if not self.streams:
-            self.model = load_model(path, dtype).to(device).requires_grad_(True)
+            self.model = load_model(path, dtype).to(device)
             places = checkpoint_places(self.model, self.checkpoint.names())
-        attend_in_slices(self.model)
+        attend_in_slices(self.model.requires_grad_(self._adapted is None))
         self.config: Any = self.model.config
         self.head: nn.Module = self.model.get_output_embeddings()
         self._dtypes = _dtypes(self.model, self.checkpoint, dtype)
@@ -98,6 +105,9 @@ class StreamedModel:
         """Tensor without values -> checkpoint names and the views that they are."""
         for name, (holder, view) in places.items():
             self._parts.setdefault(id(_tensor(self.model, holder)), []).append((name, view))
+        self._added: dict[str, tuple[str, str]] = {}
+        """Tensor that has an adapter added when it is read -> the names of its A and B."""
+        self._adapt({name: holder for name, (holder, _) in places.items()}, dtype)
         self._there: set[Unit] = set()
         self._kept: dict[int, torch.Tensor] = {}
         self._room = ROOM_BYTES if torch.is_inference_mode_enabled() else 0
@@ -110,6 +120,26 @@ class StreamedModel:
         self.head_unit = next(unit for unit in self.units if unit.module is self.head)
         for unit in self.units:
             unit.module.forward = _Streamed(self, unit, unit.module.forward)  # type: ignore[method-assign]
+
+    def _adapt(self, places: Mapping[str, str], dtype: torch.dtype) -> None:
+        """Give each linear its adapter, see `Adapted`; `places` has where the checkpoint's tensors are in the model."""
+        if (adapted := self._adapted) is None:
+            return
+        made: dict[str, nn.Parameter] = {}
+        for first, names in adapted.names.items():
+            for inward in names:
+                name, outward = (inward.removesuffix(A) + end for end in (".weight", B))
+                self._added[name] = (first, outward)
+                if adapted.how == "merged":
+                    continue
+                linear = self.model.get_submodule(places[name].rpartition(".")[0])
+                for each in {first, outward} - made.keys():
+                    values = self._matrices.read(each).to(self.device, dtype)
+                    made[each] = nn.Parameter(values.to("meta") if self.streams else values.clone())
+                    self._parts[id(made[each])] = [(each, made[each])]
+                linear.register_parameter("inward", made[first])
+                linear.register_parameter("outward", made[outward])
+                linear.forward = _Adapter(linear, adapted)  # type: ignore[method-assign]
 
     def _modules(self, base: nn.Module) -> Iterator[nn.Module]:
         """Layers, and what owns weights beside them; or the whole beside the head."""
@@ -167,7 +197,7 @@ class StreamedModel:
         """The same from the checkpoint: of one part if it is, else put together. A copy stays while there is room."""
         parts, dtype = self._parts[id(empty)], self._dtypes.get(id(empty), empty.dtype)
         if len(parts) == 1 and parts[0][1].shape == empty.shape:
-            stored = self.checkpoint.read(parts[0][0])
+            stored = self._of_file(parts[0][0])
             if rows is not None:
                 return stored[rows.cpu()].to(self.device, dtype)
             if (values := stored.to(self.device, dtype)) is stored:
@@ -175,11 +205,21 @@ class StreamedModel:
         else:
             values = torch.empty(empty.shape, dtype=dtype, device=self.device)
             for name, view in parts:
-                _part(values, view).copy_(self.checkpoint.read(name))
+                _part(values, view).copy_(self._of_file(name))
         if values.nbytes <= self._room:
             self._room -= values.nbytes
             self._kept[id(empty)] = values
         return values
+
+    def _of_file(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored; in float32 with what is added to it where adapters are merged."""
+        if self._adapted is None or name not in self.checkpoint.metas:
+            return self._matrices.read(name)
+        stored = self.checkpoint.read(name)
+        if self._adapted.how != "merged" or name not in self._added:
+            return stored
+        inward, outward = (self._matrices.read(each).to(self.device).float() for each in self._added[name])
+        return stored.to(self.device).float() + self._adapted.scaling * (outward @ inward)
 
     def hand(self, empty: torch.Tensor, gradients: Sequence[torch.Tensor | None], take: Take) -> None:
         """Hand out a tensor's gradients by checkpoint names; None stands for zeros."""
@@ -197,6 +237,19 @@ def release(*_: object) -> None:
     """Give the memory of models and tapes that are gone back to the GPU; a request of an engine server too."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+class _Adapter:
+    """The forward of a linear whose adapter's product is added to its own: each of three products is rounded."""
+
+    def __init__(self, linear: Any, adapted: Adapted) -> None:
+        self._linear, self._adapted, self._forward = linear, adapted, linear.forward
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        within, own = self._adapted.how == "within", self._forward(given)
+        inward = nn.functional.linear(given.detach() if within else given, self._linear.inward)
+        product = self._adapted.scaling * nn.functional.linear(inward, self._linear.outward)
+        return own + (product - product.detach() if within else product)
 
 
 class _Streamed:
@@ -398,7 +451,8 @@ class Tape:
             trained = model.trained(call.unit)
             returned = [leaf for leaf in tree_flatten(call.forward(*_among(rows, args), **kwargs))[0] if _floats(leaf)]
             inputs = [leaves[index] for index in call.edges]
-            asked = [*inputs, *(weight for _, weight in trained)]
+            if not (asked := [*inputs, *(weight for _, weight in trained)]):
+                return None  # an embedding that is frozen
             for kind in sorted(call.received):
                 pairs = [
                     (tensor, gradient)
@@ -438,7 +492,7 @@ def _floats(leaf: Any) -> bool:
 
 
 def _trains(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _own(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

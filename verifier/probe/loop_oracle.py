@@ -31,6 +31,7 @@ from verifier.core.record import Record, kind_of
 from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
+from verifier.model.adapted import Adapted
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     content_of,
@@ -202,39 +203,41 @@ class _Recording:
                 continue
             folder = self.work / f"step-{step}"
             folder.mkdir()
-            (folder / f"weights-{step - 1}").symlink_to(weights.absolute())
             self._written(kept, folder / f"gradients-{step}")
             save_file(inputs, folder / f"inputs-{step}.safetensors")
             objective = {**content_of(terms), "dtype": seen.manifest.dtype}
-            folders, adapter = [folder, weights, folder / f"gradients-{step}"], None
-            if any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
-                if (adapter := self._adapter(folder / f"matrices-{step - 1}", step - 1)) is None:
-                    why = "gradients are an adapter's, whose matrices `adapter_exported` has not recorded"
-                    yield Unbounded(name=kind_of(GradientRecord), version=step, why=why), None
-                    continue
-                folders.append(folder / f"matrices-{step - 1}")
+            before = folder / f"weights-{step - 1}"
+            folders = [folder, weights, folder / f"gradients-{step}", before]
+            if not any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
+                before.symlink_to(weights.absolute())
+            elif not self._adapts(before, step - 1, weights):
+                why = "gradients are an adapter's, whose matrices `adapter_exported` has not recorded"
+                yield Unbounded(name=kind_of(GradientRecord), version=step, why=why), None
+                continue
             asked = [{"number": step, "learning_rate": 0.0}]
             # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
             padding = text_model(json.loads((self.source / "config.json").read_text())).get("pad_token_id")
             either = [None, padding][: 1 + bool((inputs["tokens"] == padding).any())]
             told: list[list[dict[str, Any]]] = []
             for token in either:
-                given = (RULE, {**objective, "padding": token}, asked, adapter)
+                given = (RULE, {**objective, "padding": token}, asked)
                 told.append(self.oracle.ask("policy_hf:judge_updates", [folder], *given, read=folders))
             lacking = [name for part in kept for name in part.lacking or ()]
             for row in min(told, key=_farthest):
                 if "gradient" in row or row["name"] in lacking or any(part.lacking is None for part in kept):
                     yield gradient_record({**row, "version": step}, None, mesh), None
 
-    def _adapter(self, folder: Path, version: int) -> dict[str, Any] | None:
-        """Write the matrices of a version; what the oracle is to know of them, None if they were not kept."""
+    def _adapts(self, folder: Path, version: int, weights: Path) -> bool:
+        """Write the matrices of a version, which its weights have within; False if they were not kept."""
         kept = list(self.seen.of(KeptMatrices, version=version))
         scaling = next(self.seen.of(LiveAdapterScaling, version=version), None)
         if not kept or scaling is None:
-            return None
+            return False
         self._written(kept, folder)
-        names = [name for part in kept for name in part.dtypes if name.endswith(MATRIX)]
-        return {"scaling": float(scaling.scaling), "names": {name: [name] for name in names}}
+        names = {name: [name] for part in kept for name in part.dtypes if name.endswith(MATRIX)}
+        told = Adapted(base=str(weights.absolute()), scaling=float(scaling.scaling), names=names, how="within")
+        told.save(folder)
+        return True
 
     def _inputs(self, step: int, terms: LossTerms) -> dict[str, np.ndarray]:
         """Columns of all ranks' rollouts, one rank after the other; empty where some lack what the loss reads."""

@@ -19,6 +19,7 @@ from verifier.megatron import lora_megatron, router_replay_megatron
 from verifier.megatron.lora_megatron import SCALING, LoraSpec
 from verifier.megatron.step_megatron import params_synced
 from verifier.model import provider_megatron
+from verifier.model.adapted import Adapted
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.chunk_plan import plan_of
 from verifier.platform.gather_json import agree
@@ -196,7 +197,7 @@ class AdapterWeights(TrainedWeights):
         self.live, self.trained = self._adapters.base, self._adapters.trained
         record_live(run.probe, self.trained, 0, AdapterShard)
         if run.layout is not None:
-            matrices = self._hand_on().matrices(0)
+            matrices = self._hand_on().after(0)
             record_tensors(run.probe, LiveAdapterMatrix, matrices.items(), 0)
             record_spreads(run.probe, matrices)
 
@@ -218,8 +219,9 @@ class AdapterWeights(TrainedWeights):
         if version and run.rank == 0:
             record_exported_adapter(run.probe, path, version)
             if run.layout is None:
-                merged = lora_megatron.merged(run.source, adapter, SCALING)
-                save_checkpoint(run.work / f"weights-{version}", run.source.config, merged)
+                written = save_checkpoint(run.work / f"weights-{version}", run.source.config, adapter.items())
+                names = {name: [name] for name in adapter if name.endswith(".lora_A.weight")}
+                Adapted(base=str(run.source.path), scaling=SCALING, names=names).save(written)
             if run.link.client is not None:
                 run.link.client.load_adapter(path)
         dist.barrier()

@@ -56,7 +56,7 @@ LAYOUT = condition(
 REPLICAS = LAYOUT & condition("no shard is held twice", lambda run: run.facts.replicas)
 READ_AGAIN = condition(lambda run: run.facts.why_unread, lambda run: not run.facts.why_unread, gap=True)
 GRADIENTS = condition(
-    "transformers cannot compute the gradients: no layout, an adapter in less than float32, or above 1 GiB on a GPU",
+    "transformers cannot compute the gradients: no layout, or above 1 GiB on a GPU",
     lambda run: run.facts.judges_gradients, gap=True,
 )  # fmt: skip
 SAVED = condition("the export is not saved to files too", lambda run: run.facts.saved)

@@ -202,6 +202,10 @@ class Adapters:
         self.base = LiveWeights(trainer.chunks, base, mesh, rank, in_base)
         self.trained = LiveWeights(trainer.chunks, self._layout, mesh, rank, in_adapter)
 
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Each joined A -> all of its published names; none of a family without a layout."""
+        return {} if self._layout is None else self._layout.names()
+
     def published(self, matrices: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Joined matrices under each of their published names; none of a family without a layout."""
         return {} if self._layout is None else dict(self._layout.spread(matrices))

@@ -1,4 +1,4 @@
-"""Adapters outside of Megatron: merged into a checkpoint, written for an engine, and refused where they do not fit."""
+"""Adapters outside of Megatron: written for an engine, and refused where they do not fit."""
 
 from __future__ import annotations
 
@@ -9,52 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verifier.errors import ContractError
-from verifier.export.save import save_checkpoint
 from verifier.megatron.lora_megatron import (
     SCALING,
     LoraSpec,
     further_settings,
     held_by_engine,
-    merged,
     read_adapter,
     save_adapter,
 )
-from verifier.model.checkpoint import open_checkpoint
 
 NAME = "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture
-def source(tmp_path):
-    tensors = {f"{NAME}.weight": torch.randn(6, 4).bfloat16(), "model.norm.weight": torch.randn(4).bfloat16()}
-    config = {"architectures": ["Qwen3ForCausalLM"]}
-    return open_checkpoint(save_checkpoint(tmp_path / "source", config, tensors.items()))
 
 
 @pytest.fixture
 def adapter():
     shapes = {"lora_A": (2, 4), "lora_B": (6, 2)}
     return {f"{NAME}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-
-
-def test_merged_adds_the_scaled_product_in_float32(source, adapter):
-    found = dict(merged(source, adapter, SCALING))
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    assert torch.equal(found["model.norm.weight"], source.read("model.norm.weight").float())
-    a, b = (tensor.double() for tensor in adapter.values())
-    expected = source.read(f"{NAME}.weight").double() + SCALING * b @ a
-    torch.testing.assert_close(found[f"{NAME}.weight"].double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("change", ["lora_A", "lora_B", "name"])
-def test_half_an_adapter_or_one_of_nothing_is_refused(change, source, adapter):
-    if change == "name":
-        adapter = {name.replace("q_proj", "z_proj"): tensor for name, tensor in adapter.items()}
-    else:
-        del adapter[f"{NAME}.{change}.weight"]
-    with pytest.raises(ContractError, match="is no half of an adapter"):
-        dict(merged(source, adapter, SCALING))
 
 
 def test_saved_adapter_is_what_peft_reads(adapter, tmp_path):

@@ -21,6 +21,7 @@ from verifier.algorithms.registry import LossOptions
 from verifier.data.recorded import read_recorded
 from verifier.export.save import save_checkpoint
 from verifier.megatron.vocab_logprob import vocab_parallel_logprob
+from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import load_model
@@ -32,6 +33,7 @@ from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
 from verifier.oracle.recording import entropies_of
 from verifier.oracle.streaming_hf import StreamedModel
 from verifier.runs.model_under_test import cache_folder
+from verifier.stages.logprob.records import ROUNDINGS
 
 ROLLOUTS = Path(verifier.faults.__file__).parent / "rollouts"
 
@@ -442,7 +444,6 @@ def test_at_a_low_temperature_the_gradient_of_an_entropy_differs_by_what_float32
 
 def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_round_anew(tmp_path):
     checkpoint = open_checkpoint(resolve_model("tiny:add", cache_folder(), "float32"))
-    (tmp_path / "weights-0").symlink_to(checkpoint.path)
     whole = "model.layers.1.self_attn.q_proj"
     rows, columns = checkpoint.meta(f"{whole}.weight").shape
     draw = torch.Generator().manual_seed(2)
@@ -454,7 +455,7 @@ def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_
     row = {"tokens": tokens, "mask": (torch.arange(9) > 3).to(torch.uint8), "weight": torch.full((9,), 0.2).double()}
     save_file({**row, "lengths": torch.tensor([9])}, tmp_path / "inputs-1.safetensors")
     objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
-    adapter = {"scaling": 2.0, "names": {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}}
+    names = {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}
     _, exact, _ = computed(checkpoint.path, [row], objective)
     right = exact[f"{whole}.weight"].double()
     gradients = {
@@ -463,14 +464,42 @@ def test_gradients_of_an_adapter_that_are_not_near_are_held_against_passes_that_
     }
     off = gradients[f"{whole}.lora_A.weight"]
     off[0, 0] += 1e-3 * off.abs().max()
-    for name, tensors in (("matrices-0", matrices), ("gradients-1", gradients)):
+    for name, tensors in (("weights-0", matrices), ("gradients-1", gradients)):
         save_checkpoint(tmp_path / name, checkpoint.config, tensors.items())
-    found = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}], adapter)
+    within = Adapted(base=str(checkpoint.path), scaling=2.0, names=names, how="within")
+    within.save(tmp_path / "weights-0")
+    found = judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1, "learning_rate": 0.0}])
     assert {item["name"] for item in found} == matrices.keys()
     for item in found:
         gap = item["gradient"][0] / item["gradient_scale"]
         assert 0 < item["gradient_rounding"] < 1e-4 * item["gradient_scale"]
         assert gap == pytest.approx(1e-3, rel=0.02) if item["name"].endswith("A.weight") else gap < 1e-5
+
+
+@pytest.mark.parametrize("times", [1.0, 1.5])
+def test_in_bf16_the_gradient_of_an_adapter_that_is_half_as_long_again_is_beyond_the_noise(tmp_path, times):
+    base = open_checkpoint(resolve_model("tiny:add", cache_folder(), "bfloat16"))
+    whole, draw = "model.layers.1.mlp.up_proj", torch.Generator().manual_seed(2)
+    rows, columns = base.meta(f"{whole}.weight").shape
+    shapes = {f"{whole}.lora_A.weight": (4, columns), f"{whole}.lora_B.weight": (rows, 4)}
+    matrices = {name: (torch.randn(shape, generator=draw) / 9).bfloat16() for name, shape in shapes.items()}
+    tokens = torch.randint(4, 32, (8, 12), generator=draw)
+    row = {"tokens": tokens, "mask": (torch.arange(12) > 3).expand(8, 12).to(torch.uint8), "weight": torch.ones(8, 12)}
+    columns = {name: values.flatten() for name, values in row.items()}
+    save_file({**columns, "lengths": torch.full((8,), 12)}, tmp_path / "inputs-1.safetensors")
+    before = save_checkpoint(tmp_path / "weights-0", base.config, matrices.items())
+    names = {f"{whole}.lora_A.weight": [f"{whole}.lora_A.weight"]}
+    Adapted(base=str(base.path), scaling=2.0, names=names).save(before)
+    objective = {"loss": "cross_entropy", "kl_weight": 0.0, "temperature": 1.0, "entropy_weight": 0.0}
+    each = [{name: values[at] for name, values in row.items()} for at in range(8)]
+    gradients = {name: each.float() for name, each in computed(before, each, objective, torch.bfloat16)[1].items()}
+    gradients[f"{whole}.lora_B.weight"] *= times
+    save_checkpoint(tmp_path / "gradients-1", base.config, gradients.items())
+    found = {row["name"]: row for row in judge_updates(None, str(tmp_path), RULE, objective, [{"number": 1}])}
+    assert found.keys() == matrices.keys()
+    noises = {name: abs(row["group_length"] - 1) / row["group_noise"] for name, row in found.items()}
+    assert noises[f"{whole}.lora_A.weight"] < 2
+    assert (noises[f"{whole}.lora_B.weight"] > ROUNDINGS) is (times > 1)
 
 
 def test_entropies_are_computed_where_the_logits_are():

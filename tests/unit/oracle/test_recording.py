@@ -160,7 +160,7 @@ def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: 
 
 
 def test_what_is_known_of_steps_depends_on_all_that_was_dumped(tmp_path: Path, source: Checkpoint) -> None:
-    dumped = [f"{kind}-{version}" for kind in ("weights", "gradients", "matrices") for version in (1, 2)]
+    dumped = [f"{kind}-{version}" for kind in ("weights", "gradients") for version in (1, 2)]
     for name in dumped:
         (tmp_path / name).mkdir()
     assert record(tmp_path / "trace", source).read == [source.path.name, *dumped]

@@ -18,7 +18,6 @@ from verifier.oracle.gradients_hf import (
     beside,
     distances,
     groups_of,
-    of_adapter,
     rounded_anew,
     spooled,
 )
@@ -122,34 +121,6 @@ def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> 
     assert found["layers.0.experts.*.up.weight"]["group_length"] == pytest.approx(1, abs=0.05)
     assert all(0.05 < row["group_noise"] < 0.2 for row in found.values())
     assert all(row["group_noise"] == 0 for row in groups_of(beside(exact, noisy), {}).values())
-
-
-def test_gradients_of_an_adapter_are_those_of_autograd_also_where_linears_share_one_matrix() -> None:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    rows = draw(7, 12)
-    inward, key, value = draw(4, 12), draw(10, 4), draw(6, 4)
-    whole = {"k": draw(10, 12), "v": draw(6, 12)}
-    merged = {"k.weight": whole["k"] + 2 * key @ inward, "v.weight": whole["v"] + 2 * value @ inward}
-    for weight in merged.values():
-        weight.retain_grad()
-    torch.cat([rows @ weight.T for weight in merged.values()], dim=1).sin().sum().backward()
-    adapter = {"k.lora_A.weight": inward, "k.lora_B.weight": key, "v.lora_B.weight": value}
-    found = {}
-    take = of_adapter(
-        lambda name, parts: found.update({name: parts[0]}),
-        {name: matrix.detach() for name, matrix in adapter.items()},
-        2.0,
-        {"k.lora_A.weight": ["k.lora_A.weight", "v.lora_A.weight"]},
-    )
-    for name in ("v.weight", "other.weight", "k.weight"):  # in the order in which a tape hands them out
-        take(name, [merged.get(name, rows).grad])
-    assert found.keys() == adapter.keys()
-    for name, matrix in adapter.items():
-        torch.testing.assert_close(found[name], matrix.grad)
 
 
 @pytest.mark.parametrize(

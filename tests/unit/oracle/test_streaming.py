@@ -13,11 +13,14 @@ import weakref
 import pytest
 import torch
 
+from verifier.export.save import save_checkpoint
+from verifier.model.adapted import Adapted
+from verifier.model.checkpoint import open_checkpoint
 from verifier.model.named import resolve_model
 from verifier.model.transformers_hf import checkpoint_places, load_model
 from verifier.oracle import streaming_hf
 from verifier.oracle.routes_hf import choosing, mixtures_of
-from verifier.oracle.streaming_hf import StreamedModel, Tape
+from verifier.oracle.streaming_hf import A, B, StreamedModel, Tape
 from verifier.runs.model_under_test import cache_folder
 
 LENGTHS = (7, 70)
@@ -97,6 +100,44 @@ def agree(path, route=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_is_that_of_the_whole_model(name):
     agree(resolve_model(name, cache_folder(), "float32"))
+
+
+@pytest.mark.parametrize("how", ["beside", "within"])
+def test_adapters_have_the_gradients_of_the_sum_and_the_base_has_none(how, tmp_path):
+    """Three linears share one A, as those of a fused one do."""
+    base = open_checkpoint(resolve_model(NAMES[0], cache_folder(), "float32"))
+    shared = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    alone, draw = "model.layers.0.mlp.down_proj", torch.Generator().manual_seed(7)
+    inward = {linear: f"{(shared[0] if linear in shared else linear)}{A}" for linear in [*shared, alone]}
+    drawn = {}
+    for linear, first in inward.items():
+        rows, columns = base.meta(f"{linear}.weight").shape
+        drawn.setdefault(first, torch.randn(4, columns, generator=draw) / 9)
+        drawn[linear + B] = torch.randn(rows, 4, generator=draw) / 9
+    leaves = {name: tensor.requires_grad_(True) for name, tensor in drawn.items()}
+    sums = {f"{linear}.weight": 1.5 * (leaves[linear + B] @ leaves[first]) for linear, first in inward.items()}
+    whole = {name: base.read(name) + sums.get(name, 0.0) for name in base.names()}
+    parts = ((name, each.detach()) for name, each in whole.items())
+    merged = save_checkpoint(tmp_path / "whole", base.config, parts)
+    matrices = ((name, each.detach()) for name, each in drawn.items())
+    folder = save_checkpoint(tmp_path / "matrices", base.config, matrices)
+    names = {shared[0] + A: [linear + A for linear in shared], alone + A: [alone + A]}
+    held = merged if how == "within" else base.path
+    adapted = Adapted(base=str(held), scaling=1.5, names=names, how=how)
+    adapted.save(folder)
+    told, found = by_parts(folder)
+    expected, gradients = by_the_whole(merged, 0)
+    torch.testing.assert_close(told, expected, rtol=0, atol=1e-5)
+    torch.autograd.backward([whole[name] for name in sums], [gradients[name] for name in sums])
+    assert found.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        assert (found[name][0] - leaf.grad).abs().max() < 1e-5 * leaf.grad.abs().max(), name
+    if how == "beside":
+        with torch.inference_mode():
+            sides = [StreamedModel(path, torch.bfloat16) for path in (merged, adapted.merged(folder), folder)]
+            whole, sent, beside = (model.hidden(sequences()[0]) for model in sides)
+        assert torch.equal(whole, sent)
+        assert not torch.equal(whole, beside)
 
 
 def test_a_model_and_what_it_keeps_are_gone_with_its_last_name():

@@ -32,6 +32,7 @@ from verifier.errors import UsageError
 from verifier.export.derived import DerivedLayout
 from verifier.export.names import adapters_of, layout_of
 from verifier.export.sharding import Owners
+from verifier.model.adapted import Adapted
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
@@ -119,7 +120,7 @@ def _lack_of_room(config: TrainConfig, model: ModelUnderTest) -> str:
     memory += 8 * TOKENS * hidden * (sum(name.endswith(".") for name in layers) + 2)  # the tape
     updates, exact = config.grpo.updates if config.algorithm == "grpo" else 1, config.dtype == "float32"
     of_weight = updates * (16 if exact else 20) + (8 if exact else 4)  # gradients, moments, masters; the oracle's own
-    disk = (updates + 1) * checkpoint.num_bytes + of_weight * checkpoint.num_weights * (not config.lora.rank)
+    disk = ((updates + 1) * checkpoint.num_bytes + of_weight * checkpoint.num_weights) * (not config.lora.rank)
     for needed, held, what in ((memory, host_bytes(), "memory"), (disk, _free_bytes(config.run), "disk for the run")):
         if needed > held:
             return (
@@ -140,13 +141,8 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
 
     If it `derives`, it may get a derived layout yet.
     """
-    adapts = config.lora.rank and config.dtype != "float32"
-    judges = model.judges_gradients or (derives and not config.lora.rank and may_derive(model))
-    if adapts or not judges:
-        reason = "its family has no layout"
-        if adapts:
-            reason = "the oracle does not compute gradients of adapters in less than float32"
-        return f"the gradients of {config.model} cannot be judged: {reason}", ""
+    if not (model.judges_gradients or (derives and not config.lora.rank and may_derive(model))):
+        return f"the gradients of {config.model} cannot be judged: its family has no layout", ""
     options = config.megatron
     asked = {
         "distributed_optimizer": "false" if not options.distributed_optimizer else "",
@@ -265,12 +261,11 @@ class SampledStep:
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
         rule, objective = asdict(config.optimizer), objective_of(config)
         read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
-        layout, lora, adapters, told = model.layout, config.lora, None, None
+        layout, lora, adapters = model.layout, config.lora, None
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
             adapters = adapters_of(row, lora.targets, lora.rank)
-            told = {"scaling": lora.effective_alpha / lora.rank, "names": adapters.names()}
         offsets = layout.offsets() if isinstance(layout, DerivedLayout) else {}
-        arguments = (rule, objective, asked, told, model.oracle_device, offsets)
+        arguments = (rule, objective, asked, model.oracle_device, offsets)
         rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *arguments, read=read)
         owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
@@ -387,6 +382,8 @@ class SampledStep:
         reported = [*zip(scored.old, sampled, strict=True)]
         own_sides, shares, entropies = self._oracle.describe(before, sequences, *told, reported=reported)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
+        if (sent := self._sent(before)) != before:
+            own_sides, shares, _ = self._oracle.describe(sent, sequences, *told, reported=[[row] for row in sampled])
         if scored.reference is not None:
             sides = self._scored(source, sequences, routes, scored.reference)
             self._record_oracle(recorder, OracleLogprobs, "reference", 0, sides, whole)
@@ -396,7 +393,7 @@ class SampledStep:
                 own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]
                 if not own:
                     continue
-                sides = own_sides if version == last else self._scored(weights, sequences, routes, sampled)
+                sides = own_sides if version == last else self._scored(self._sent(weights), sequences, routes, sampled)
                 tails = _of_runs(sides, own)
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
@@ -408,6 +405,11 @@ class SampledStep:
             recorder.emit(msgspec.structs.replace(known, version=self._step))
         rows = zip(*(side for side in entropies), strict=True)
         return noise, {rollout.id: [*row] for rollout, row in zip(scored.rollouts, rows, strict=True)}
+
+    def _sent(self, weights: Path) -> Path:
+        """Weights as the engine gets them: adapters that are merged are rounded with the base."""
+        adapted = Adapted.of(weights) if self._config.lora.sync == "merged" else None
+        return weights if adapted is None else adapted.merged(weights)
 
     def _record_oracle(
         self, probe: Probe, kind: type[OracleRecord], name: str, version: int, sides: Sides, whole: Sequence[int]

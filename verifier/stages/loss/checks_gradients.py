@@ -176,7 +176,7 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """The loss that a step reports, and the number of tokens that it is a mean of, are the oracle's.
 
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
-    fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within three times the
+    fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within six times the
     greatest noise of one in the step. Of ranks of a recorded loop whose counts add up to the oracle's, the mean of
     their losses, or their sum where gradients are summed.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.

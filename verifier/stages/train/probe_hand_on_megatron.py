@@ -18,6 +18,7 @@ from verifier.megatron import lora_megatron
 from verifier.megatron.optimizer_megatron import named_gradients, named_states
 from verifier.megatron.router_replay_megatron import routers_of
 from verifier.megatron.step_megatron import params_synced
+from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
@@ -83,20 +84,14 @@ class HandOn:
             On rank 0, what was handed on: weights, or the matrices of adapters, by published name.
         """
         name, adapters = f"weights-{number}", self._adapters
-        if adapters is not None:
-            found = self.matrices(number)
-            if self._rank == 0:
-                added = lora_megatron.merged(self._source, found, adapters.lora.scaling)
-                save_checkpoint(self._folder / name, self._source.config, added)
+        with params_synced(self._trainer):
+            found = self._save(name, self._live.tensors(), probe=probe, version=version)
+        if adapters is None:
             return found
-        with params_synced(self._trainer):
-            return self._save(name, self._live.tensors(), probe=probe, version=version)
-
-    def matrices(self, number: int) -> dict[str, torch.Tensor]:
-        """Hand on the matrices of adapters; rank 0 returns them by published name."""
-        assert self._adapters is not None
-        with params_synced(self._trainer):
-            return self._adapters.published(self._save(f"matrices-{number}", self._live.tensors()))
+        if self._rank == 0:
+            told = Adapted(base=str(self._source.path), scaling=adapters.lora.scaling, names=adapters.names())
+            told.save(self._folder / name)
+        return adapters.published(found)
 
     def _save(
         self, name: str, tensors: Iterable[tuple[int, str, torch.Tensor]], *, gradients: bool = False,
