@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from verifier.core.record import Array, Record, real
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
-from verifier.probe.sharded import is_sharded, local
+from verifier.probe.sharded import is_partial, is_sharded, local, stands_for, whole
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.train.records import (
     AdamSample,
@@ -214,8 +214,9 @@ class OptimizerRecorder(LossRecorder):
             for item, part in known:
                 part.own(item.gradient)
                 part.used = cut(item.model.detach(), part.begin, part.size)
-            counted = [item for item in self._owned if not self.rank or is_sharded(item.parameter)]
-            grads = [item.gradient for item in counted if item.parameter.grad is not None]
+            given = [item.parameter.grad for item in self._owned if item.parameter.grad is not None]
+            summed = [(whole(own) if is_partial(own) else local(own), stands_for(own, self.rank)) for own in given]
+            grads = [own for own, counts in summed if counts]
             squares = float(sum(float(own.double().square().sum()) for own in grads))
             update.sums = sums_record(
                 [part for _, part in known], name=f"update {update.number}", version=step, coordinate=str(self.rank),
@@ -269,7 +270,7 @@ class OptimizerRecorder(LossRecorder):
         """Sample of an update, with the gradients as they are now."""
         from verifier.stages.train.probe_adam_elements import UpdateSample, chosen
 
-        sample = UpdateSample(chosen(self._owned, number))
+        sample = UpdateSample(chosen([own for own in self._owned if not is_partial(own.parameter.grad)], number))
         sample.take_gradient()
         return sample
 

@@ -18,3 +18,16 @@ def whole(value: Any) -> Any:
 def local(value: Any) -> Any:
     """Part of a DTensor that this process holds, in the same memory; any other value as it is."""
     return value.detach().to_local() if is_sharded(value) else value
+
+
+def is_partial(value: Any) -> bool:
+    """Tell whether a value is a DTensor whose parts are yet to be added up, as gradients of what is replicated."""
+    return is_sharded(value) and any(placement.is_partial() for placement in value.placements)
+
+
+def stands_for(value: Any, rank: int) -> bool:
+    """Tell whether this process counts for its part: the first of those that hold the same; rank 0 for no DTensor."""
+    if not is_sharded(value):
+        return rank == 0
+    places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+    return all(place == 0 or placement.is_shard() for place, placement in places)
