@@ -1,7 +1,7 @@
-"""Forty folders as they are found in the wild, given to `verifier golden`: one sentence, exit code 4, within 2 s of CPU.
+"""Folders as they are found in the wild, given to `verifier golden`: one sentence, exit code 4, within 2 s of CPU.
 
-What this does not exercise: every damage of a shard (tests/unit/model/test_checkpoint.py) and every value of config.json
-(tests/unit/runs/test_model_under_test.py).
+What this does not exercise: every damage of a shard (tests/unit/model/test_checkpoint.py) and every value of
+config.json (tests/unit/runs/test_model_under_test.py).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ FOLDERS: dict[str, tuple[str, Change, str]] = {
     "of Flax": ("qwen3", _instead("flax_model.msgpack"), NO_WEIGHTS),
     "of ONNX": ("qwen3", _instead("onnx/model.onnx"), NO_WEIGHTS),
     "of DeepSpeed": ("qwen3", _instead("global_step10/mp_rank_00_model_states.pt"), NO_WEIGHTS),
-    "of Megatron": ("qwen3", _instead("iter_10/common.pt", "latest_checkpointed_iteration.txt", config=False), NO_CONFIG),
+    "of Megatron": ("qwen3", _instead("iter_10/common.pt", config=False), NO_CONFIG),
     "adapter alone": (
         "qwen3", _instead("adapter_config.json", "adapter_model.safetensors", config=False),
         f"{NO_CONFIG}; adapter_config.json is an adapter, which is to be merged into its base model first",
@@ -205,7 +205,8 @@ FOLDERS: dict[str, tuple[str, Change, str]] = {
         "for [512, 96]",
     ),
     "classifier": (
-        "qwen3", _config(architectures=["Qwen3ForSequenceClassification"]), NO_BRIDGE % "Qwen3ForSequenceClassification",
+        "qwen3", _config(architectures=["Qwen3ForSequenceClassification"]),
+        NO_BRIDGE % "Qwen3ForSequenceClassification",
     ),
     "inner model": ("qwen3", _config(architectures=["Qwen3Model"]), NO_BRIDGE % "Qwen3Model"),
     "remote code": (

@@ -6,6 +6,7 @@ A row is made as one of the catalogue is (`verifier.faults.fault`). `injected` i
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,9 +28,7 @@ RULE = (
 CONVOLVED = f"{NET}.gdn:causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens)"
 GATES = f"{NET}.common:_GDNBase._compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)"
 NORMED = f"{NET}.common:_GDNBase._apply_gated_norm(self, x, gate)"
-ATTEND = (
-    "verifier.platform.cpu_attention:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)"
-)
+ATTEND = "verifier.platform.cpu_attention:_causal(query, key, value, positions, scale, rows_before, softcap, sinks)"
 BENT = "megatron.bridge.models.gemma.gemma2_provider:logit_softcapping(logits, scale)"
 CHUNK = 64
 """Rows that the kernels of flash-linear-attention take at a time."""
@@ -87,7 +86,7 @@ def last_boundary_lost(call: Call) -> Any:
 def state_lost_at_chunk_edges(call: Call) -> Any:
     """Each chunk of 64 rows begins with an empty state."""
     ends = call.cu_seqlens.tolist()
-    edges = {at for begin, end in zip(ends, ends[1:], strict=False) for at in range(begin, end, CHUNK)}
+    edges = {at for begin, end in itertools.pairwise(ends) for at in range(begin, end, CHUNK)}
     return call.faulty(cu_seqlens=call.cu_seqlens.new_tensor(sorted(edges | {ends[-1]})))
 
 
@@ -95,7 +94,7 @@ def state_lost_at_chunk_edges(call: Call) -> Any:
 def last_chunk_without_state(call: Call) -> Any:
     """The rows behind the last whole chunk of a sample do not see the state."""
     ends = call.cu_seqlens.tolist()
-    tails = {end - (end - begin) % CHUNK for begin, end in zip(ends, ends[1:], strict=False) if end - begin > CHUNK}
+    tails = {end - (end - begin) % CHUNK for begin, end in itertools.pairwise(ends) if end - begin > CHUNK}
     return call.faulty(cu_seqlens=call.cu_seqlens.new_tensor(sorted({*ends, *tails})))
 
 
@@ -103,7 +102,7 @@ def last_chunk_without_state(call: Call) -> Any:
 def decay_missed_at_chunk_edges(call: Call) -> Any:
     """A state is handed from chunk to chunk without the decay of the chunk's first row."""
     kept = call.g.clone()
-    for begin, end in zip(call.cu_seqlens.tolist(), call.cu_seqlens.tolist()[1:], strict=False):
+    for begin, end in itertools.pairwise(call.cu_seqlens.tolist()):
         kept[:, begin + CHUNK : end : CHUNK] = 0
     return call.faulty(g=kept)
 

@@ -13,7 +13,11 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.matrix import line_of
 
 SCAN = {name: fault for name, fault in PLANTED.items() if fault.model == "tiny:qwen3_5_text"}
-OF_THE_CATALOGUE = ("delta-state-crosses-sequences", "decay-of-delta-nets-in-bfloat16", "gradient-of-the-decay-in-bfloat16")
+OF_THE_CATALOGUE = (
+    "delta-state-crosses-sequences",
+    "decay-of-delta-nets-in-bfloat16",
+    "gradient-of-the-decay-in-bfloat16",
+)
 
 
 @pytest.mark.slow

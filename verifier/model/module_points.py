@@ -24,8 +24,8 @@ class ModulePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """End of the module's class name, where modules of other classes only pass on what they get."""
     theirs: tuple[str, ...]
     """transformers' modules, whose values are put beside one another: paths from "layer", "attention", "mlp", "mamba",
-    "delta" or "model", with "<" behind where the value is the module's input; "attention:query" and "attention:key" are what
-    attention gets, "experts:gates" the weight of each expert."""
+    "delta" or "model", with "<" behind where the value is the module's input; "attention:query" and "attention:key" are
+    what attention gets, "experts:gates" the weight of each expert."""
 
     @property
     def module(self) -> str:

@@ -176,7 +176,10 @@ class ActivationProbe:
     def _mixer_columns(self, width: int) -> np.ndarray | None:
         config, tp = self._trainer.provider, self._mesh.tp
         if heads := getattr(config, "linear_num_value_heads", None):  # of gated delta nets
-            keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+            keys, values = (
+                config.linear_num_key_heads * config.linear_key_head_dim,
+                heads * config.linear_value_head_dim,
+            )
             sizes = [size // tp for size in (keys, keys, values, values, heads, heads)]
         else:
             inner = int(config.mamba_num_heads) * int(config.mamba_head_dim) // tp
