@@ -124,7 +124,8 @@ class OptimizerRecorder(LossRecorder):
             first_rate_step: 0 where the first step has the rate of step 0, as transformers' schedulers give it; 1 where
                 it has that of step 1.
             vectors_decay: whether norms and biases decay as matrices do; None where that is not judged.
-            divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks.
+            divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks, and
+                for the weights of tokens (ADV001) that of ranks with rollouts of their own.
 
         Raises:
             UsageError: an optimizer is watched already.
@@ -217,10 +218,12 @@ class OptimizerRecorder(LossRecorder):
             given = [item.parameter.grad for item in self._owned if item.parameter.grad is not None]
             summed = [(whole(own) if is_partial(own) else local(own), stands_for(own, self.rank)) for own in given]
             grads = [own for own, counts in summed if counts]
-            squares = float(sum(float(own.double().square().sum()) for own in grads))
+            squares = None
+            if all(not is_sharded(own) or own.device_mesh.size() == self.world_size for own in given):
+                squares = real(sum(float(own.double().square().sum()) for own in grads))
             update.sums = sums_record(
                 [part for _, part in known], name=f"update {update.number}", version=step, coordinate=str(self.rank),
-                squares=real(squares), divisor=self._divisor,
+                squares=squares, divisor=self._divisor,
             )  # fmt: skip
 
     def _number(self) -> int:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
+"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict.
+
+DTensors are gathered, one after another, so all processes of their mesh make the same calls.
+"""
 
 
 def is_sharded(value: Any) -> bool:
@@ -26,8 +33,17 @@ def is_partial(value: Any) -> bool:
 
 
 def stands_for(value: Any, rank: int) -> bool:
-    """Tell whether this process counts for its part: the first of those that hold the same; rank 0 for no DTensor."""
+    """Tell whether this process counts for its part: the first of those that hold the same; rank 0 for no DTensor.
+
+    The sum of a partial value is whole on each process.
+    """
     if not is_sharded(value):
         return rank == 0
     places = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
-    return all(place == 0 or placement.is_shard() for place, placement in places)
+    return all(place == 0 or (placement.is_shard() and not is_partial(value)) for place, placement in places)
+
+
+def pairs_of(named: Named) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of pairs or of a mapping; of a DTensor the whole."""
+    for name, tensor in named.items() if isinstance(named, Mapping) else named:
+        yield name, whole(tensor)
