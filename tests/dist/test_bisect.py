@@ -6,6 +6,9 @@ one clean mesh run; `-m slow` has them all.
 
 import pytest
 
+from tests.faults.planted import INJECTED as PLANTED_INJECTED
+from tests.faults.planted import PLANTED
+from tests.scaled_configs import NAMES, write_scaled_down
 from verifier.cli import bisect as cli_bisect
 from verifier.config import BisectConfig
 from verifier.core import store
@@ -60,6 +63,36 @@ FAULTS = {
     "sequence-parallel-grads-not-reduced": ("weight", "model.layers.0.input_layernorm.weight"),
     "tied-grads-not-reduced": ("weight", "model.embed_tokens.weight"),
 }
+SCAN, INNER = "layers.0.self_attention.scan", "layers.2.self_attention.in_proj"
+OF_PLANTED = {
+    **dict.fromkeys(
+        (
+            "convolution-crosses-sequences", "boundary-one-token-late", "last-boundary-lost",
+            "state-lost-at-chunk-edges", "last-chunk-without-state", "decay-missed-at-chunk-edges",
+            "state-kept-between-micro-batches", "queries-repeated-head-by-head", "convolution-turned-around",
+            "rate-of-decay-in-bfloat16", "bias-behind-the-softplus", "gate-before-the-norm",
+            "rows-of-ranks-in-the-order-of-ranks",
+        ),
+        ("score", SCAN),
+    ),
+    "gate-without-gradient": ("backward", INNER),
+    "gate-with-the-slope-of-a-sigmoid": ("backward", INNER),
+    "rate-of-writing-without-gradient": ("backward", INNER),
+    "rate-of-decay-without-gradient": ("weight", "model.layers.0.linear_attn.A_log"),
+    "norm-not-summed-over-ranks": ("weight", "model.layers.0.linear_attn.norm.weight"),
+    **dict.fromkeys(
+        (
+            "scores-not-bent", "scores-bent-before-they-are-scaled", "scale-of-twice-the-width",
+            "window-of-one-row-more", "sinks-left-out", "sinks-of-the-next-head", "windows-of-sinks-left-out",
+        ),
+        ("score", CORE),
+    ),
+    "window-on-every-layer": ("score", "layers.1.self_attention.core_attention"),
+    "logits-not-bent": ("score", "output_layer"),
+    "slope-of-bent-logits-is-1": ("backward", "final_layernorm"),
+    "sinks-without-gradient": ("weight", "model.layers.0.self_attn.sinks"),
+}  # fmt: skip
+"""Faults of `tests.faults.planted`, on families with soft caps, windows, sinks and gated delta nets."""
 DEFAULT = {"local-positions", "tied-grads-not-reduced"}
 CLEAN = [
     ("tiny:qwen3-tied", Mesh(pp=2)),
@@ -74,6 +107,12 @@ CLEAN = [
     ("tiny:nemotron-h", Mesh(tp=2)),
     ("tiny:nemotron-h", Mesh(pp=2)),
     ("tiny:nemotron-h", Mesh(cp=2)),
+    ("tiny:gemma2", Mesh()),
+    ("tiny:gemma2", Mesh(tp=2)),
+    ("tiny:qwen3_5_text", Mesh(tp=2)),
+    ("tiny:qwen3_5_text", Mesh(cp=2)),
+    ("tiny:qwen3_next", Mesh(pp=2)),
+    ("gpt-oss-20b", Mesh(tp=2)),
 ]
 
 
@@ -81,12 +120,13 @@ def by_default(cases, default):
     return [pytest.param(case, marks=() if case in default else pytest.mark.slow) for case in cases]
 
 
-def traced(resources, tmp_path, model, mesh, fault=None):
+def traced(resources, tmp_path, model, mesh, fault=None, *, fixes=(), injected=INJECTED):
     """The trace of one run, with a fault if one is given, which must have run."""
     marks = tmp_path / "marks"
     marks.mkdir()
-    config = BisectConfig(model=model, mesh=mesh, dtype="float32", trace=tmp_path / "trace")
-    path = Runner(resources, print).bisect(config, (INJECTED, fault, str(marks)) if fault else ())
+    model = str(write_scaled_down(model, tmp_path, "float32")) if model in NAMES else model
+    config = BisectConfig(model=model, mesh=mesh, dtype="float32", trace=tmp_path / "trace", fixes=fixes)
+    path = Runner(resources, print).bisect(config, (injected, fault, str(marks)) if fault else ())
     assert fault is None or list(marks.iterdir()), "the fault never fired"
     return path
 
@@ -108,10 +148,25 @@ def test_names_the_module_of_a_fault(fault, resources, tmp_path, capsys):
         assert found.first.name in (name if isinstance(name, tuple) else (name,)), said
 
 
+@pytest.mark.parametrize("fault", OF_PLANTED)
+def test_names_the_module_of_a_planted_fault(fault, resources, tmp_path):
+    row = PLANTED[fault]
+    path = traced(
+        resources, tmp_path, row.model, row.mesh, fault, fixes=row.fixes, injected=PLANTED_INJECTED
+    )  # fmt: skip
+    found = first_difference(store.read(path)).first
+    assert found is not None
+    assert (found.part, found.name) == OF_PLANTED[fault]
+
+
+def test_every_planted_fault_has_its_point():
+    assert OF_PLANTED.keys() == PLANTED.keys()
+
+
 @pytest.mark.parametrize("case", by_default(CLEAN, CLEAN[:1]), ids=lambda case: f"{case[0]}-{case[1].label()}")
 def test_finds_nothing_in_a_clean_run(case, resources, tmp_path, capsys):
     model, mesh = case
-    path = traced(resources, tmp_path, model, mesh)
+    path = traced(resources, tmp_path, model, mesh, fixes=("bridge-5712",) if model == "tiny:gemma2" else ())
     capsys.readouterr()
     assert cli_bisect.judge([path], verbose=True) == ExitCode.HOLDS, capsys.readouterr().out
     found = first_difference(store.read(path))

@@ -45,6 +45,16 @@ RIGHT: dict[str, Edits] = {
         ),
         ('dtype="float32", engine', 'dtype="bfloat16", engine'),
     ),
+    "replicated over processes": (
+        (
+            SHARD,
+            "    mesh = dist.device_mesh.init_device_mesh('cpu', (size, 1), mesh_dim_names=('replicate', 'shard'))\n"
+            + SHARD.replace("(layer)", "(layer, mesh=mesh)").replace("(model)", "(model, mesh=mesh)"),
+        ),
+    ),
+    "gradients reduced after the last micro-batch": (
+        (BACKWARD, f"                model.set_requires_gradient_sync(begin + MICRO >= len(rows))\n{BACKWARD}"),
+    ),
     "reports of all processes": (
         (
             REPORT,

@@ -170,7 +170,8 @@ def train(config: TrainConfig, progress: Progress, view: LiveView | None = None)
     loss = "no token in the loss of any step" if summary.loss is None else f"loss {summary.loss:.4f}"
     if summary.finished_before:
         show(
-            f"the run `{config.run}` is finished already: {summary.steps:,} steps, {loss}{accuracy}; "
+            f"the run `{config.run}` is finished already: {summary.steps:,} steps, "
+            f"{'no loss' if summary.loss is None else loss}{accuracy}; "
             "give more --steps to go on, or another --run\n"
         )
         return code

@@ -23,9 +23,9 @@ class ModulePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     needs: str = ""
     """End of the module's class name, where modules of other classes only pass on what they get."""
     theirs: tuple[str, ...]
-    """transformers' modules, whose values are put beside one another: paths from "layer", "attention", "mlp", "mamba"
-    or "model", with "<" behind where the value is the module's input; "attention:query" and "attention:key" are what
-    attention gets, "experts:gates" the weight of each expert."""
+    """transformers' modules, whose values are put beside one another: paths from "layer", "attention", "mlp", "mamba",
+    "delta" or "model", with "<" behind where the value is the module's input; "attention:query" and "attention:key" are
+    what attention gets, "experts:gates" the weight of each expert."""
 
     @property
     def module(self) -> str:
@@ -39,6 +39,7 @@ _TABLE = msgspec.yaml.decode(
 LAYER_POINTS, LAST_POINTS = _TABLE["layer"], _TABLE["last"]
 """Points of each layer, in the order of the data flow; and behind the layers."""
 EMBEDDING = ModulePoint(name="embedding", theirs=("model.embed_tokens", "model.embeddings"))
+OUTPUT_LAYER = "output_layer"
 OF_THE_LOSS = ("logprob", "entropy")
 """Points behind the model: log-probability of each label and entropy of its distribution, nats."""
 _NAMES = list(dict.fromkeys(point.name for point in LAYER_POINTS))

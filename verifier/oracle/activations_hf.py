@@ -14,7 +14,7 @@ from torch import nn
 
 from verifier.errors import ContractError
 from verifier.model.checkpoint import open_checkpoint
-from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, ModulePoint
+from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, OUTPUT_LAYER, ModulePoint
 from verifier.model.transformers_hf import checkpoint_places, load_model
 from verifier.oracle.gradients_hf import beside, groups_of, measured, tensors_of
 from verifier.oracle.routes_hf import router_of
@@ -22,8 +22,15 @@ from verifier.oracle.routes_hf import router_of
 _EAGER = "eager_attention_forward"
 """Function of each of transformers' models that attends, by the module's own name for it."""
 _BEFORE_MLP = "pre_feedforward_layernorm"
-_ROLES = {"attention": ("o_proj",), "mamba": ("in_proj", "out_proj"), "mlp": ("down_proj", "experts")}
-"""Part of a layer -> children by which it is known; an MLP has one of them, the others all."""
+_ROLES = {
+    "attention": ("o_proj",), "mamba": ("in_proj", "out_proj"), "delta": ("chunk_gated_delta_rule", "out_proj"),
+    "mlp": ("down_proj", "experts"),
+}  # fmt: skip
+"""Part of a layer -> attributes by which it is known; an MLP has one of them, the others all."""
+
+_CHANGE = 3e-6
+"""Share by which a draw changes the inputs of layers: what both sides differ by in front of a scan."""
+_DRAWS = 4
 
 
 class _Watch:
@@ -47,7 +54,8 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
         checkpoint: the weights.
         folder: has the trainer's ``gradients-1``, unless nobody can say what is where; gets ``activations.safetensors``
             with "forward POINT" and "backward POINT" [N, W] over all tokens of all sequences in order, of log-
-            probabilities and entropies over all but the last of each.
+            probabilities and entropies over all but the last of each, and "moved POINT" [N, 1], the greatest change of
+            each row where the inputs of layers change by 3e-6.
         batch: see `verifier.oracle.step_hf.Batch`.
         rule: see `verifier.oracle.step_hf.gradients`.
 
@@ -60,25 +68,23 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
     found: dict[str, list[torch.Tensor]] = {}
     total, scale = 0.0, 0.0
     for tokens, mask, reward, engine in batch:
-        watch, ids = _Watch(), torch.tensor([list(tokens)])
-        with _watched(model, watch):
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double() / rule["temperature"]
-        every = torch.log_softmax(logits, dim=-1)
-        logprob = every.gather(1, ids[0, 1:, None])
-        entropy = -(every.exp() * every).sum(-1, keepdim=True)
-        for name, tensor in zip(OF_THE_LOSS, (logprob, entropy), strict=True):
-            watch.keep(name, 0, tensor)
+        ids = torch.tensor([list(tokens)])
+        watch = _forward(model, ids, rule["temperature"])
+        logprob, entropy = (watch.pieces[name][0] for name in OF_THE_LOSS)
         kept = torch.tensor(mask[1:])
         reported = torch.tensor(list(engine)[1:], dtype=torch.float32).double()
         drift = rule["drift_weight"] / 2 * (logprob[:, 0] - reported).square()
         nats = (-reward * logprob[:, 0] - rule["entropy_weight"] * entropy[:, 0] + drift)[kept]
         total, scale = total + float(nats.detach().sum()), scale + float(nats.detach().abs().sum())
         nats.sum().backward()
+        moves = [_forward(model, ids, rule["temperature"], draw).pieces for draw in range(_DRAWS)]
         for name, pieces in watch.pieces.items():
-            tensors = [pieces[number] for number in sorted(pieces)]
-            found.setdefault(f"forward {name}", []).append(_beside(tensors))
-            slopes = [torch.zeros_like(one) if one.grad is None else one.grad for one in tensors]
+            values = _beside(pieces)
+            found.setdefault(f"forward {name}", []).append(values)
+            slopes = {key: torch.zeros_like(one) if one.grad is None else one.grad for key, one in pieces.items()}
             found.setdefault(f"backward {name}", []).append(_beside(slopes))
+            changes = [(_beside(other[name]) - values).abs().amax(dim=1, keepdim=True) for other in moves]
+            found.setdefault(f"moved {name}", []).append(torch.stack(changes).amax(dim=0))
     whole = {name: torch.cat(parts).float().contiguous() for name, parts in found.items()}
     save_file(whole, Path(folder) / "activations.safetensors")
     names = open_checkpoint(checkpoint).names()
@@ -106,11 +112,41 @@ def _gradients_of(model: Any, stored: Collection[str]) -> Iterator[tuple[str, to
             yield name, tensor
 
 
-def _beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _forward(model: Any, ids: torch.Tensor, temperature: float, draw: int | None = None) -> _Watch:
+    """Compute a sequence, watched; with a draw, which has no gradients, each layer's input is changed by `_CHANGE`."""
+    watch, noise = _Watch(), torch.Generator()
+
+    def change(_: Any, given: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            item * (1 + _CHANGE * torch.randn(item.shape, generator=noise)) if at == 0 else item
+            for at, item in enumerate(given)
+        )
+
+    with contextlib.ExitStack() as within:
+        if draw is not None:
+            noise.manual_seed(draw)
+            within.enter_context(torch.no_grad())
+            for layer in _base_of(model).layers:
+                within.callback(layer.register_forward_pre_hook(change).remove)
+        within.enter_context(_watched(model, watch))
+        logits = model(input_ids=ids, use_cache=False).logits
+        watch.keep(OUTPUT_LAYER, 0, logits)  # bounded where the model bounds them, as the trainer's layer does
+        every = torch.log_softmax(logits[0, :-1].double() / temperature, dim=-1)
+        entropy = -(every.exp() * every).sum(-1, keepdim=True)
+        for name, tensor in zip(OF_THE_LOSS, (every.gather(1, ids[0, 1:, None]), entropy), strict=True):
+            watch.keep(name, 0, tensor)
+    return watch
+
+
+def _base_of(model: Any) -> Any:
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def _beside(pieces: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """[rows, columns] of pieces [1, rows, ...] or [rows, ...], the columns of one after those of another."""
     flat = []
-    for tensor in tensors:
-        value = tensor.detach()
+    for number in sorted(pieces):
+        value = pieces[number].detach()
         value = value[0] if value.ndim > 2 and value.shape[0] == 1 else value
         flat.append(value.reshape(value.shape[0], -1))
     return torch.cat(flat, dim=1)
@@ -119,13 +155,12 @@ def _beside(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @contextlib.contextmanager
 def _watched(model: Any, watch: _Watch) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
-        base = getattr(model.base_model, "language_model", model.base_model)
+        base = _base_of(model)
         if not hasattr(base, "layers"):
             raise ContractError(f"transformers' {type(model).__name__} has no `layers` whose modules could be watched")
         for point in (EMBEDDING, *LAST_POINTS):
             for piece, path in enumerate(point.theirs):
-                owner = base if path.startswith("model.") else model
-                module = getattr(owner, path.removeprefix("model."), None)
+                module = getattr(base, path.removeprefix("model."), None)
                 if module is not None:
                     hooks.callback(_hook(module, path, watch, point.name, piece))
         attentions = {}

@@ -432,9 +432,12 @@ def record_activations(
         for name, values in load_file(work / "activations.safetensors").items():
             side, _, point = name.partition(" ")
             rows = [length - (point in OF_THE_LOSS) for length in lengths]
-            kind = Activation if side == "forward" else ActivationGradient
+            kind, step = (
+                ActivationGradient if side == "backward" else Activation,
+                "moved" if side == "moved" else "train",
+            )
             recorder.emit(
-                kind(name=point, version=1, step="train", order=order_of(point, layers)),
+                kind(name=point, version=1, step=step, order=order_of(point, layers)),
                 {
                     "values": values, "columns": np.arange(values.shape[1], dtype=np.int32),
                     "sequence": np.repeat(np.arange(len(rows), dtype=np.int32), rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ import numpy as np
 from verifier.core.manifest import Facts
 from verifier.core.record import Record, UnknownRecord, kind_of
 from verifier.core.trace import Trace
-from verifier.stages.advantage.records import Advantages, PolicyColumns
+from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
 from verifier.stages.data.records import Drops, RequestSeeds, SamplingAsked
 from verifier.stages.engine.records import CheckpointView, ExpectedView
 from verifier.stages.export.records import ExportedTensor, SavedCheckpoint
@@ -23,8 +23,8 @@ from verifier.stages.logprob.records import (
     SampledNoise,
     TrainerLogprobs,
 )
-from verifier.stages.loss.records import GradientRecord, LossRows
-from verifier.stages.pack.records import PackedBatchDigest
+from verifier.stages.loss.records import GradientRecord, LossRows, LossTerms
+from verifier.stages.pack.records import PackedBatchDigest, Rollouts
 from verifier.stages.plan.records import PlanDigest
 from verifier.stages.reward.records import GivenRewards
 from verifier.stages.rollout.records import SampledTokens
@@ -65,10 +65,34 @@ def facts_of(trace: Trace, undertaken: Sequence[str]) -> Facts:
         recorded={kind: {by: tuple(sorted(own)) for by, own in who.items()} for kind, who in found.items()},
         exported=tuple(trace.versions(ExportedTensor)),
         estimators=tuple(dict.fromkeys(item.estimator for item in trace.of(Advantages))),
-        told=tuple(_told(trace)), unbounded={item.name: item.why for item in trace.of(Unbounded)},
+        told=tuple(_told(trace)),
+        unbounded={**dict(_of_several(trace)), **{item.name: item.why for item in trace.of(Unbounded)}},
         frozen_base=trace.has(LiveAdapterMatrix), has_reference=trace.has(ReferenceShard),
         lost_logprobs=any(not np.isfinite(trace.array(item)).all() for item in trace.of(SampledTokens)),
     )  # fmt: skip
+
+
+def _of_several(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Kinds of records that nothing can join over ranks, each with the reason."""
+    kinds: tuple[type[Record], ...] = (LossColumns, LossRows)
+    batches: dict[tuple[int, str], set[bytes]] = defaultdict(set)
+    for item in trace.of(Rollouts):
+        tokens = trace.array(item, "tokens").tobytes()
+        for name in item.ids[:1]:
+            batches[item.version, name].add(tokens)
+    divisors: dict[int, set[float | None]] = defaultdict(set)
+    for terms in trace.of(LossTerms):
+        divisors[terms.version].add(terms.divisor)
+    why = ""
+    if trace.manifest.mesh is not None and trace.manifest.mesh.cp > 1:
+        why = "ranks of context parallelism have parts of a sequence"
+    elif any(len(own) > 1 for own in divisors.values()):
+        why = "ranks tell other divisors of one loss"
+    elif any(len(own) > 1 for own in batches.values()):
+        kinds = (*kinds, PolicyColumns, Advantages, Drops, SamplingAsked)
+        why = "ranks have other rollouts under the same ids: give `rollouts` ids that no other rank has"
+    if why:
+        yield from ((kind_of(kind), why) for kind in kinds)
 
 
 def _told(trace: Trace) -> Iterator[str]:

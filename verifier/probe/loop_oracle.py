@@ -32,6 +32,7 @@ from verifier.core.trace import Trace
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.adapted import Adapted
+from verifier.model.checkpoint import open_checkpoint
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     content_of,
@@ -211,7 +212,7 @@ class _Recording:
             if not any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
                 before.symlink_to(weights.absolute())
             elif not self._adapts(before, step - 1, weights):
-                why = "gradients are an adapter's, whose matrices `adapter_exported` has not recorded"
+                why = "gradients are an adapter's, whose matrices, of linears, `adapter_exported` has not recorded"
                 yield Unbounded(name=kind_of(GradientRecord), version=step, why=why), None
                 continue
             asked = [{"number": step, "learning_rate": 0.0}]
@@ -228,10 +229,15 @@ class _Recording:
                     yield gradient_record({**row, "version": step}, None, mesh), None
 
     def _adapts(self, folder: Path, version: int, weights: Path) -> bool:
-        """Write the matrices of a version, which its weights have within; False if they were not kept."""
+        """Write the matrices of a version, which its weights have within; False if they were not kept, or are others.
+
+        Those of stacked experts, and of names that the checkpoint has not, are of no linear that the oracle knows.
+        """
         kept = list(self.seen.of(KeptMatrices, version=version))
         scaling = next(self.seen.of(LiveAdapterScaling, version=version), None)
-        if not kept or scaling is None:
+        held = {name.removesuffix(MATRIX) for part in kept for name in part.dtypes if name.endswith(MATRIX)}
+        linears = {name.removesuffix(".weight") for name in open_checkpoint(weights).names() if ".experts." not in name}
+        if scaling is None or not held or not held <= linears:
             return False
         self._written(kept, folder)
         names = {name: [name] for part in kept for name in part.dtypes if name.endswith(MATRIX)}

@@ -17,6 +17,7 @@ from verifier.core.record import real
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.answers import AnswerRecorder
+from verifier.probe.sharded import Named, pairs_of
 from verifier.probe.steps import OpenStep, of_responses, on_host
 from verifier.probe.tokens import Rows, row_of
 from verifier.stages.advantage.records import LossColumns
@@ -118,9 +119,9 @@ class LossRecorder(AnswerRecorder):
         values = tokens.column(logprobs, "engine_scores")[of_responses(tokens)]
         self.emit(EngineLogprobs(name="old", version=step - 1, lengths=tuple(map(len, tokens.responses))), values)
 
-    def reference_weights(self, step: int, named: Any) -> None:
+    def reference_weights(self, step: int, named: Named) -> None:
         """Weights of a frozen reference as they are in a step; those of the first call are what all are to be."""
-        for name, tensor in named.items() if isinstance(named, Mapping) else named:
+        for name, tensor in pairs_of(named):
             facts = described(tensor)
             frozen = self._frozen.setdefault(name, facts["digest"])
             self.emit(ReferenceShard(name=name, version=step, frozen=frozen, **facts))

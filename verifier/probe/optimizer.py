@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from verifier.core.record import Array, Record, real
 from verifier.errors import UsageError
 from verifier.probe.losses import LossRecorder
-from verifier.probe.sharded import is_sharded, local
+from verifier.probe.sharded import is_partial, is_sharded, local, stands_for, whole
 from verifier.stages.load.records import KnobsAsked, KnobsReached
 from verifier.stages.train.records import (
     AdamSample,
@@ -124,7 +124,8 @@ class OptimizerRecorder(LossRecorder):
             first_rate_step: 0 where the first step has the rate of step 0, as transformers' schedulers give it; 1 where
                 it has that of step 1.
             vectors_decay: whether norms and biases decay as matrices do; None where that is not judged.
-            divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks.
+            divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks, and
+                for the weights of tokens (ADV001) that of ranks with rollouts of their own.
 
         Raises:
             UsageError: an optimizer is watched already.
@@ -214,12 +215,15 @@ class OptimizerRecorder(LossRecorder):
             for item, part in known:
                 part.own(item.gradient)
                 part.used = cut(item.model.detach(), part.begin, part.size)
-            counted = [item for item in self._owned if not self.rank or is_sharded(item.parameter)]
-            grads = [item.gradient for item in counted if item.parameter.grad is not None]
-            squares = float(sum(float(own.double().square().sum()) for own in grads))
+            given = [item.parameter.grad for item in self._owned if item.parameter.grad is not None]
+            summed = [(whole(own) if is_partial(own) else local(own), stands_for(own, self.rank)) for own in given]
+            grads = [own for own, counts in summed if counts]
+            squares = None
+            if all(not is_sharded(own) or own.device_mesh.size() == self.world_size for own in given):
+                squares = real(sum(float(own.double().square().sum()) for own in grads))
             update.sums = sums_record(
                 [part for _, part in known], name=f"update {update.number}", version=step, coordinate=str(self.rank),
-                squares=real(squares), divisor=self._divisor,
+                squares=squares, divisor=self._divisor,
             )  # fmt: skip
 
     def _number(self) -> int:
@@ -269,7 +273,7 @@ class OptimizerRecorder(LossRecorder):
         """Sample of an update, with the gradients as they are now."""
         from verifier.stages.train.probe_adam_elements import UpdateSample, chosen
 
-        sample = UpdateSample(chosen(self._owned, number))
+        sample = UpdateSample(chosen([own for own in self._owned if not is_partial(own.parameter.grad)], number))
         sample.take_gradient()
         return sample
 

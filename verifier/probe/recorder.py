@@ -30,8 +30,8 @@ from verifier.plan.digest import dtype_name
 from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
-from verifier.probe.sharded import is_sharded
-from verifier.probe.state import EngineRecorder, Named, pairs_of
+from verifier.probe.sharded import Named, is_sharded, pairs_of
+from verifier.probe.state import EngineRecorder
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor

@@ -13,7 +13,7 @@ from verifier.config_json import texts_of
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.optimizer import OptimizerRecorder
-from verifier.probe.sharded import local, whole
+from verifier.probe.sharded import Named, pairs_of, whole
 from verifier.stages.checkpoint.probe_written import record_written
 from verifier.stages.checkpoint.records import LoadedState, SavedState
 from verifier.stages.engine.records import (
@@ -46,11 +46,6 @@ from verifier.stages.train.records import (
 )
 from verifier.trainer.merge_rounding import merge_gap
 
-Named = Iterable[tuple[str, Any]] | Mapping[str, Any]
-"""Names of a checkpoint and whole tensors, or numpy arrays: pairs, a generator of them, or a state dict.
-
-DTensors are gathered, one after another, so all processes of their mesh make the same calls.
-"""
 Moment = Literal["load", "step", "scoring", "export", "idle step", "adapter step"]
 MOMENTS: dict[str, Any] = {
     "load": LoadedShard,
@@ -287,12 +282,6 @@ class EngineRecorder(StateRecorder):
         self.emit(record)
 
 
-def pairs_of(named: Named) -> Iterator[tuple[str, Any]]:
-    """Names and tensors of pairs or of a mapping; of a DTensor the whole."""
-    for name, tensor in named.items() if isinstance(named, Mapping) else named:
-        yield name, whole(tensor)
-
-
 def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and digest, dtype and shape, of each tensor and value of a nested state."""
     from verifier.core.reader import digest_of
@@ -304,7 +293,7 @@ def _state(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         for at, item in enumerate(value):
             yield from _state(item, f"{path}/{at}")
     elif hasattr(value, "untyped_storage"):
-        yield path, described(local(value))
+        yield path, described(whole(value))
     elif not callable(value):
         kind = type(value).__name__.lower()
         dtype = kind if kind.isidentifier() else "object"

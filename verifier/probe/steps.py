@@ -192,9 +192,7 @@ class StepRecorder(ABC):
         self.passes_begin()
         sampled = found.versions >= 0
         lengths, asked = found.lengths, tuple(map(len, found.prompts))
-        roles = np.concatenate(
-            [np.repeat(np.array([0, 1], np.int8), [asked[at], lengths[at] - asked[at]]) for at in range(len(asked))]
-        )
+        roles = of_responses(found).astype(np.int8)
         roles[(roles == 1) & ~sampled] = 2
         record = Rollouts(
             name="rollouts", version=step, ids=found.ids, groups=found.groups, lengths=lengths, prompt_lengths=asked,
@@ -275,7 +273,7 @@ class StepRecorder(ABC):
             lengths=tuple(0 if row is None else len(own) for row, own in zip(values, tokens.responses, strict=True)),
             temperature=tokens.temperature,
         )  # fmt: skip
-        scored = np.repeat([row is not None for row in values], tokens.lengths)
+        scored = np.repeat(np.array([row is not None for row in values], bool), tokens.lengths)
         self.emit(record, own.old[of_responses(tokens) & scored])
 
     def advantages(
@@ -350,10 +348,10 @@ class StepRecorder(ABC):
         `name` is "cross_entropy", "importance" (ratio times advantage), "clipped", "gspo", "cispo", "sapo", with its
         `steepness` for positive advantages and others, or "sequence": clipped by the product of a rollout's ratios.
         Others are not judged. `aggregation` is "token_mean", "sequence_mean" or "prompt_mean", over all tokens in the
-        loss of all micro-batches and ranks. `divisor` is what the sum over tokens, or over means, of all ranks is
-        divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each token's KL
-        estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`, one of each
-        rollout such as its micro-batch, "prompt_mean" is of the means of these.
+        loss of all micro-batches and ranks. `divisor`, one for all ranks, is what the sum over tokens, or over means,
+        of all ranks is divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each
+        token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`,
+        one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
 
         Raises:
             UsageError: an unknown name.
@@ -412,7 +410,7 @@ class StepRecorder(ABC):
         """Record the columns that the loss of a step read."""
         self.flush_passes(step, own)
         tokens, nan = own.tokens, np.full(len(own.tokens.tokens), np.nan, np.float32)
-        if own.old is None:
+        if own.old is None or not tokens.ids:
             return
         ratio_over = own.policy.get("ratio_over", "old")
         columns = {
@@ -466,12 +464,8 @@ def _narrowest(values: np.ndarray) -> str:
 
 def of_responses(tokens: StepTokens) -> np.ndarray:
     """[N] tokens that are a response's."""
-    return np.concatenate(
-        [
-            np.repeat([False, True], [len(prompt), len(response)])
-            for prompt, response in zip(tokens.prompts, tokens.responses, strict=True)
-        ]
-    )
+    sizes = [len(part) for both in zip(tokens.prompts, tokens.responses, strict=True) for part in both]
+    return np.repeat(np.tile([False, True], len(tokens.prompts)).astype(bool), np.array(sizes, np.int64))
 
 
 def on_host(value: Any) -> Any:

@@ -135,7 +135,11 @@ def first_difference(trace: Trace, other: Trace | None = None) -> FirstDifferenc
         role, known = ("oracle", "train") if other is None else ("trainer", step)
         theirs = _by_name((other or trace).of(kind, role=role, step=known))
         both = sorted(ours.keys() & theirs.keys(), key=lambda name: ours[name][0].order, reverse=part == "backward")
-        points += [_compared(part, allowed, ours[name], trace, theirs[name], other or trace) for name in both]
+        moved = {} if part == "backward" else _by_name(trace.of(kind, role="oracle", step="moved"))
+        points += [
+            _compared(part, allowed, ours[name], trace, theirs[name], other or trace, moved.get(name, ()))
+            for name in both
+        ]
         if part != "score":
             left |= ours.keys() ^ theirs.keys()
     weights = [] if other else list(_weights(trace))
@@ -150,7 +154,7 @@ def _experts(trace: Trace, first: PointCompared | None) -> tuple[int, ...]:
     if first is None or not first.name.endswith(".mlp.experts") or first.part not in ("score", "train"):
         return ()
     router = first.name.removesuffix("experts") + "router"
-    record = next((item for item in trace.of(Activation, role="oracle", name=router)), None)
+    record = next((item for item in trace.of(Activation, role="oracle", name=router, step="train")), None)
     if record is None:
         return ()
     arrays = trace.arrays(record)
@@ -185,15 +189,21 @@ def _joined(records: Sequence[ActivationRecord], trace: Trace) -> tuple[np.ndarr
 
 def _compared(
     part: str, allowed: Tolerance, ours: Sequence[ActivationRecord], trace: Trace,
-    theirs: Sequence[ActivationRecord], other: Trace,
+    theirs: Sequence[ActivationRecord], other: Trace, moved: Sequence[ActivationRecord] = (),
 ) -> PointCompared:  # fmt: skip
-    """One point: each rank's own part against the whole of the other side."""
+    """One point: each rank's own part against the whole of the other side, a row that is `moved` by more within that.
+
+    The norm of a gated delta net divides by the length of a state that may be nearly empty, and so enlarges rounding.
+    """
     rows, expected = _joined(theirs, other)
     if part == "backward":
         scale = np.full(len(expected), np.nanmax(np.abs(expected), initial=0.0))
     else:
         scale = np.nanmax(np.abs(expected), axis=1, initial=0.0)
     scale = np.maximum(scale, 1.0) if ours[0].name in NATS and part != "backward" else np.where(scale > 0, scale, 1.0)
+    if moved:
+        tokens, by = _joined(moved, trace)
+        scale = np.maximum(scale, by[:, 0] / allowed.absolute) if np.array_equal(tokens, rows) else scale
     seen, off = np.zeros(len(expected), bool), np.zeros(len(expected), bool)
     greatest = ratio = 0.0
     first: tuple[int, int, WrongElement] | None = None

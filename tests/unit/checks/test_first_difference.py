@@ -133,3 +133,14 @@ def test_one_factor_of_all_weights_is_told(run):
 def test_nothing_in_common_is_nothing_compared(run):
     run.add(Activation, "embedding", RIGHT, role="oracle")
     assert run.found().points == ()
+
+
+def test_a_token_that_rounding_moves_further_is_allowed_as_much(run):
+    run.both(Activation, EXPERTS, WRONG, RIGHT)
+    run.add(Activation, EXPERTS, [[0.0], [0.4]], step="moved", role="oracle", columns=(0,))
+    assert run.found().first.off == 1
+    run.records.pop()
+    run.add(Activation, EXPERTS, [[0.0], [0.6]], step="moved", role="oracle", columns=(0,))
+    assert run.found().first is None
+    run.both(Activation, "output_layer", WRONG, RIGHT)
+    assert run.found().first.name == "output_layer"

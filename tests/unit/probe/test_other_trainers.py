@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from verifier.core.store import read
 from verifier.core.trace import Trace
 from verifier.oracle.policy_hf import token_losses
 from verifier.probe.loop_oracle import _Recording
-from verifier.report import report_of
+from verifier.report import Report, render_text, report_of
 from verifier.stages.loss.records import GradientRecord, KeptGradients, LossTerms
 from verifier.stages.train.records import StepReport
 
@@ -147,33 +148,67 @@ def test_the_oracle_has_the_rollouts_of_all_ranks(tmp_path: Path) -> None:
     assert found["weight"].sum() == pytest.approx(1)  # a mean over the tokens of both
 
 
-@pytest.mark.parametrize(
-    ("divisors", "wrong"),
-    [((5.0, 5.0), ""), ((3.0, 7.0), "ADV001"), ((10.0, 10.0), "ADV001")],
-    ids=["the mean over all", "means of each rank", "half of it"],
-)
-def test_ranks_with_rollouts_of_their_own_are_one_batch(
-    divisors: tuple[float, float], wrong: str, tmp_path: Path
-) -> None:
-    """Three tokens on one rank, seven on the other: where gradients are averaged each has two tenths."""
-    path = tmp_path / "trace"
-    opened = [probe.open(path, dtype="float32", rank=rank, world_size=2) for rank in range(2)]
-    for rank, (record, size, divisor) in enumerate(zip(opened, (3, 7), divisors, strict=True)):
+Batch = Sequence[Sequence[int]]
+"""Of each rank the lengths of its answers."""
+
+
+def ranks_with(path: Path, sizes: Batch, weights: Sequence[Sequence[float]], **options: Any) -> Report:
+    """A step of ranks that have answers of their own, whose tokens have these weights in the loss of their rank."""
+    opened = [probe.open(path, dtype="float32", rank=rank, world_size=len(sizes)) for rank in range(len(sizes))]
+    for rank, (record, rows, shares) in enumerate(zip(opened, sizes, weights, strict=True)):
+        own = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.AdamW([own], lr=1e-3)
+        record.optimizer(optimizer, [("own", own)], divisor=options.get("gradient_divisor"))
+        names = [f"{rank if options.get('ids', True) else 1}/{at}" for at in range(len(rows))]
+        masks = [[int(share > 0)] * size for size, share in zip(rows, shares, strict=True)]
         record.rollouts(
-            1, prompts=[[1]], responses=[[2] * size], loss_mask=[[1] * size], versions=0, ids=[f"{rank}"]
+            1, prompts=[[1 + at] for at in range(len(rows))], responses=[[2] * size for size in rows], loss_mask=masks,
+            versions=0, ids=names, groups=options.get("groups"),
         )  # fmt: skip
-        nats = torch.full((1, size), -1.0, requires_grad=True)
-        record.trainer_logprobs(1, nats.tolist(), version=0)
-        record.advantages(1, [1.0])
-        record.loss(1, "clipped")
-        losses = -(nats - nats.detach()).exp()
-        record.token_losses(1, nats, losses, ids=[f"{rank}"])
-        (losses.sum() / divisor).backward()
-        record.step(1)
+        nats = [torch.full((1, size), -1.0, requires_grad=True) for size in rows]
+        record.trainer_logprobs(1, [row[0].tolist() for row in nats], version=0)
+        record.advantages(1, [1.0] * len(rows))
+        record.loss(1, "clipped", aggregation=options.get("aggregation", "token_mean"))
+        total = 0.0
+        for name, row, share in zip(names, nats, shares, strict=True):
+            if share:
+                losses = -(row - row.detach()).exp()
+                record.token_losses(1, row, losses, ids=[name])
+                (losses * share).sum().backward()
+                total += float(losses.detach().sum()) * share
+        own.grad = torch.ones(4)
+        record.gradients(1, [("own", own.grad)])
+        optimizer.step()
+        record.step(1, loss=total, num_tokens=sum(map(sum, masks)), grad_norm=2.0)
         record.close()
-    report = report_of(read(path), str(path))
-    assert [item.code for item in report.violated] == [wrong] * bool(wrong)
-    assert {"ADV001", "LSS004", "PCK004"} <= {item.code for item in report.outcomes}
+    return report_of(read(path), str(path))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "options", "wrong"),
+    [
+        (((3,), (7,)), ((0.2,), (0.2,)), {}, ""),
+        (((3,), (7,)), ((1 / 3,), (1 / 7,)), {}, "ADV001"),
+        (((3,), (7,)), ((0.1,), (0.1,)), {}, "ADV001"),
+        (((3,), (7,)), ((0.1,), (0.1,)), {"gradient_divisor": 1}, ""),
+        (((3,), (7,)), ((2 / 3,), (0.0,)), {}, ""),
+        (((3,), (7,), (), ()), ((0.4,), (0.4,), (), ()), {}, ""),
+        (((3, 2), (7, 4)), ((1 / 6, 1 / 4), (1 / 14, 1 / 8)), {"aggregation": "prompt_mean", "groups": [0, 1]}, ""),
+        (((3,), (7,)), ((9.0,), (9.0,)), {"ids": False}, ""),
+    ],
+    ids=[
+        "the mean over all", "means of each rank", "half of it", "summed gradients", "no token of one rank",
+        "no answer of two ranks", "prompts numbered by rank", "one id for two answers",
+    ],
+)  # fmt: skip
+def test_ranks_with_rollouts_of_their_own_are_one_batch(
+    sizes: Batch, weights: Sequence[Sequence[float]], options: Any, wrong: str, tmp_path: Path
+) -> None:
+    report = ranks_with(tmp_path / "trace", sizes, weights, **options)
+    assert [item.code for item in report.violated] == [wrong] * bool(wrong), render_text(report)
+    judged = {"ADV001", "LSS004", "PCK004", "TRN003"} & {item.code for item in report.outcomes}
+    assert judged == ({"ADV001", "LSS004", "PCK004", "TRN003"} if options.get("ids", True) else set())
+    assert not [item.code for item in report.outcomes if item.error]
 
 
 def test_a_gradient_that_is_none_is_lacking_if_its_tensor_is_trained(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from verifier.core.check import At, Comparison, Given, Stage, Tolerance, Trace, 
 from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.stages.advantage.records import ESTIMATORS, Advantages, LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, REFERENCE, UPDATED
+from verifier.stages.checks_parts import parts_of
 from verifier.stages.data.records import Drops
 
 ROUNDOFFS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -412,12 +413,10 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
-    updates: dict[tuple[int, str], list[LossColumns]] = defaultdict(list)
     for item in trace.of(LossColumns):
-        updates[item.version, item.name].append(item)
-    for item, rows in ((item, rows) for items in updates.values() for item, rows in _by_rank(trace, items)):
+        masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
         weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
-        for (name, mask, right), weight in zip(rows, weights, strict=True):
+        for name, weight, mask, right in zip(item.ids, weights, masks, _on_rank(trace, item, masks), strict=True):
             wanted = np.where(mask, right, 0.0)
 
             at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
@@ -428,23 +427,18 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
             yield compare_value(item, name, actual, asked, subject=subject, says=says, allowed=WEIGHT, bound=bound)
 
 
-def _by_rank(
-    trace: Trace, items: Sequence[LossColumns]
-) -> Iterator[tuple[LossColumns, list[tuple[str, np.ndarray, float]]]]:
-    """Columns of an update, and of each rollout its id, its mask and the weight of its tokens.
-
-    Ranks of a recorded loop have rollouts of their own, which are of one batch, or the same ones.
-    """
-    parts = [*{item.ids: item for item in items}.values()]
-    masks = {item.ids: ragged.split(trace.array(item, "mask").astype(bool), item.lengths) for item in parts}
-    groups = [group for item in parts for group in item.groups]
-    every = iter(_weights(items[0], [mask for item in parts for mask in masks[item.ids]], groups))
-    times = items[0].gradient_divisor or len(parts)
-    rows = {
-        item.ids: [(name, mask, times * next(every)) for name, mask in zip(item.ids, masks[item.ids], strict=True)]
-        for item in parts
-    }
-    yield from ((item, rows[item.ids]) for item in items)
+def _on_rank(trace: Trace, item: LossColumns, masks: list[np.ndarray]) -> list[float]:
+    """Weight of each rollout's tokens on a rank: that in the mean, times what ranks' gradients are divided by."""
+    parts, groups, begin = parts_of(trace, item.version), list(item.groups), 0
+    place = next((number for number, part in enumerate(parts) if item.rank in part.ranks), None)
+    if place is not None:
+        own = {other.rank: other.groups for other in trace.of(LossColumns, version=item.version, name=item.name)}
+        told = [next((own[rank] for rank in part.ranks if rank in own), part.groups) for part in parts]
+        groups = [f"{number}/{group}" for number, each in enumerate(told) for group in each]
+        begin = sum(len(part.masks) for part in parts[:place])
+        masks = [mask for part in parts for mask in part.masks]
+    factor = item.gradient_divisor or max(len(parts), 1)
+    return [factor * weight for weight in _weights(item, masks, groups)[begin : begin + len(item.ids)]]
 
 
 def _weights(item: LossColumns, masks: list[np.ndarray], groups: Sequence[str]) -> list[float]:

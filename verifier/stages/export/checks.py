@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from verifier.core.check import At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
+from verifier.core.check import LOOP, At, Comparison, Stage, Trace, check, compare_set, compare_value, owner_of
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded, several, told
 from verifier.stages.checks_conditions import (
     ADAPTER,
@@ -249,12 +249,14 @@ def export_differs_from_live(trace: Trace) -> Iterator[Comparison]:
     copies = {item.name: item.copy_of for item in trace.of(SourceTensor) if item.copy_of}
     for version in trace.versions(JoinedTensor):
         exported = list(trace.of(ExportedTensor, version=version, rank=0))
-        first: dict[str, int] = {}  # rank of a recorded loop that told a tensor first
-        live = [
-            item
-            for item in trace.of(JoinedTensor, version=version)
-            if first.setdefault(item.name, item.rank) == item.rank
-        ]
+        live, first = list(trace.of(JoinedTensor, version=version)), dict[str, JoinedTensor]()
+        if trace.manifest.command == LOOP:  # several ranks may tell a tensor
+            others = [item for item in live if first.setdefault(item.name, item).rank != item.rank]
+            live = [item for item in live if first[item.name].rank == item.rank]
+            for rank in sorted({item.rank for item in others}):
+                own = [item for item in others if item.rank == rank]
+                told, says = [first[item.name] for item in own], (f"trainer rank {rank}", "the first rank that has it")
+                yield from compare_contents(own, told, says, Stage.TRAIN, version)
         held = by_name(live)
         names = {item.name for item in exported if copies.get(item.name) in held} - held.keys()
         live += [replace(held[copies[name]], name=name) for name in sorted(names)]

@@ -163,7 +163,7 @@ class ActivationProbe:
         if point.columns == "gated":
             return _parts([width // 2] * 2, tp, rank) if width % 2 == 0 else None
         if point.columns == "mixer":
-            return self._mixer_columns(module, width)
+            return self._mixer_columns(width)
         each, size = int(config.num_attention_heads) // groups, int(config.kv_channels)
         if width * tp != groups * (each + 2) * size:
             return None
@@ -173,11 +173,18 @@ class ActivationProbe:
         merged = np.concatenate([query, key, key + groups * size], axis=1).ravel()
         return merged[rank * width : (rank + 1) * width].astype(np.int32)
 
-    def _mixer_columns(self, module: torch.nn.Module, width: int) -> np.ndarray | None:
+    def _mixer_columns(self, width: int) -> np.ndarray | None:
         config, tp = self._trainer.provider, self._mesh.tp
-        inner = int(config.mamba_num_heads) * int(config.mamba_head_dim) // tp
-        state = int(config.mamba_num_groups) * int(config.mamba_state_dim) // tp
-        sizes = [inner, inner, state, state, int(config.mamba_num_heads) // tp]
+        if heads := getattr(config, "linear_num_value_heads", None):  # of gated delta nets
+            keys, values = (
+                config.linear_num_key_heads * config.linear_key_head_dim,
+                heads * config.linear_value_head_dim,
+            )
+            sizes = [size // tp for size in (keys, keys, values, values, heads, heads)]
+        else:
+            inner = int(config.mamba_num_heads) * int(config.mamba_head_dim) // tp
+            state = int(config.mamba_num_groups) * int(config.mamba_state_dim) // tp
+            sizes = [inner, inner, state, state, int(config.mamba_num_heads) // tp]
         return _parts(sizes, tp, self._at.tp) if sum(sizes) == width else None
 
     def _emit(self) -> None:
@@ -221,12 +228,9 @@ def points_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Mo
             module = _at(layer, point)
             if module is None or (point.name == "mlp.linear_fc1" and (point.columns == "gated") is not gated):
                 continue
-            if point.name == "self_attn_bda" and _at(layer, _ATTENDS) is None:
+            if point.name == "self_attn_bda" and type(layer.self_attention).__name__ == "IdentityOp":
                 continue
             yield f"layers.{layer.layer_number - 1}.{point.name}", module, point
-
-
-_ATTENDS = ModulePoint(name="", elsewhere="self_attention", needs="Attention", theirs=())
 
 
 def _at(root: torch.nn.Module, point: ModulePoint) -> torch.nn.Module | None:

@@ -38,7 +38,7 @@ class ActivationRecord(ArrayRecord, frozen=True, kw_only=True):
     """
 
     step: str
-    """Pass over the tokens: "score" or "train"."""
+    """Pass over the tokens: "score" or "train"; "moved", [N, 1], is how far small changes before layers move a row."""
     order: Count
     """Place of the point in the order of the data flow."""
     coordinate: str = ""

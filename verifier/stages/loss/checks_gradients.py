@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import on, recorded
 from verifier.core.record import Measurement
+from verifier.stages.advantage.records import LossColumns
 from verifier.stages.checks_conditions import ADAPTER, COMPARED, GRADIENTS, SAMPLED, STEPPED
+from verifier.stages.checks_parts import parts_of
 from verifier.stages.logprob.records import ROUNDINGS
 from verifier.stages.loss.records import GradientRecord, KeptGradients, Objective, in_all_layers
-from verifier.stages.train.records import GradientSums, StepReport
+from verifier.stages.train.records import StepReport
 
 GRADIENT = Tolerance(
     absolute=3e-5, unit="of the tensor's greatest gradient",
@@ -194,11 +196,13 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     """
     judged = [*reports_judged(trace)]
     for report, item in judged:
-        own = [other for other, same in judged if same is item] if trace.manifest.command == LOOP else []
+        places = {rank: at for at, part in enumerate(parts_of(trace, report.version)) for rank in part.ranks}
+        alike = [other for other, same in judged if same is item and trace.manifest.command == LOOP]
+        own = {places.get(other.rank, -1 - other.rank): other for other in alike}.values()
         loss, right, count = float(report.loss), float(item.loss), report.num_tokens
         if count != item.num_tokens and sum(other.num_tokens for other in own) == item.num_tokens:
-            sums = next(trace.of(GradientSums, version=report.version), None)
-            divisor = len(own) if sums is None or sums.divisor is None else float(sums.divisor)
+            columns = next(trace.of(LossColumns, version=report.version), None)
+            divisor = (columns and columns.gradient_divisor) or len(own)
             loss, count = math.fsum(float(other.loss) for other in own) / divisor, item.num_tokens
         by_noise = LOSS_NOISES * (float(item.loss_noise) + LOSS_ERRORS * float(item.loss_noise_error))
         allowed, why = LOSS.absolute * float(item.loss_scale), str(LOSS)

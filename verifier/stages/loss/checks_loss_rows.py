@@ -15,6 +15,7 @@ from verifier.core.condition import condition, knob, on, recorded
 from verifier.stages.advantage.checks import LIMIT
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, UPDATED
+from verifier.stages.checks_parts import Part, parts_of
 from verifier.stages.logprob.checks_logprobs import GREATEST_NOISES
 from verifier.stages.logprob.records import SampledNoise
 from verifier.stages.loss.records import FORMULAS, LossRows, LossTerms, UpdateRatios
@@ -90,17 +91,20 @@ class _Sum:
     rounding: float
 
 
-def _reported(trace: Trace, version: int, name: str, parts: Sequence[_Sum]) -> Iterator[Comparison]:
-    """Each rank's reported loss against the sum over its tokens, or over those of all ranks."""
-    distinct = [*{part.columns.ids: part for part in parts}.values()]
-    divisor = distinct[0].columns.gradient_divisor or len(distinct)
-    whole = math.fsum(part.total for part in distinct) / divisor
-    scale, rounding = max(part.scale for part in distinct), max(part.rounding for part in distinct)
-    bound = TERM.absolute * max(scale, 1e-12) + rounding
-    own = {part.columns.rank: part.total for part in parts} if len(distinct) > 1 else {}
+def _reported(trace: Trace, version: int, name: str, sums: Sequence[_Sum]) -> Iterator[Comparison]:
+    """Each rank's reported loss against the sum over its own tokens, or over those of all ranks."""
+    by_rank = {each.columns.rank: each.total for each in sums}
+    parts = parts_of(trace, version) or [Part(ranks=frozenset(by_rank), groups=(), masks=())]
+    totals = [next((by_rank[rank] for rank in part.ranks if rank in by_rank), None) for part in parts]
+    if any(total is None and part.num_tokens for total, part in zip(totals, parts, strict=True)):
+        return  # some ranks do not record their losses
+    known = [total or 0.0 for total in totals]
+    whole = math.fsum(known) / (sums[0].columns.gradient_divisor or len(parts))
+    own = {rank: total for total, part in zip(known, parts, strict=True) for rank in part.ranks}
+    bound = TERM.absolute * max(1e-12, *(each.scale for each in sums)) + max(each.rounding for each in sums)
     for report in trace.of(TrainerStep, version=version, name=name):
         loss = float(report.loss)
-        total = min(whole, own.get(report.rank, whole), key=lambda right: abs(loss - right))
+        total = min((whole, own.get(report.rank, whole)), key=lambda right: abs(loss - right))
         what, says = f"reported loss of {name} on rank {report.rank}", ("", "the weighted sum, float64")
         yield compare_value(report, what, loss, total, says=says, allowed=TERM, bound=bound, stage=Stage.LOSS)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from verifier.core.check import LOOP, At, Comparison, Stage, Tolerance, Trace, check, compare_array, compare_value
+from verifier.core.check import At, Comparison, Stage, Tolerance, Trace, check, compare_array, compare_value
 from verifier.core.condition import ALWAYS, condition, knob, on, recorded
 from verifier.core.record import Real, TensorRecord
 from verifier.stages.advantage.records import LossColumns
 from verifier.stages.checks_conditions import ADAPTER, EXPORTS, LAYOUT, NO_ADAPTER, SENT, UPDATED
 from verifier.stages.checks_content import Moment, by_name, compare_moments
+from verifier.stages.checks_parts import parts_of
 from verifier.stages.export.records import ExportedTensor, ShardAfterExport
 from verifier.stages.load.records import LoadedShard, SourceTensor
 from verifier.stages.train.records import (
@@ -276,16 +277,14 @@ def step_counted_wrong(trace: Trace) -> Iterator[Comparison]:
     References: NeMo-RL#3171, open-r1#450, SkyRL#1420.
     """
     for version in sorted(trace.versions(LossColumns)):
-        in_loss: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
-        own: dict[tuple[str, int], int] = {}
-        for item in trace.of(LossColumns, version=version):
-            count = own[item.name, item.rank] = int(trace.array(item, "mask").sum())
-            in_loss[item.name][item.ids] = count
+        columns, parts = trace.of(LossColumns, version=version), parts_of(trace, version)
+        in_loss = {item.name: int(trace.array(item, "mask").sum()) for item in columns}
+        own = {rank: part.num_tokens for part in parts for rank in part.ranks}
         norms: dict[str, Real] = {}
         for report in trace.of(TrainerStep, version=version):
             norm = norms.setdefault(report.name, report.grad_norm)
-            tokens = sum(in_loss[report.name].values())
-            if trace.manifest.command == LOOP and report.num_tokens == own.get((report.name, report.rank)):
+            tokens = sum(part.num_tokens for part in parts) if parts else in_loss.get(report.name, 0)
+            if report.num_tokens == own.get(report.rank):
                 tokens = report.num_tokens
             counts = (
                 ("norm that it clipped by", report.grad_norm, norm),
