@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from tests.snapshots.check_traces import ARRAYS, AT, LEDGER, MANIFEST, change, clean, having, make_trace
+from tests.snapshots.token_arrays import TOKENS
 from verifier.core.check import REGISTRY, Outcome, run_check
 from verifier.core.finding import Verdict
 from verifier.core.manifest import MeshSizes
@@ -71,3 +72,14 @@ def test_tokens_that_all_lost_their_name() -> None:
     for sentinel in (np.zeros(6, np.int32), LEDGER["sentinel"].astype(np.int32)):
         outcome = judged(sentinel=sentinel)
         assert outcome.verdict is Verdict.VIOLATED
+
+
+def test_a_token_out_of_the_loss_may_have_no_label() -> None:
+    """As batches of fine-tuning have it; in the loss a token has its label, and no token has another's."""
+    prompt = {"mask": np.array([False, False, True, False, True])}
+    rows = {**LEDGER, "mask": np.array([False, True, False, False, True, False])}
+    for label, verdict in ((-100, Verdict.HOLDS), (2, Verdict.HOLDS), (7, Verdict.VIOLATED)):
+        ledger = {**rows, "label": np.array([label, 3, -100, -100, 5, -100])}
+        arrays = {**ARRAYS, "tokens": {**TOKENS, **prompt}, "ledger": ledger}
+        assert run_check(REGISTRY["PCK001"], Trace(MANIFEST, clean(), arrays.__getitem__)).verdict is verdict
+    assert judged(label=np.array([-100, 3, -100, -100, 5, -100])).verdict is Verdict.VIOLATED

@@ -51,6 +51,14 @@ def test_a_gradient_that_is_longer_than_noise_makes_it_is_seen(length: float, pa
     assert [item.what for item in (outcome.finding.bad if outcome.finding else ())] == bad
 
 
+@pytest.mark.parametrize(("command", "verdict"), [("probe", Verdict.HOLDS), ("roundtrip", Verdict.VIOLATED)])
+def test_a_loops_gradient_may_be_in_bf16(command: str, verdict: Verdict) -> None:
+    """Weights in bf16 have such gradients in torch; a run of this package sums them in float32."""
+    facts = {"gradient_noise": 1.0, "gradient_dtype": "bfloat16"}
+    trace = make_trace(change(GradientRecord, having(**facts), name="a"), replace(MANIFEST, command=command))
+    assert run_check(REGISTRY["LSS001"], trace).verdict is verdict
+
+
 @pytest.mark.parametrize(("acting", "verdict"), [(10, Verdict.VIOLATED), (9, Verdict.HOLDS)])
 def test_no_length_is_judged_of_few_tokens(acting: int, verdict: Verdict) -> None:
     """One token of 31 had a gradient in a clean update: that of one router was 1.12 times as long."""

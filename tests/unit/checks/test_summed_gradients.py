@@ -77,6 +77,25 @@ def test_a_norm_that_leaves_squares_out_is_seen():
     )  # fmt: skip
 
 
+def test_a_loops_norm_has_the_rounding_of_what_computed_it():
+    """Torch adds squares in few sums on CPUs; weights in bf16 have gradients, and a norm, in bf16."""
+
+    def is_right(norm, **manifest):
+        records = [item for item in training() if isinstance(item, GradientSums | TrainerStep)]
+        changed = [
+            replace(item, squares=32.0) if isinstance(item, GradientSums) else replace(item, grad_norm=norm)
+            for item in records
+        ]
+        trace = make_trace(changed)
+        trace.manifest = replace(trace.manifest, **manifest)
+        return run_check(REGISTRY["TRN006"], trace).verdict is Verdict.HOLDS
+
+    for tier, command, right in (("cpu", "probe", True), ("cuda", "probe", False), ("cpu", "roundtrip", False)):
+        assert is_right(8.0001, tier=tier, command=command) is right
+        assert is_right(8.0625, tier=tier, command=command) is (command == "probe")
+        assert not is_right(8.03, tier=tier, command=command)
+
+
 def test_a_divided_tensor_that_is_marked_whole_is_seen_however_small_its_gradient_is():
     verdict, _, sentence = judged(lambda item: replace(item, miscounted=("sinks",)) if item.rank else item)
     assert verdict is Verdict.VIOLATED

@@ -96,9 +96,10 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             words = f"{ROUNDINGS:g} x the scale of float32's rounding, transformers against itself in float64"
         allowed = max(allowed, rounding) + float(item.gradient_doubt)
         found = f"off by up to {gap:.3g}" if math.isfinite(gap) else "not finite" if item.gradient else "absent"
-        found += "" if dtype == "float32" else f", summed in {dtype}"
+        wide = dtype == "float32" or trace.manifest.command == LOOP  # whose weights' dtype its gradients have
+        found += "" if wide else f", summed in {dtype}"
         owner, place, mismatched = measured_at(item.gradient)
-        same = item.gradient is not None and gap <= allowed and dtype == "float32"
+        same = item.gradient is not None and gap <= allowed and wide
         at, what, sides = (
             At(Stage.LOSS, item.version, owner),
             subject_of(item) + some_of(item),

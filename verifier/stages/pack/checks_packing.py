@@ -64,7 +64,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
     """Compare what the loss consumed with the rollouts: every token once, and every field its own.
 
     The first token of a rollout has no row that predicts it; all others must be there exactly once. A row that predicts
-    nothing must be out of the loss.
+    nothing must be out of the loss, and one out of the loss may have no label.
     `rollouts` and their arrays stand in the order in which sentinels were given. Sorted by rollout and position.
 
     Raises:
@@ -95,11 +95,11 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
         arrived.append((flat[known], block["rank"][known]))
         if not known.any():
             continue
-        before = np.maximum(flat - 1, 0)
+        before, label = np.maximum(flat - 1, 0), block.get("label", tokens["tokens"][flat])
         expected = {
             "input": tokens["tokens"][before],
             "role": tokens["roles"][before],
-            "label": tokens["tokens"][flat],
+            "label": np.where(tokens["mask"][flat] | (label != NO_LABEL), tokens["tokens"][flat], NO_LABEL),
             "mask": tokens["mask"][flat],
             "sampled": tokens["sampled"][flat],
             "engine_logprob": tokens["logprobs"][flat],
@@ -200,9 +200,8 @@ def token_misplaced(trace: Trace) -> Iterator[Comparison]:
 def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterator[Comparison]:
     """One comparison per rollout of a pass, and one of its padding."""
     mesh = _mesh_of(trace)
-    owners, seen = mesh.dp * mesh.cp, {ledger.rank for ledger in ledgers}
-    if trace.manifest.command == LOOP:
-        owners = len(seen)
+    seen = {ledger.rank for ledger in ledgers}
+    owners = len(seen) if trace.manifest.command == LOOP else mesh.dp * mesh.cp
     if len(seen) < owners:
         sentence = f"{len(seen)} of {owners} ranks have a ledger of the tokens {item.name} at version {item.version}"
         sides = f"ledgers of trainer ranks {sorted(seen)}", "a ledger of every data and context rank"
@@ -216,7 +215,6 @@ def _audited(trace: Trace, item: Rollouts, ledgers: list[TokenLedger]) -> Iterat
     sizes = {**dict(zip(item.ids, item.lengths, strict=True)), "": int((rows["sentinel"] == 0).sum())}
     for name, tokens in sizes.items():
         misplaced, what = found[name], f"{item.name} {name or 'padding'}"
-
         text = "; ".join(
             f"token {each.position} has {each.field} {each.actual:.9g}, not {each.expected:.9g}"
             for each in misplaced[:SHOWN]
