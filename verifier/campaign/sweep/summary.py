@@ -70,11 +70,7 @@ class SweepRows:
     rows: list[SweepRow]
 
     def add(self, row: SweepRow) -> None:
-        """Append a row; it is on the disk when this returns.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Append a row; it is on the disk when this returns."""
         append_line(self.file, row)
         self.rows.append(row)
 
