@@ -26,10 +26,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from verifier.campaign.ledger import append_line, decode_line, read_lines
 from verifier.config import Waiver
 from verifier.core.check import REGISTRY
 from verifier.core.finding import ExitCode
+from verifier.core.ledger import append_line, decode_line, read_lines
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.model.families import FAMILIES
@@ -177,8 +177,6 @@ class GateLedger:
 @contextmanager
 def opened_ledger(folder: Path) -> Iterator[GateLedger]:
     """Open the ledger in a gate's folder, new or to be continued, and keep others out of it until exit.
-
-    A last line that was cut, since its process was killed, is dropped.
 
     Raises:
         UsageError: the folder holds something else, is in use, or cannot be written.
