@@ -18,7 +18,7 @@ from verifier.core.record import Record, kind_of
 from verifier.knob import flat
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import EXAMINED, FRESH, NOISE
-from verifier.stages.data.checks_handed_on import adapters_named, compare_evaluated, spans, wrong_end
+from verifier.stages.data.checks_handed_on import adapters_named, compare_end, compare_evaluated, spans
 from verifier.stages.logprob.checks_logprobs import (
     FEW_TOKENS,
     GREATEST_NOISES,
@@ -393,7 +393,9 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             at = np.flatnonzero(mask)
             if not len(at):
                 continue
-            yield _ended(item, name, tokens, mask)
+            turns = [tokens[begin:end].tolist() for begin, end in spans(mask.astype(bool))]
+            subject, ends = f"the answer `{name}` of the evaluation", (item.end, *item.other_ends)
+            yield compare_end(_at(item), f"{name}, its end", subject, turns, item.max_answer_tokens, ends)
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
             if not (exact or noise) and np.isfinite(engine).all():  # that is wrong in any dtype
                 continue
@@ -441,16 +443,6 @@ def _furthest(
     subject = f"the evaluation's log-probability of token {at[place]} of `{name}`"
     left, right, says = float(engine[place]), float(trainer[place]), ("the engine", "the trainer")
     return compare_value(_at(item), name, left, right, subject=subject, says=says, allowed=bound)
-
-
-def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarray) -> Comparison:
-    turns = [tokens[begin:end].tolist() for begin, end in spans(mask.astype(bool))]
-    ends, most = (item.end, *item.other_ends), item.max_answer_tokens
-    said = [wrong_end(turn, most, ends, is_last=turn is turns[-1]) for turn in turns]
-    wrong = next((words for words in said if words), "")
-    found = ", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:])
-    right, sentence = f"up to the first token {item.end}, or {most:,}", f"the answer `{name}` of the evaluation {wrong}"
-    return compare_value(_at(item), f"{name}, its end", found, right, same=not wrong, sentence=sentence)
 
 
 def _greedy(item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bound: Tolerance) -> Comparison:
