@@ -262,16 +262,8 @@ def without_class(config: Mapping[str, JSON]) -> str:
 def _classes() -> frozenset[str]:
     """Model types that transformers has a class for, read from its source: its import takes seconds."""
     folder = Path(str(metadata.distribution("transformers").locate_file("transformers/models/auto")))
-    return frozenset(
-        re.findall(
-            r'\("(\w+)", "\w+Config"\)',
-            "".join(
-                (folder / name).read_text(encoding="utf-8")
-                for name in ("auto_mappings.py", "configuration_auto.py")
-                if (folder / name).is_file()
-            ),
-        )
-    )
+    files = filter(Path.is_file, (folder / name for name in ("auto_mappings.py", "configuration_auto.py")))
+    return frozenset(re.findall(r'\("(\w+)", "\w+Config"\)', "".join(file.read_text("utf-8") for file in files)))
 
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:

@@ -23,11 +23,7 @@ def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
 
 
 def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
-    """Yield each way in which a mesh does not divide the model with this config.json, a sentence each.
-
-    Raises:
-        UsageError: a size that is no positive integer.
-    """
+    """Yield each way in which a mesh does not divide the model with this config.json, a sentence each."""
     name, config = architecture_of(config), text_model(config)
     size, experts = partial(size_if_any, config), num_experts_of(config)
     latent = config.get("kv_lora_rank") is not None
