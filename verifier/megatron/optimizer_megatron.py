@@ -185,9 +185,6 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     Yields:
         (model chunk, local parameter name without wrappers, flat view of the part that this rank's optimizer reads: all
         of it, or the rank's share under a distributed optimizer); nothing for a parameter without a part here.
-
-    Source:
-        as `named_gradients`.
     """
     if _trained(trainer).fsdp is not None:
         yield from fsdp_megatron.owned_gradients(trainer)

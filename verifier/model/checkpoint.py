@@ -315,9 +315,6 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         UsageError: it cannot be written, for instance because the disk is full.
-
-    Source:
-        https://github.com/huggingface/safetensors, README section "Format".
     """
     import torch
 
