@@ -45,7 +45,7 @@ class Lent:
     log: Path
 
 
-class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
+class ForkServer:
     """The owner's end. Use it from one thread.
 
     `preloads` are called once, in this order, before the first fork; they must start no thread, and may take
@@ -68,6 +68,9 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
         self._process: Child | None = None
         self._loaded = False
         self._death: VerifierError | None = None
+
+    def __enter__(self) -> ForkServer:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
