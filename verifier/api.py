@@ -34,9 +34,6 @@ def judge(trace: Trace | str | os.PathLike[str]) -> Report:
     Example:
         >>> report = verifier.judge("traces/my-loop")  # doctest: +SKIP
         >>> assert report.verdict is Verdict.HOLDS, verifier.report.render_text(report)  # doctest: +SKIP
-
-    Raises:
-        UsageError: see `read`.
     """
     if not isinstance(trace, Trace):
         trace = read(trace)

@@ -10,6 +10,7 @@ import typer
 
 from verifier.cli.results import show
 from verifier.core.finding import ExitCode
+from verifier.core.ledger import append_line
 from verifier.core.outputs import require_empty, require_writable, write_whole
 
 app = typer.Typer(
@@ -68,7 +69,7 @@ def matrix(
     ] = None,
 ) -> int:
     """Run trials, and draw which checks catch which faults."""
-    from verifier.faults.matrix import append, fill, of_stages, pages, read, rows_of_gpu_run
+    from verifier.faults.matrix import fill, of_stages, pages, read, rows_of_gpu_run
 
     faults = of_stages(only or ())
     if output is not None:
@@ -80,7 +81,8 @@ def matrix(
     with tempfile.TemporaryDirectory() as folder:
         rows = ledger or Path(folder) / "ledger.jsonl"
         if gpu_results is not None:
-            append(rows, rows_of_gpu_run(gpu_results))
+            for row in rows_of_gpu_run(gpu_results):
+                append_line(rows, row)
         code = ExitCode.HOLDS if no_run else fill(rows, faults, show)
         if output is not None:
             for name, text in pages(read(rows)).items():

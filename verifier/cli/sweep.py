@@ -77,12 +77,11 @@ def sweep(config: SweepConfig, progress: Progress) -> int:
     from verifier.campaign.sweep import run as sweeper
     from verifier.campaign.sweep.summary import page
 
-    found = sweeper.sweep(config, progress)
-    rows, invalid = found.rows, found.invalid
-    write_whole(config.run / "sweep.json", summary.as_json(config, found.device, rows, invalid))
-    write_whole(config.run / "sweep.html", page(f"{config.model}, {config.dtype}, {found.device}", rows))
+    rows, invalid, device = sweeper.sweep(config, progress)
+    write_whole(config.run / "sweep.json", summary.as_json(config, device, rows, invalid))
+    write_whole(config.run / "sweep.html", page(f"{config.model}, {config.dtype}, {device}", rows))
     if rows:
-        show(summary.table(found.device, rows))
+        show(summary.table(device, rows))
     if invalid:
         show(f"{len(invalid):,} invalid:\n" + "".join(f"  {item.what}: {item.reason}\n" for item in invalid))
     if all(row.status != "ok" for row in rows):

@@ -46,11 +46,7 @@ def folder_name(model: str) -> str:
 
 
 def claim_trace(trace: Path) -> Path:
-    """Make the folder of a trace that `next_trace` named, or the next free one where another run was faster.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """Make the folder that `next_trace` named, or the next free one if another run was faster; else a UsageError."""
     while True:
         try:
             trace.mkdir(parents=True)

@@ -152,13 +152,11 @@ def run_check(item: Check, trace: Trace) -> Outcome:
                 bad.append(item.completed(comparison))
     except Exception as problem:  # a broken check is never a pass, and never hides what it already found
         error = f"{type(problem).__name__}: {problem}"
+    versions_bad = {found.version for found in bad}
+    refuted = len(versions_bad) == 1 and max(versions, default=0) > max(versions_bad)
     return Outcome(
         code=item.code, name=item.name, num_compared=seen, finding=Finding.fold(bad), error=error, moved=moved,
         not_recorded=missing,
         left_out=left_out, widened=tuple(widened), shares=Shares.of(shares),
-        recurs=trace.manifest.command != LOOP or not _refuted({item.version for item in bad}, versions),
+        recurs=trace.manifest.command != LOOP or not refuted,
     )  # fmt: skip
-
-
-def _refuted(bad: set[int], versions: set[int]) -> bool:
-    return len(bad) == 1 and max(versions, default=0) > max(bad)

@@ -21,6 +21,7 @@ import msgspec
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY
 from verifier.core.finding import ExitCode, Verdict
+from verifier.core.ledger import append_line, decode_line, read_lines
 from verifier.core.stage import Stage
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
@@ -134,7 +135,7 @@ def fill(ledger: Path, faults: Sequence[Fault], write: Callable[[str], None]) ->
     write(f"{len(faults) - len(missing)} of {len(faults)} trials are in the ledger of {code.commit or 'this code'}\n")
     if not missing:
         return ExitCode.HOLDS
-    return run_trials(missing, write, record=lambda done: append(ledger, [row_of(done, code)]))
+    return run_trials(missing, write, record=lambda done: append_line(ledger, row_of(done, code)))
 
 
 class TrialRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,24 +204,9 @@ def rows_of_gpu_run(results: Path) -> list[TrialRow]:
 
 
 def read(ledger: Path) -> list[TrialRow]:
-    """All rows of a ledger in the order in which their trials ended; none of a file that is not there.
-
-    Raises:
-        UsageError: a line is no row.
-    """
-    rows = []
-    for number, line in enumerate(ledger.read_text().splitlines() if ledger.exists() else (), start=1):
-        try:
-            rows.append(msgspec.json.decode(line, type=TrialRow))
-        except msgspec.DecodeError as problem:
-            raise UsageError(f"line {number} of the ledger `{ledger}` is no row: {problem}") from problem
-    return rows
-
-
-def append(ledger: Path, rows: Iterable[TrialRow]) -> None:
-    """Add rows to a ledger."""
-    with ledger.open("ab") as file:
-        file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+    """All rows of a ledger in the order in which their trials ended; none of a file that is not there."""
+    lines = enumerate(read_lines(ledger), start=1)
+    return [decode_line(ledger, number, line, TrialRow, "kill matrix") for number, line in lines]
 
 
 def latest(rows: Iterable[TrialRow]) -> dict[str, TrialRow]:

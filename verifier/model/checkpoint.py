@@ -123,11 +123,7 @@ class Checkpoint:
         return self.metas[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor as a view of the mapped shard; writing to it does not change the file.
-
-        Raises:
-            UsageError: the checkpoint has no such tensor.
-        """
+        """Return a tensor as a view of the mapped shard; writing to it does not change the file."""
         from safetensors import safe_open
 
         shard = self.meta(name).shard
@@ -169,11 +165,7 @@ def _other_weights(path: Path) -> str:
 
 
 def read_config_file(file: Path) -> dict[str, JSON]:
-    """Return a config.json, whatever the name of its file.
-
-    Raises:
-        UsageError: it is absent, broken or without an architecture.
-    """
+    """Return a config.json, whatever the name of its file."""
     config = _read_json(file)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
@@ -242,12 +234,7 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str] = ()) -> None:
-    """Refuse what `require_described` refuses of config.json; without names of tensors, all but its layers.
-
-    Raises:
-        UsageError: it is quantized, has a bad value or number of layers, or names another model type than the
-            architecture's.
-    """
+    """Refuse what `require_described` refuses of config.json; without names of tensors, all but its layers."""
     if method := quantization(config):
         raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
     _require_plausible(path / "config.json", config, names)
@@ -275,16 +262,8 @@ def without_class(config: Mapping[str, JSON]) -> str:
 def _classes() -> frozenset[str]:
     """Model types that transformers has a class for, read from its source: its import takes seconds."""
     folder = Path(str(metadata.distribution("transformers").locate_file("transformers/models/auto")))
-    return frozenset(
-        re.findall(
-            r'\("(\w+)", "\w+Config"\)',
-            "".join(
-                (folder / name).read_text(encoding="utf-8")
-                for name in ("auto_mappings.py", "configuration_auto.py")
-                if (folder / name).is_file()
-            ),
-        )
-    )
+    files = filter(Path.is_file, (folder / name for name in ("auto_mappings.py", "configuration_auto.py")))
+    return frozenset(re.findall(r'\("(\w+)", "\w+Config"\)', "".join(file.read_text("utf-8") for file in files)))
 
 
 def _require_plausible(file: Path, config: Mapping[str, JSON], names: Collection[str]) -> None:
@@ -336,9 +315,6 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         UsageError: it cannot be written, for instance because the disk is full.
-
-    Source:
-        https://github.com/huggingface/safetensors, README section "Format".
     """
     import torch
 
@@ -367,9 +343,6 @@ def write_shards(stem: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
     """Write tensors, as they are drawn, into files that begin as `stem`, several at once by threads.
 
     Nothing may change a tensor before all are written.
-
-    Raises:
-        UsageError: a file cannot be written.
     """
     import torch
 

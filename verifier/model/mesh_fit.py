@@ -17,21 +17,13 @@ from verifier.model.families import num_experts_of, size_if_any
 
 
 def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the model with this config.json.
-
-    Raises:
-        UsageError: names the axis, the size, and what it does not divide.
-    """
+    """Refuse a mesh that does not divide the model with this config.json."""
     for sentence in misfits(config, mesh):
         raise UsageError(sentence)
 
 
 def misfits(config: Mapping[str, Any], mesh: Mesh) -> Iterator[str]:
-    """Yield each way in which a mesh does not divide the model with this config.json, a sentence each.
-
-    Raises:
-        UsageError: a size that is no positive integer.
-    """
+    """Yield each way in which a mesh does not divide the model with this config.json, a sentence each."""
     name, config = architecture_of(config), text_model(config)
     size, experts = partial(size_if_any, config), num_experts_of(config)
     latent = config.get("kv_lora_rank") is not None

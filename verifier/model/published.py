@@ -50,11 +50,7 @@ PUBLISHED = {name: PublishedModel(**row) for name, row in model_tables()["publis
 
 
 def published_config(name: str, dtype: str) -> dict[str, JSON]:
-    """Return the config.json of a published model in this dtype; nothing is fetched.
-
-    Raises:
-        UsageError: unknown model or dtype.
-    """
+    """Return the config.json of a published model in this dtype; nothing is fetched."""
     require_dtype(dtype)
     return {**_known(name).config, "dtype": dtype}
 

@@ -237,11 +237,7 @@ def memory_of(plan: RunPlan, holdings: tuple[Holding, ...]) -> tuple[RankBytes, 
 
 
 def contradictions(config: Mapping[str, JSON], mesh: Mesh) -> Iterator[str]:
-    """Yield a sentence on each size of a mesh that does not divide the model, and what would.
-
-    Raises:
-        UsageError: a size in config.json that is no positive integer.
-    """
+    """Yield a sentence on each size of a mesh that does not divide the model, and what would."""
     found = list(misfits(config, mesh))
     kv_heads = None if config.get("kv_lora_rank") is not None else size_if_any(config, "num_key_value_heads")
     vocabulary, layers = size_if_any(config, "vocab_size"), size_if_any(config, "num_hidden_layers") or 0

@@ -16,6 +16,11 @@ from verifier.core.stage import Stage
 from verifier.report.render_text import first_line, grouped, located
 from verifier.report.report import Report, explanation, why_it_ended
 
+_OF_OUTCOME = (
+    "code", "name", "verdict", "sentence", "num_compared", "not_recorded", "moved", "left_out", "error", "known_bug",
+    "suspected", "shares", "finding",
+)  # fmt: skip
+
 
 def render_json(report: Report) -> str:
     """One JSON object; numbers that JSON cannot spell (infinity, NaN) become strings."""
@@ -54,21 +59,9 @@ def _cause(report: Report) -> dict[str, Any] | None:
 
 
 def _outcome(outcome: Outcome, manifest: Manifest) -> dict[str, Any]:
-    return {
-        "code": outcome.code,
-        "name": outcome.name,
-        "verdict": outcome.verdict.name.lower(),
-        "sentence": first_line(outcome),
-        "num_compared": outcome.num_compared,
-        "not_recorded": list(outcome.not_recorded),
-        "moved": list(outcome.moved),
-        "left_out": list(outcome.left_out),
-        "error": outcome.error,
-        "known_bug": explanation(outcome, manifest),
-        "suspected": outcome.suspected,
-        "shares": _plain(outcome.shares),
-        "finding": _plain(outcome.finding),
-    }
+    made = {"verdict": outcome.verdict.name.lower(), "sentence": first_line(outcome)}
+    made["known_bug"] = explanation(outcome, manifest)
+    return {name: made[name] if name in made else _plain(getattr(outcome, name)) for name in _OF_OUTCOME}
 
 
 def _plain(value: Any) -> Any:

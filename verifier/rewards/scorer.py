@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,21 +85,16 @@ class _Request(NamedTuple):
     """Number of the process that has the episode; None for any."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    sentence: str
-    is_usage: bool = False
-    """The data or the config are wrong, which no reward of 0 mends."""
-
-
 class _Answer(msgspec.Struct, array_like=True):
-    """Answer of a process to a request, as it is sent."""
+    """Answer of a process to a request, as it is sent, or why there is none."""
 
     value: Any = None
     seal: int = NO_SEAL
     """Seal of a reward, as the process took it."""
     failure: str = ""
+    """Sentence; as it is sent, with WHERE in the place of what it is about, and without who failed."""
     is_usage: bool = False
+    """The data or the config are wrong, which no reward of 0 mends."""
 
 
 class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
@@ -156,7 +150,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             for own, row, seed in zip(sessions, rows, seeds, strict=True)
         ]
         for own, found in zip(sessions, self._all(asked, self._who), strict=True):
-            if isinstance(found, _Failure):
+            if found.failure:
                 self._fail(own)
         return sessions
 
@@ -169,7 +163,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         ]
         replies = [Reply((), True)] * len(sessions)
         for at, found in zip(going, self._all(asked, self._who), strict=True):
-            if isinstance(found, _Failure):
+            if found.failure:
                 self._fail(sessions[at])
             else:
                 replies[at] = Reply(*found.value)
@@ -191,13 +185,13 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             process = None if own.session is None else own.session.process
             asked.append(_Request("score", (number, own.row, own.completion), where, process))
         given = dict(zip(going, self._all(asked, f"reward `{self._reward}`"), strict=True))
-        found = [given.get(at) for at in range(len(episodes))]
-        self.failures += sum(isinstance(item, _Failure) for item in found)
+        self.failures += sum(bool(item.failure) for item in given.values())
+        found = [item if (item := given.get(at)) and not item.failure else None for at in range(len(episodes))]
         self.seals = [
-            item.seal if isinstance(item, _Answer) else seal_of_reward(own.completion, own.answer, 0.0)
+            item.seal if item else seal_of_reward(own.completion, own.answer, 0.0)
             for own, item in zip(episodes, found, strict=True)
         ]
-        return [float(item.value) if isinstance(item, _Answer) else 0.0 for item in found]
+        return [float(item.value) if item else 0.0 for item in found]
 
     def take_failures(self) -> int:
         """Number of rewards that were counted as 0 since the last call."""
@@ -210,7 +204,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         for process in self._processes:
             process.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -221,9 +215,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._failed.add(session)
         self.failures += 1
 
-    def _all(self, requests: Sequence[_Request], who: str = "") -> list[_Answer | _Failure]:
+    def _all(self, requests: Sequence[_Request], who: str = "") -> list[_Answer]:
         """Answers to requests, in order, each by the process that has its episode, or by the next free one."""
-        found: dict[int, _Answer | _Failure] = {}
+        found: dict[int, _Answer] = {}
         own = [deque[int]() for _ in self._processes]
         common = deque[int]()
         for at, request in enumerate(requests):
@@ -236,14 +230,14 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
                 except IndexError:
                     return
                 found[at] = answer = process.ask(requests[at], who)
-                if isinstance(answer, _Failure) and (answer.is_usage or self._errors == "raise"):
+                if answer.failure and (answer.is_usage or self._errors == "raise"):
                     common.clear()
                     return
 
         list(self._threads.map(work, self._processes, own))
         for _, answer in sorted(found.items(), key=lambda item: item[0]):
-            if isinstance(answer, _Failure) and (answer.is_usage or self._errors == "raise"):
-                raise UsageError(answer.sentence)
+            if answer.failure and (answer.is_usage or self._errors == "raise"):
+                raise UsageError(answer.failure)
         return [found[at] for at in range(len(requests))]
 
 
@@ -260,21 +254,19 @@ class _Process:
     def hello(self) -> tuple[str, str]:
         """Wait until it has imported all; the reward's function and the environment's maker, as it says."""
         found = self._receive(time.monotonic(), _START_S, "at its start", f"reward `{self._name}`")
-        if isinstance(found, _Failure):
-            raise UsageError(found.sentence)
         if found.failure:
             raise UsageError(found.failure)
         function, made_by = found.value
         return function, made_by
 
-    def ask(self, request: _Request, who: str) -> _Answer | _Failure:
+    def ask(self, request: _Request, who: str) -> _Answer:
         """Answer of the process to a request; it is ended where none comes in time."""
         if self._channel is None:
             self._start()
             try:
                 self.hello()
             except UsageError as error:
-                return _Failure(str(error), is_usage=True)
+                return _Answer(failure=str(error), is_usage=True)
         assert self._channel is not None
         began = time.monotonic()
         limited(self._channel.wire, self._deadline_s, socket.SO_SNDTIMEO)
@@ -284,10 +276,7 @@ class _Process:
             return self._late(self._deadline_s, request.where, who)
         except ChannelClosed:
             return self._ended(request.where, who)
-        found = self._receive(began, self._deadline_s, request.where, who)
-        if isinstance(found, _Answer) and found.failure:
-            return _Failure(f"{who} {found.failure.replace(' WHERE', f' {request.where}', 1)}", found.is_usage)
-        return found
+        return self._receive(began, self._deadline_s, request.where, who)
 
     def close(self) -> None:
         """End it."""
@@ -302,26 +291,30 @@ class _Process:
         self._open.callback(self._channel.close)
         self._open.callback(self._child.stop)
 
-    def _receive(self, began: float, within_s: float, where: str, who: str) -> _Answer | _Failure:
+    def _receive(self, began: float, within_s: float, where: str, who: str) -> _Answer:
         assert self._channel is not None
         try:
-            return msgspec.convert(self._channel.receive(began + within_s - time.monotonic()), _Answer)
+            found = msgspec.convert(self._channel.receive(began + within_s - time.monotonic()), _Answer)
         except DeadlinePassed:
             return self._late(within_s, where, who)
         except ChannelClosed:
             return self._ended(where, who)
+        if " WHERE" in found.failure:
+            found.failure = f"{who} {found.failure.replace(' WHERE', f' {where}', 1)}"
+        return found
 
-    def _late(self, within_s: float, where: str, who: str) -> _Failure:
+    def _late(self, within_s: float, where: str, who: str) -> _Answer:
         self.close()
-        return _Failure(f"{who} did not return within {within_s:g} s {where}: mend it, or raise grpo.reward_timeout_s")
+        late = f"{who} did not return within {within_s:g} s {where}: mend it, or raise grpo.reward_timeout_s"
+        return _Answer(failure=late)
 
-    def _ended(self, where: str, who: str) -> _Failure:
+    def _ended(self, where: str, who: str) -> _Answer:
         cause = self._child.cause_of_death() if self._child.ended(5.0) else "closed its channel"
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()
         said = words[-1].removeprefix("verifier.errors.UsageError: ") if words and cause == "exit status 1" else cause
         self.close()
-        return _Failure(f"{who} failed {where}: {said}")
+        return _Answer(failure=f"{who} failed {where}: {said}")
 
 
 def serve(descriptor: str, function: str, environment: str) -> None:

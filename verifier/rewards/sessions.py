@@ -23,11 +23,7 @@ class _Session(NamedTuple):
 
 
 class Sessions:
-    """Episodes of one process.
-
-    Raises:
-        UsageError: the reward asks for something else than `ARGUMENTS`.
-    """
+    """Episodes of one process."""
 
     def __init__(self, reward: Reward, environment: Environment | None) -> None:
         self._reward, self._environment = by_name(reward), environment

@@ -76,9 +76,6 @@ class Episodes:
 
     `files` is the folder of the checkpoint, whose tokenizer a second reader reads; not what the tokenizer says of
     itself.
-
-    Raises:
-        UsageError: the template does not end an assistant's turn with the end token.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class Episodes:
         self.longest_reply = 0
         """Tokens that an environment adds to an episode, at most."""
         if options.has_turns:
-            self._reply_ids([Message(role="tool", content="0")])
+            tokenizer.reply([Message(role="tool", content="0")])
             self.longest_reply = options.max_reply_tokens * (options.max_turns - 1)
 
     def start(self, pool: RewardPool) -> None:
@@ -196,7 +193,7 @@ class Episodes:
         """Text of messages and of what comes before the next turn, by the second reader if there is one."""
         if self._second is not None:
             return self._second.framed(said)
-        return self._tokenizer.decode(self._reply_ids(said))
+        return self._tokenizer.decode(self._tokenizer.reply(said))
 
     def _unended(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[:-1] if self._has_ended(tokens) else tokens
@@ -210,17 +207,13 @@ class Episodes:
 
     def _replied(self, turn: Turn, said: Sequence[Mapping[str, str]], before: Sequence[Turn]) -> Turn:
         """A turn after those before it, with the token ids of what the environment said to it."""
-        reply = self._reply_ids([Message(role=item["role"], content=item["content"]) for item in said])
+        reply = self._tokenizer.reply([Message(role=item["role"], content=item["content"]) for item in said])
         if len(reply) > self._options.max_reply_tokens:
             raise UsageError(
                 f"environment `{self._options.environment}` replied {len(reply):,} tokens, "
                 f"grpo.max_reply_tokens is {self._options.max_reply_tokens:,}: raise it, or shorten the reply"
             )
         return replace(turn, reply=reply)
-
-    def _reply_ids(self, said: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of messages and of the beginning of the next turn, as the chat template writes them."""
-        return self._tokenizer.reply(said)
 
 
 def row_of(example: Example) -> dict[str, Any]:

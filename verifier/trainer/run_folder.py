@@ -152,9 +152,10 @@ class RunFolder:
             raise UsageError(f"`{file}` is damaged: {problem}") from problem
         if ended.asked != asked:
             return None
-        for part in (name for name in ended.files if not _is_written(self.exported / name, ended.files[name])):
+        files = {self.exported / name: digest for name, digest in ended.files.items()}
+        for part in (file for file in files if not file.is_file() or digest_of_file(file) != files[file]):
             raise UsageError(
-                f"`{self.exported / part}` is not what the finished run wrote: put it back, or remove `{file}`, and "
+                f"`{part}` is not what the finished run wrote: put it back, or remove `{file}`, and "
                 "the run goes on from its last checkpoint and exports its model again"
             )
         return {name: found[name] for name in ("steps", "loss", "accuracy")}
@@ -215,10 +216,6 @@ def digest_of_file(file: Path, *, settle: bool = False) -> str:
         while piece := stream.read(_PIECE):
             digest.update(piece)
     return "xxh3:" + digest.hexdigest()
-
-
-def _is_written(file: Path, digest: str) -> bool:
-    return file.is_file() and digest_of_file(file) == digest
 
 
 def _text(file: Path) -> str:

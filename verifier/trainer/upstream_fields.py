@@ -6,7 +6,8 @@ The ranks are built from this table, and every step's trace has what was asked f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from verifier.config.megatron import MegatronOptions
@@ -17,11 +18,8 @@ Part = Literal["model", "ddp", "optimizer", "adam", "scheduler", "adapter"]
 OptimizerParamScheduler, megatron-bridge's adapters."""
 
 
-class _Upstream:
-    """Sign of a knob that leaves upstream's own value."""
-
-
-UPSTREAM = _Upstream()
+UPSTREAM = object()
+"""Sign of a knob that leaves upstream's own value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,14 @@ class UpstreamField:
     knob: str
     part: Part
     field: str
-    asked: Callable[[TrainConfig], Any]
-    """Value of the field that a config asks for, or `UPSTREAM`."""
+    value: Callable[[TrainConfig], Any] | None = None
+    """Value of the field that a config asks for, or `UPSTREAM`; None: the knob's own, where it has one."""
 
-
-def _given(value: Any) -> Any:
-    return UPSTREAM if value is None else value
+    def asked(self, config: TrainConfig) -> Any:
+        """Value of the field that a config asks for, or `UPSTREAM`."""
+        if self.value is not None:
+            return self.value(config)
+        return UPSTREAM if (own := attrgetter(self.knob)(config)) is None else own
 
 
 def _with_full(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig], Any]:
@@ -49,25 +49,22 @@ def _with_full(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig
     return asked_of
 
 
-def _with_fsdp(value: Callable[[MegatronOptions], Any]) -> Callable[[TrainConfig], Any]:
+def _with_fsdp(knob: str, field: str) -> UpstreamField:
     """A field of Megatron-FSDP, which nothing reads without it."""
-
-    def asked_of(config: TrainConfig) -> Any:
-        return value(config.megatron) if config.megatron.use_fsdp else UPSTREAM
-
-    return asked_of
+    own = UpstreamField(f"megatron.{knob}", "ddp", field)
+    return replace(own, value=lambda config: own.asked(config) if config.megatron.use_fsdp else UPSTREAM)
 
 
 FIELDS: tuple[UpstreamField, ...] = (
-    UpstreamField("dtype", "model", "params_dtype", lambda c: c.dtype),
-    UpstreamField("mesh.tp", "model", "tensor_model_parallel_size", lambda c: c.mesh.tp),
-    UpstreamField("mesh.pp", "model", "pipeline_model_parallel_size", lambda c: c.mesh.pp),
+    UpstreamField("dtype", "model", "params_dtype"),
+    UpstreamField("mesh.tp", "model", "tensor_model_parallel_size"),
+    UpstreamField("mesh.pp", "model", "pipeline_model_parallel_size"),
     UpstreamField("mesh.vpp", "model", "virtual_pipeline_model_parallel_size",
                   lambda c: c.mesh.vpp if c.mesh.vpp > 1 else None),
-    UpstreamField("mesh.ep", "model", "expert_model_parallel_size", lambda c: c.mesh.ep),
-    UpstreamField("mesh.etp", "model", "expert_tensor_parallel_size", lambda c: c.mesh.etp),
-    UpstreamField("mesh.cp", "model", "context_parallel_size", lambda c: c.mesh.cp),
-    UpstreamField("megatron.rope_fusion", "model", "apply_rope_fusion", lambda c: _given(c.megatron.rope_fusion)),
+    UpstreamField("mesh.ep", "model", "expert_model_parallel_size"),
+    UpstreamField("mesh.etp", "model", "expert_tensor_parallel_size"),
+    UpstreamField("mesh.cp", "model", "context_parallel_size"),
+    UpstreamField("megatron.rope_fusion", "model", "apply_rope_fusion"),
     UpstreamField("megatron.recompute", "model", "recompute_granularity",
                   lambda c: None if c.megatron.recompute == "none" else c.megatron.recompute),
     UpstreamField("megatron.recompute_method", "model", "recompute_method",
@@ -77,47 +74,35 @@ FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("megatron.recompute_modules", "model", "recompute_modules",
                   lambda c: list(c.megatron.recompute_modules) or ["core_attn"]
                   if c.megatron.recompute == "selective" else UPSTREAM),
-    UpstreamField("megatron.moe_load_balancing", "model", "moe_router_load_balancing_type",
-                  lambda c: c.megatron.moe_load_balancing),
-    UpstreamField("megatron.moe_aux_loss", "model", "moe_aux_loss_coeff", lambda c: c.megatron.moe_aux_loss),
+    UpstreamField("megatron.moe_load_balancing", "model", "moe_router_load_balancing_type"),
+    UpstreamField("megatron.moe_aux_loss", "model", "moe_aux_loss_coeff"),
     UpstreamField("megatron.moe_z_loss", "model", "moe_z_loss_coeff", lambda c: c.megatron.moe_z_loss or None),
-    UpstreamField("megatron.moe_bias_update_rate", "model", "moe_router_bias_update_rate",
-                  lambda c: c.megatron.moe_bias_update_rate),
-    UpstreamField("megatron.moe_router_dtype", "model", "moe_router_dtype",
-                  lambda c: _given(c.megatron.moe_router_dtype)),
-    UpstreamField("grpo.replay_routes", "model", "moe_enable_routing_replay", lambda c: c.grpo.replay_routes),
-    UpstreamField("megatron.distributed_optimizer", "ddp", "use_distributed_optimizer",
-                  lambda c: c.megatron.distributed_optimizer),
-    UpstreamField("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce",
-                  lambda c: c.megatron.overlap_grad_reduce),
-    UpstreamField("megatron.overlap_param_gather", "ddp", "overlap_param_gather",
-                  lambda c: c.megatron.overlap_param_gather),
-    UpstreamField("megatron.grad_reduce_in_fp32", "ddp", "grad_reduce_in_fp32",
-                  lambda c: c.megatron.grad_reduce_in_fp32),
-    UpstreamField("megatron.bucket_size", "ddp", "bucket_size", lambda c: _given(c.megatron.bucket_size)),
-    UpstreamField("megatron.use_fsdp", "ddp", "use_megatron_fsdp", lambda c: c.megatron.use_fsdp),
-    UpstreamField("megatron.fsdp_sharding", "ddp", "data_parallel_sharding_strategy",
-                  _with_fsdp(lambda m: m.fsdp_sharding)),
-    UpstreamField("megatron.fsdp_prefetch", "ddp", "fsdp_all_gather_in_start_param_sync",
-                  _with_fsdp(lambda m: m.fsdp_prefetch)),
-    UpstreamField("megatron.fsdp_unit_elements", "ddp", "suggested_communication_unit_size",
-                  _with_fsdp(lambda m: _given(m.fsdp_unit_elements))),
-    UpstreamField("megatron.optimizer_offload", "optimizer", "optimizer_offload_fraction",
-                  lambda c: c.megatron.optimizer_offload),
-    UpstreamField("megatron.overlap_optimizer_offload", "optimizer", "overlap_cpu_optimizer_d2h_h2d",
-                  lambda c: c.megatron.overlap_optimizer_offload),
-    UpstreamField("lora.rank", "adapter", "dim", lambda c: _given(c.lora.rank)),
+    UpstreamField("megatron.moe_bias_update_rate", "model", "moe_router_bias_update_rate"),
+    UpstreamField("megatron.moe_router_dtype", "model", "moe_router_dtype"),
+    UpstreamField("grpo.replay_routes", "model", "moe_enable_routing_replay"),
+    UpstreamField("megatron.distributed_optimizer", "ddp", "use_distributed_optimizer"),
+    UpstreamField("megatron.overlap_grad_reduce", "ddp", "overlap_grad_reduce"),
+    UpstreamField("megatron.overlap_param_gather", "ddp", "overlap_param_gather"),
+    UpstreamField("megatron.grad_reduce_in_fp32", "ddp", "grad_reduce_in_fp32"),
+    UpstreamField("megatron.bucket_size", "ddp", "bucket_size"),
+    UpstreamField("megatron.use_fsdp", "ddp", "use_megatron_fsdp"),
+    _with_fsdp("fsdp_sharding", "data_parallel_sharding_strategy"),
+    _with_fsdp("fsdp_prefetch", "fsdp_all_gather_in_start_param_sync"),
+    _with_fsdp("fsdp_unit_elements", "suggested_communication_unit_size"),
+    UpstreamField("megatron.optimizer_offload", "optimizer", "optimizer_offload_fraction"),
+    UpstreamField("megatron.overlap_optimizer_offload", "optimizer", "overlap_cpu_optimizer_d2h_h2d"),
+    UpstreamField("lora.rank", "adapter", "dim"),
     UpstreamField("lora.alpha", "adapter", "alpha", lambda c: c.lora.effective_alpha if c.lora.rank else UPSTREAM),
     UpstreamField("lora.targets", "adapter", "targets", lambda c: sorted(c.lora.targets) if c.lora.rank else UPSTREAM),
-    UpstreamField("optimizer.clip_grad", "optimizer", "clip_grad", lambda c: c.optimizer.clip_grad),
-    UpstreamField("optimizer.beta_1", "adam", "beta_1", lambda c: c.optimizer.beta_1),
-    UpstreamField("optimizer.beta_2", "adam", "beta_2", lambda c: c.optimizer.beta_2),
-    UpstreamField("optimizer.epsilon", "adam", "eps", lambda c: c.optimizer.epsilon),
-    UpstreamField("optimizer.learning_rate", "scheduler", "max_lr", lambda c: c.optimizer.learning_rate),
-    UpstreamField("optimizer.least_learning_rate", "scheduler", "min_lr", lambda c: c.optimizer.least_learning_rate),
-    UpstreamField("optimizer.schedule", "scheduler", "lr_decay_style", lambda c: c.optimizer.schedule),
-    UpstreamField("optimizer.warmup_steps", "scheduler", "lr_warmup_steps", lambda c: c.optimizer.warmup_steps),
-    UpstreamField("optimizer.weight_decay", "scheduler", "end_wd", lambda c: c.optimizer.weight_decay),
+    UpstreamField("optimizer.clip_grad", "optimizer", "clip_grad"),
+    UpstreamField("optimizer.beta_1", "adam", "beta_1"),
+    UpstreamField("optimizer.beta_2", "adam", "beta_2"),
+    UpstreamField("optimizer.epsilon", "adam", "eps"),
+    UpstreamField("optimizer.learning_rate", "scheduler", "max_lr"),
+    UpstreamField("optimizer.least_learning_rate", "scheduler", "min_lr"),
+    UpstreamField("optimizer.schedule", "scheduler", "lr_decay_style"),
+    UpstreamField("optimizer.warmup_steps", "scheduler", "lr_warmup_steps"),
+    UpstreamField("optimizer.weight_decay", "scheduler", "end_wd"),
 )  # fmt: skip
 
 

@@ -31,11 +31,7 @@ _PORT, _KEY = "control port", "control key"
 
 
 class GlooGroup(BroadcastGroup):
-    """A joined transfer group that moves bytes by gloo.
-
-    Raises:
-        TransferFailed: a member did not join before the deadline.
-    """
+    """A joined transfer group that moves bytes by gloo."""
 
     def __init__(self, store: FileStore, rank: int, address: Address) -> None:
         super().__init__()
@@ -119,9 +115,6 @@ class ControlChannel:
 
     Attributes:
         host: address of this member's host, by which it reaches the others.
-
-    Raises:
-        TransferFailed: a member did not join before the deadline.
     """
 
     def __init__(self, store: FileStore, rank: int, address: Address) -> None:

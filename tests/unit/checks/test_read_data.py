@@ -12,7 +12,7 @@ from verifier.core.check import REGISTRY, run_check
 from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.text_dataset import load_examples
-from verifier.stages.data.probe_rollouts import DataAsRead
+from verifier.stages.data.probe_rollouts import record_held_out_read
 
 TRAIN = load_examples("arithmetic", "sft", count=6)
 HELD_OUT = load_examples("arithmetic", "sft", split="held-out", count=3)
@@ -42,11 +42,11 @@ def config(tmp_path):
 )  # fmt: skip
 def test_a_problem_that_is_trained_on_is_named(tmp_path, held_out, wrong):
     probe = Kept()
-    assert DataAsRead(config(tmp_path), TRAIN, held_out).record_held_out(probe, 1)
+    assert record_held_out_read(probe, 1, config(tmp_path), TRAIN, held_out)
     found = run_check(REGISTRY["DAT011"], Trace(Manifest(), probe.records, lambda key: probe.arrays[key]))
     assert found.num_compared == len(held_out)
     assert [item.actual for item in found.finding.bad] == wrong if found.finding else not wrong
 
 
 def test_no_problems_are_no_subject(tmp_path):
-    assert not DataAsRead(config(tmp_path), TRAIN, ()).record_held_out(Kept(), 1)
+    assert not record_held_out_read(Kept(), 1, config(tmp_path), TRAIN, ())

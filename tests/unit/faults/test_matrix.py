@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from tests.meta.sources import ROOT
+from verifier.core.ledger import append_line
 from verifier.errors import UsageError
 from verifier.faults.catalog import CATALOG
-from verifier.faults.matrix import Code, TrialRow, append, lacking, latest, pages, read, rows_of_gpu_run, this_code
+from verifier.faults.matrix import Code, TrialRow, lacking, latest, pages, read, rows_of_gpu_run, this_code
 
 GROUPS, MASK = "groups-of-one", "mask-of-input-not-label"
 
@@ -25,8 +26,8 @@ def row(fault=GROUPS, **fields):
 def test_rows_are_read_as_they_were_appended(tmp_path):
     ledger = tmp_path / "ledger.jsonl"
     assert read(ledger) == []
-    append(ledger, [row()])
-    append(ledger, [row(MASK, duration_s=None, first_bad=None), row(commit="later")])
+    for item in (row(), row(MASK, duration_s=None, first_bad=None), row(commit="later")):
+        append_line(ledger, item)
     assert read(ledger) == [row(), row(MASK, duration_s=None, first_bad=None), row(commit="later")]
     assert latest(read(ledger))[GROUPS].commit == "later"
 
@@ -34,9 +35,9 @@ def test_rows_are_read_as_they_were_appended(tmp_path):
 @pytest.mark.parametrize("line", ["{}", "not json", json.dumps({**msgspec.to_builtins(row()), "extra": 1})])
 def test_a_line_that_is_no_row_is_refused(tmp_path, line):
     ledger = tmp_path / "ledger.jsonl"
-    append(ledger, [row()])
+    append_line(ledger, row())
     ledger.write_text(ledger.read_text() + line + "\n")
-    with pytest.raises(UsageError, match="line 2 of the ledger"):
+    with pytest.raises(UsageError, match="line 2 of `"):
         read(ledger)
 
 

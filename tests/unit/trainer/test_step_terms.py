@@ -29,7 +29,6 @@ from verifier.model.tiny import write_tiny
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.probes.training.sampled_step import objective_of
 from verifier.stages.advantage.records import Advantages, LossColumns, PolicyColumns
-from verifier.stages.data.probe_rollouts import DataAsRead
 from verifier.stages.data.records import Drops, EpisodeTurns, SamplingAsked
 from verifier.trainer.batches import OptimizerUpdate, SftPlan
 from verifier.trainer.episodes import Turn
@@ -118,7 +117,6 @@ def step_of(folder: Path, words: tuple[str, ...]) -> tuple[TrainConfig, list[Rec
         False,
         (),
     )  # type: ignore[assignment]
-    evidence._data = DataAsRead(config, rollouts.data.train, rollouts.data.held_out)
 
     def score(file: Path, which: str) -> list[np.ndarray]:
         nats = -1.0 - BEHIND if which == "current" else -1.5

@@ -26,10 +26,10 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from verifier.campaign.ledger import append_line, decode_line, read_lines
 from verifier.config import Waiver
 from verifier.core.check import REGISTRY
 from verifier.core.finding import ExitCode
+from verifier.core.ledger import append_line, decode_line, read_lines
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.model.families import FAMILIES
@@ -41,11 +41,7 @@ EXIT_CODES: dict[Decision, ExitCode] = {
 
 
 def require_known_waivers(waivers: Sequence[Waiver], families: Collection[str]) -> None:
-    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then.
-
-    Raises:
-        UsageError: names the waiver.
-    """
+    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then."""
     known = sorted({row.name for row in FAMILIES.values()} | set(families))
     for item in waivers:
         if item.check not in REGISTRY:
@@ -170,11 +166,7 @@ class GateLedger:
         return {identity for identity, result in self.rows.items() if result.status not in ("failed", "not run")}
 
     def add(self, identity: str, result: CellResult) -> None:
-        """Append a row; it is on the disk when this returns. It says of a cell that failed before that it did.
-
-        Raises:
-            UsageError: the disk is full, or the file cannot be written.
-        """
+        """Append a row; it is on the disk when this returns. It says of a cell that failed before that it did."""
         earlier = self.rows.get(identity)
         if earlier is not None and earlier.status == "failed":
             result = replace(result, failed_before=(*earlier.failed_before, earlier.reason.partition("\n")[0]))
@@ -185,8 +177,6 @@ class GateLedger:
 @contextmanager
 def opened_ledger(folder: Path) -> Iterator[GateLedger]:
     """Open the ledger in a gate's folder, new or to be continued, and keep others out of it until exit.
-
-    A last line that was cut, since its process was killed, is dropped.
 
     Raises:
         UsageError: the folder holds something else, is in use, or cannot be written.

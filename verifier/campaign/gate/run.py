@@ -137,21 +137,14 @@ class CellWorker:
         return CellResult(cell=self.cell, status="failed", reason=reason, seconds=seconds)
 
 
-class WorkerPool:
+class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Workers over the places of this machine; to leave ends all of them."""
 
     def __init__(self, places: Sequence[str], folder: Path) -> None:
         self._free, self._folder = list(places), folder
         self._idle: list[CellWorker] = []
-        self._busy: list[CellWorker] = []
-
-    @property
-    def busy(self) -> list[CellWorker]:
+        self.busy: list[CellWorker] = []
         """Workers that run a cell."""
-        return self._busy
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for worker in [*self.busy, *self._idle]:
@@ -296,11 +289,10 @@ def _fits(config: GateConfig, passed_s: float, spent_before: float, needed_s: fl
 
 
 def _not_run(config: GateConfig, cell: Cell) -> CellResult:
-    if config.budget_minutes is None:
-        return CellResult(cell=cell, status="not run", reason=f"the deadline of {config.timeout_s:g} s had passed")
-    return CellResult(
-        cell=cell, status="not run", reason=f"it does not fit into the budget of {config.budget_minutes:g} minutes"
-    )
+    reason = f"the deadline of {config.timeout_s:g} s had passed"
+    if config.budget_minutes is not None:
+        reason = f"it does not fit into the budget of {config.budget_minutes:g} minutes"
+    return CellResult(cell=cell, status="not run", reason=reason)
 
 
 _TURN_S = 0.5

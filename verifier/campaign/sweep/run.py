@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,23 +39,10 @@ _NAME_S = 120.0
 """Seconds until the name of a GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResult:
-    """Every row of a sweep that has ended, and what was not tried."""
-
-    rows: list[SweepRow]
-    """Rows of the layouts that were asked for; a continued folder may hold more."""
-    invalid: list[LeftOut]
-    device: str
-
-
 def device_of(tier: Tier) -> str:
     """Return the name of what the ranks run on, such as "NVIDIA H100 80GB HBM3" or "cpu".
 
     CUDA says it in a process of its own, whose memory on the GPU is free again before the first trial.
-
-    Raises:
-        UsageError: it does not say it.
     """
     if tier == "cpu":
         return "cpu"
@@ -67,8 +53,11 @@ def device_of(tier: Tier) -> str:
     return done.stdout.strip()
 
 
-def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
+def sweep(config: SweepConfig, progress: Progress) -> tuple[list[SweepRow], list[LeftOut], str]:
     """Run every trial that the folder does not hold yet, row by row.
+
+    Returns:
+        Rows of the layouts that were asked for, layouts that were not tried, and the device.
 
     Raises:
         UsageError: what the user can mend, before anything is started.
@@ -93,8 +82,7 @@ def sweep(config: SweepConfig, progress: Progress) -> SweepResult:
                     progress(f"layout {number} of {len(valid)}, {layout.name}, {budget:,} tokens")
                     rows.add(trial(layout, budget, until.left(f"the trial of {budget:,} tokens, {layout.name}")))
         names = {layout.name for layout in valid}
-        asked = [row for row in rows.rows if row.layout in names]
-    return SweepResult(rows=asked, invalid=invalid, device=device)
+        return [row for row in rows.rows if row.layout in names], invalid, device
 
 
 def _require_device(config: SweepConfig, layouts: list[SweptLayout], tier: Tier) -> None:
@@ -119,11 +107,7 @@ def _trial(
     budget: int,
     left_s: float,
 ) -> SweepRow:
-    """Take the steps of one trial in ranks of its own; how it ends is its row.
-
-    Raises:
-        InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
-    """
+    """Take the steps of one trial in ranks of its own; how it ends is its row."""
     folder = config.run / "trials"
     shutil.rmtree(folder, ignore_errors=True)
     deadline_s = min(config.trial_timeout_s, left_s)

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from verifier.campaign.ledger import append_line, decode_line, read_lines
 from verifier.config.sweep import SweepConfig
+from verifier.core.ledger import append_line, decode_line, read_lines
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.knob import flat
@@ -70,11 +70,7 @@ class SweepRows:
     rows: list[SweepRow]
 
     def add(self, row: SweepRow) -> None:
-        """Append a row; it is on the disk when this returns.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
+        """Append a row; it is on the disk when this returns."""
         append_line(self.file, row)
         self.rows.append(row)
 
@@ -86,8 +82,6 @@ class SweepRows:
 @contextlib.contextmanager
 def opened_rows(config: SweepConfig, device: str) -> Iterator[SweepRows]:
     """Open the folder of a sweep, new or to be continued, and keep others out of it until exit.
-
-    A last line that was cut, since its process was killed, is dropped.
 
     Raises:
         UsageError: the folder holds a sweep of other knobs or of another device, is in use, or cannot be written.

@@ -98,7 +98,7 @@ class WarmServer:
         self._loaded, self.started, self.server = frozenset(), False, self._new()
 
 
-class WarmServers:
+class WarmServers(contextlib.AbstractContextManager["WarmServers"]):
     """All of them that a command needs; nothing is left of them, nor of a round, after `with`. Logs go to `folder`.
 
     `wanted` has libraries by the name under which a round is lent them; a round is forked from "oracles" itself.
@@ -107,9 +107,6 @@ class WarmServers:
     def __init__(self, wanted: Mapping[str, Libraries], folder: Path, load_deadline_s: float) -> None:
         self._folder = folder
         self._servers = {name: WarmServer(item, load_deadline_s) for name, item in wanted.items()}
-
-    def __enter__(self) -> WarmServers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -35,10 +35,10 @@ from verifier.runs.model_under_test import ModelUnderTest
 from verifier.runs.resources import Deadline, Resources
 from verifier.stages.checkpoint.probe_written import CheckpointEvidence
 from verifier.stages.data.probe_rollouts import (
-    DataAsRead,
     has_second_reader,
     record_columns,
     record_given,
+    record_held_out_read,
     record_policy,
     record_policy_columns,
     record_sampled,
@@ -163,7 +163,7 @@ class RunEvidence(Observer):
 
     def on_start(self, run: RunParts) -> None:
         """Take the parts of the run, and the suspicions that it goes on with."""
-        self.run, data = run, run.data
+        self.run = run
         self.suspicions = Suspicions(run.folder.suspicions, run.done)
         suspected = self.suspicions.steps
         held = deque(trace for trace in run.folder.traces() if int(trace.name) not in suspected)
@@ -174,9 +174,6 @@ class RunEvidence(Observer):
             judge=self._judge, metrics=run.metrics, tell=self._tell or run.progress, suspicions=self.suspicions,
             keep=run.config.verify.keep, held=held,
         )  # fmt: skip
-        self._data = None
-        if data is not None:
-            self._data = DataAsRead(run.config, data.train, data.held_out)
         self._spots = not why_no_spot(run.config, run.model)
         self._layers = moe_layers_of(run.model.checkpoint.config) if run.config.grpo.replay_routes else ()
         self._begins, self._taken = not run.done, run.updates
@@ -274,7 +271,8 @@ class RunEvidence(Observer):
         examined = self._examine(probe, step - 1)
         every = config.evaluation.every
         due = first or (every > 0 and step % every == 0)
-        evaluated = self._data is not None and (due or examined) and self._data.record_held_out(probe, step)
+        read = (run.data.train, run.data.held_out) if run.data is not None and (due or examined) else ((), ())
+        evaluated = record_held_out_read(probe, step, config, *read)
         fresh = has_fresh(config, [item for update in updates for item in update.rollouts], step - 1)
         gone_until = run.done + config.grpo.max_staleness  # weights of before a resume sampled these steps
         known = run.ahead is None or not run.done or step > gone_until

@@ -259,14 +259,6 @@ def version_of_other_weights(trace: Trace) -> Iterator[Comparison]:
             yield from compare_answers(trace, asked, policy)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """Sampled tokens of one turn; an answer without an environment has one."""
-
-    tokens: tuple[int, ...]
-    is_last: bool
-
-
 @check(
     "DAT008", needs=(SamplingAsked, PolicyColumns, Drops, Rollouts),
     applies=on(step=SYNCED, loop=recorded(PolicyColumns, Advantages, Drops, SamplingAsked)
@@ -298,11 +290,12 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
         for policy in trace.of(PolicyColumns, version=asked.version):
             for drops in trace.of(Drops, version=asked.version):
                 yield from _masks(trace, policy, dict(zip(drops.ids, drops.reasons, strict=True)))
-        turns: dict[str, list[_Sampled]] = {}
+        turns: dict[str, list[list[int]]] = {}
         for rollouts in trace.of(Rollouts, version=asked.version):
             turns |= _sampled_turns(trace, rollouts)
+        ends, at = (asked.end, *asked.other_ends) if asked.ends else (), At(Stage.ROLLOUT, asked.version, "engine")
         for name, own in turns.items():
-            yield _ends(asked, name, own)
+            yield compare_end(at, f"end of {name}", f"the answer `{name}`", own, asked.max_answer_tokens, ends)
         for drops in trace.of(Drops, version=asked.version):
             for name, truncated in zip(drops.ids, drops.truncated, strict=True):
                 if name in turns:
@@ -326,30 +319,32 @@ def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> I
         yield compare_value(at, name, found, right, same=not wrong.size, sentence=sentence)
 
 
-def _sampled_turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[_Sampled]]:
+def _sampled_turns(trace: Trace, rollouts: Rollouts) -> Mapping[str, list[list[int]]]:
+    """Sampled tokens of each turn of each rollout; an answer without an environment is one."""
     tokens = ragged.split(trace.array(rollouts, "tokens"), rollouts.lengths)
     sampled = ragged.split(trace.array(rollouts, "sampled").astype(bool), rollouts.lengths)
     found = {}
     for name, ids, drawn in zip(rollouts.ids, tokens, sampled, strict=True):
         if own := spans(drawn):
-            found[name] = [_Sampled(tuple(ids[at:end].tolist()), end == own[-1][1]) for at, end in own]
+            found[name] = [ids[at:end].tolist() for at, end in own]
     return found
 
 
-def _ends(asked: SamplingAsked, name: str, turns: list[_Sampled]) -> Comparison:
-    most, ends = asked.max_answer_tokens, (asked.end, *asked.other_ends) if asked.ends else ()
+def compare_end(
+    at: At, what: str, subject: str, turns: Sequence[Sequence[int]], most: int, ends: Sequence[int]
+) -> Comparison:
+    """Compare the end of each turn of an answer with what ends it; see `wrong_end`."""
     said = (
-        wrong_end(turn.tokens, most, ends, is_last=turn.is_last, where=f" in turn {number}" if number else "")
+        wrong_end(turn, most, ends, is_last=turn is turns[-1], where=f" in turn {number}" if number else "")
         for number, turn in enumerate(turns)
     )
     wrong = next((words for words in said if words), "")
-    right = f"up to the first token {asked.end}, or {most:,} tokens" if asked.ends else f"{most:,} tokens"
-    found = ", ".join(f"{len(turn.tokens):,} tokens, the last is {turn.tokens[-1]}" for turn in turns[-2:])
-    at, sentence = At(Stage.ROLLOUT, asked.version, "engine"), f"the answer `{name}` {wrong}"
-    return compare_value(at, f"end of {name}", found, right, same=not wrong, sentence=sentence)
+    right = f"up to the first token {ends[0]}, or {most:,} tokens" if ends else f"{most:,} tokens"
+    found = ", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:])
+    return compare_value(at, what, found, right, same=not wrong, sentence=f"{subject} {wrong}")
 
 
-def wrong_end(tokens: Sequence[int], most: int, ends: Sequence[int], *, is_last: bool = True, where: str = "") -> str:
+def wrong_end(tokens: Sequence[int], most: int, ends: Sequence[int], *, is_last: bool, where: str = "") -> str:
     """Words for what is wrong with the end of an answer or turn; empty if nothing is.
 
     Args:
@@ -378,10 +373,10 @@ def spans(drawn: np.ndarray) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
 
 
-def _flag(asked: SamplingAsked, name: str, last: _Sampled, truncated: bool) -> Comparison:
+def _flag(asked: SamplingAsked, name: str, last: Sequence[int], truncated: bool) -> Comparison:
     words = {True: "cut off", False: "whole"}
-    says = "", f"its last token is {last.tokens[-1]}, the end token {asked.end}"
-    right, subject = words[last.tokens[-1] != asked.end], f"the answer `{name}`, by its flag,"
+    says = "", f"its last token is {last[-1]}, the end token {asked.end}"
+    right, subject = words[last[-1] != asked.end], f"the answer `{name}`, by its flag,"
     return compare_value(asked, f"flag of {name}", words[truncated], right, subject=subject, says=says)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
@@ -141,15 +141,6 @@ def _text(item: TokensRead, name: str, scored: str, text: str) -> Comparison:
     return compare_text(item, f"{name} (text)", scored, text, subject=subject, says=says, hint=hint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """One example at its place in a step."""
-
-    question: str
-    rendered: str
-    answer: str | None
-
-
 @check(
     "DAT009",
     needs=(RolloutTexts, DataOrder, GivenRewards),
@@ -188,17 +179,18 @@ def rollout_of_another_example(trace: Trace) -> Iterator[Comparison]:
                 if asked:
                     yield _comparison(item, name, "prompt", prompt, "", f"an example of the step at `{group}`")
                 continue
-            found, wanted = _plain(prompt, item.begin), _plain(own.rendered, item.begin)
+            question, rendered, right_answer = own
+            found, wanted = _plain(prompt, item.begin), _plain(rendered, item.begin)
             if name in later:  # its prompt has earlier turns too, which DAT006 compares
                 found = found[: len(wanted)]
-            whole = "" if _says(own, item.begin) else ", with what its users say"
+            whole = "" if _says(question, rendered, item.begin) else ", with what its users say"
             yield _comparison(item, name, "prompt", found, wanted, f"the prompt of `{group}`{whole}", extra=not whole)
             given, text, gold, reward = rewarded.get(name, (None, None, None, 0.0))
             if given is not None and text is not None:
                 own_text, scored = normalize("NFC", answer), normalize("NFC", text)
                 yield _comparison(item, name, "scored text", scored, own_text, "what its tokens say")
                 right = f"the gold answer of `{group}`"
-                yield _comparison(item, name, "gold answer", str(gold), str(own.answer), right)
+                yield _comparison(item, name, "gold answer", str(gold), str(right_answer), right)
                 if sealed:
                     same = seal_of_reward(text, gold, reward) in sealed
                     right = "what its processes gave for this text and gold answer"
@@ -223,13 +215,13 @@ def _comparison(
     return compare_value(item, f"{name} ({what})", left, right, same=same, sentence=sentence, says=("", source))
 
 
-def _asked(trace: Trace, version: int) -> dict[str, _Asked]:
-    found = {}
+def _asked(trace: Trace, version: int) -> dict[str, Sequence[Any]]:
+    """Question, rendered prompt and gold answer of each example of a step, by its place."""
+    found: dict[str, Sequence[Any]] = {}
     for order in trace.of(DataOrder, version=version):
         at = f"{order.step}.{order.round}" if order.round else f"{order.step}"
         rows = zip(order.examples, order.prompts, order.rendered, order.answers, strict=False)  # empty in old traces
-        for place, (name, question, rendered, answer) in enumerate(rows):
-            found[f"{at}/{place}/{name}"] = _Asked(question=question, rendered=rendered, answer=answer)
+        found |= {f"{at}/{place}/{name}": own for place, (name, *own) in enumerate(rows)}
     return found
 
 
@@ -239,15 +231,15 @@ def _plain(text: str, begin: str) -> str:
     return begin + text.removeprefix(begin).lstrip(" ") if begin and text.startswith(begin) else text
 
 
-def _says(asked: _Asked, begin: str) -> bool:
+def _says(question: str, rendered: str, begin: str) -> bool:
     """True if a rendered prompt is the plain question, or has all that users say, in order."""
-    if _plain(asked.rendered, begin) == _plain(begin + asked.question, begin):
+    if _plain(rendered, begin) == _plain(begin + question, begin):
         return True
     try:
-        said = [text for role, text in json.loads(asked.question) if role == "user"]
+        said = [text for role, text in json.loads(question) if role == "user"]
     except (ValueError, TypeError):
         return False
-    text, at = normalize("NFC", asked.rendered), 0
+    text, at = normalize("NFC", rendered), 0
     for part in said:
         own = normalize("NFC", part.strip())
         if (at := text.find(own, at)) < 0:

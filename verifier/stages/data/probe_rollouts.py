@@ -200,28 +200,17 @@ def record_given(probe: Probe, config: TrainConfig, batch: PolicyBatch, layers: 
         probe.emit(record, route_rows(rollouts, layers))
 
 
-class DataAsRead:
-    """The examples of a run as its loader read them."""
-
-    def __init__(self, config: TrainConfig, train: Sequence[Example], held_out: Sequence[Example]) -> None:
-        self._config, self._train, self._held_out = config, train, held_out
-
-    def record_held_out(self, probe: Probe, step: int) -> bool:
-        """Record the problems of the evaluation, and which of them are trained on; False for none."""
-        if not self._held_out:
-            return False
-        places: dict[int, int] = {}
-        for at, example in enumerate(self._train):
-            places.setdefault(_digest(example), at)
-        trained = [places.get(_digest(example), -1) for example in self._held_out]
-        probe.emit(
-            HeldOutRead(
-                name="held-out", version=step, source=self._config.data.held_out or self._config.data.source,
-                ids=tuple(example.id for example in self._held_out),
-            ),
-            np.array(trained, np.int64),
-        )  # fmt: skip
-        return True
+def record_held_out_read(
+    probe: Probe, step: int, config: TrainConfig, train: Sequence[Example], held_out: Sequence[Example]
+) -> bool:
+    """Record the problems of the evaluation as they were read, and which are trained on; False for none."""
+    places = {_digest(example): at for at, example in reversed([*enumerate(train)])} if held_out else {}
+    trained = [places.get(_digest(example), -1) for example in held_out]
+    source, ids = config.data.held_out or config.data.source, tuple(example.id for example in held_out)
+    if ids:
+        record = HeldOutRead(name="held-out", version=step, source=source, ids=ids)
+        probe.emit(record, np.array(trained, np.int64))
+    return bool(ids)
 
 
 def _digest(example: Example) -> int:

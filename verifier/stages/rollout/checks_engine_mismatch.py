@@ -18,7 +18,7 @@ from verifier.core.record import Record, kind_of
 from verifier.knob import flat
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import EXAMINED, FRESH, NOISE
-from verifier.stages.data.checks_handed_on import adapters_named, compare_evaluated, spans, wrong_end
+from verifier.stages.data.checks_handed_on import adapters_named, compare_end, compare_evaluated, spans
 from verifier.stages.logprob.checks_logprobs import (
     FEW_TOKENS,
     GREATEST_NOISES,
@@ -76,17 +76,6 @@ class _Tokens:
 
     def __len__(self) -> int:
         return len(self.rollout)
-
-
-@dataclass(frozen=True, slots=True)
-class _Statistic:
-    """A statistic of all tokens of a step, and what it may be."""
-
-    name: str
-    value: float
-    bound: Tolerance
-    unit: str
-    hint: str
 
 
 MEASURED = condition(
@@ -185,7 +174,7 @@ def _not_finite(trace: Trace, item: PolicyColumns) -> Iterator[Comparison]:
         yield compare_value(_at(item), name, *sides, same=False, sentence=sentence, badness=math.inf)
 
 
-def _at(item: PolicyColumns) -> At:
+def _at(item: PolicyColumns | EvaluatedAnswers) -> At:
     return At(Stage.ROLLOUT, item.version, "engine")
 
 
@@ -283,11 +272,9 @@ def _compare_statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise)
     if len(seen) < FEW_TOKENS or noise.tokens < FEW_TOKENS or not np.isfinite(seen.gap).all():
         return
     yield compare_beyond(_at(item), seen.gap, seen.old, noise, of_what="the step")
-    for found in _statistics(item, seen, noise):
-        subject = f"the {found.name} of what engine and trainer differ by, over {len(seen):,} tokens,"
-        yield compare_value(
-            _at(item), found.name, found.value, None, subject=subject, allowed=found.bound, hint=found.hint
-        )
+    for name, value, allowed, hint in _statistics(seen, noise):
+        subject = f"the {name} of what engine and trainer differ by, over {len(seen):,} tokens,"
+        yield compare_value(_at(item), name, value, None, subject=subject, allowed=allowed, hint=hint)
 
 
 def _by_chance(mean: float, deviation: float, num: int, others: int) -> float:
@@ -305,8 +292,8 @@ def _by_chance(mean: float, deviation: float, num: int, others: int) -> float:
     return float((((1 - one) * (1 - other) + RARE * root) / left) ** 3)
 
 
-def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iterator[_Statistic]:
-    """Statistics of a step with their bounds; `_Statistic.value` is a magnitude."""
+def _statistics(seen: _Tokens, noise: SampledNoise) -> Iterator[tuple[str, float, Tolerance, str]]:
+    """Name, magnitude, bound and hint of each statistic of all tokens of a step."""
     old, engine = seen.old, seen.engine
     gaps, places, source = old - engine, len(np.unique(seen.together)), noise_source(noise)
     for name, values, mean, deviation in (
@@ -327,33 +314,23 @@ def _statistics(item: PolicyColumns, seen: _Tokens, noise: SampledNoise) -> Iter
         value = float(values.mean())
         if square:
             value, bound = math.sqrt(value), math.sqrt(bound)
-        yield _Statistic(
-            name, value,
-            Tolerance(
-                absolute=bound, unit="nats",
-                source=f"{NOISES} times that of two sides, {ratio:.3g} times by chance; {source}"
-                + f", which are {more:.3g} times as sure" * (more > 1.005),
-            ), "nats",
-            "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale",
-        )  # fmt: skip
+        why = f"{NOISES} times that of two sides, {ratio:.3g} times by chance; {source}"
+        why += f", which are {more:.3g} times as sure" * (more > 1.005)
+        hint = "look at the last sync, and at the arithmetic of both sides: dtype, epsilon, scale"
+        yield name, value, Tolerance(absolute=bound, unit="nats", source=why), hint
     parts = np.bincount(seen.together, gaps - gaps.mean())
     error = max(float(np.linalg.norm(parts)) / len(seen), math.sqrt(float(noise.squares) / places))
     bound = NOISES * abs(float(noise.bias)) + SIGNED_ERRORS * error
-    yield _Statistic(
-        "signed mean", abs(float(gaps.mean())),
-        Tolerance(absolute=bound, unit="nats", source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}"),
-        "nats", "look at what the engine adds to each: truncation, penalties, a bias of the logits",
-    )  # fmt: skip
+    allowed = Tolerance(
+        absolute=bound, unit="nats", source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}"
+    )
+    hint = "look at what the engine adds to each: truncation, penalties, a bias of the logits"
+    yield "signed mean", abs(float(gaps.mean())), allowed, hint
     slope, error = slope_of(gaps, (old + engine) / 2, seen.together)
     bound = NOISES * abs(float(noise.slope)) + SIGNED_ERRORS * max(error, float(noise.slope_error))
-    yield _Statistic(
-        "slope over log-probability", abs(slope),
-        Tolerance(
-            absolute=bound, unit="nats per nat",
-            source=f"{NOISES} times, {SIGNED_ERRORS} standard errors; {source}",
-        ),
-        "nats per nat", "look at what scales logits: temperature, the final norm, the head",
-    )  # fmt: skip
+    allowed = replace(allowed, absolute=bound, unit="nats per nat")
+    hint = "look at what scales logits: temperature, the final norm, the head"
+    yield "slope over log-probability", abs(slope), allowed, hint
 
 
 SIDES = 2
@@ -416,7 +393,9 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
             at = np.flatnonzero(mask)
             if not len(at):
                 continue
-            yield _ended(item, name, tokens, mask)
+            turns = [tokens[begin:end].tolist() for begin, end in spans(mask.astype(bool))]
+            subject, ends = f"the answer `{name}` of the evaluation", (item.end, *item.other_ends)
+            yield compare_end(_at(item), f"{name}, its end", subject, turns, item.max_answer_tokens, ends)
             engine, trainer, below = (value[at].astype(np.float64) for value in values)
             if not (exact or noise) and np.isfinite(engine).all():  # that is wrong in any dtype
                 continue
@@ -431,8 +410,7 @@ def evaluation_by_other_policy(trace: Trace) -> Iterator[Comparison]:
         for tokens_of, parts in (("the evaluation", far), ("greedy answers, below the likeliest", far_below)):
             if noise is not None and parts:
                 gaps, values = (np.concatenate(part) for part in zip(*parts, strict=True))
-                where = At(Stage.ROLLOUT, item.version, "engine")
-                yield compare_beyond(where, np.where(np.isfinite(gaps), gaps, np.inf), values, noise, tokens_of)
+                yield compare_beyond(_at(item), np.where(np.isfinite(gaps), gaps, np.inf), values, noise, tokens_of)
 
 
 def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Comparison]:
@@ -449,8 +427,7 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         words = f"{'one each of' if turn else 'all of'} {begin:,} to {begin + count - 1:,}, in order"
         ends = min(seeds, default=0), max(seeds, default=0)
         found = f"{len(set(seeds)):,} seeds of {len(seeds):,} answers, {ends[0]:,} to {ends[1]:,}"
-        at, what = At(Stage.ROLLOUT, item.version, "engine"), f"seeds of the evaluation, turn {turn}"
-        yield compare_value(at, what, found, words, same=same)
+        yield compare_value(_at(item), f"seeds of the evaluation, turn {turn}", found, words, same=same)
 
 
 def _farthest(values: np.ndarray) -> int:
@@ -464,25 +441,12 @@ def _furthest(
     engine, trainer = sides
     place = _farthest(np.abs(engine - trainer))
     subject = f"the evaluation's log-probability of token {at[place]} of `{name}`"
-    says, where = ("the engine", "the trainer"), At(Stage.ROLLOUT, item.version, "engine")
-    left, right = float(engine[place]), float(trainer[place])
-    return compare_value(where, name, left, right, subject=subject, says=says, allowed=bound)
-
-
-def _ended(item: EvaluatedAnswers, name: str, tokens: np.ndarray, mask: np.ndarray) -> Comparison:
-    turns = [tokens[begin:end].tolist() for begin, end in spans(mask.astype(bool))]
-    ends, most = (item.end, *item.other_ends), item.max_answer_tokens
-    said = [wrong_end(turn, most, ends, is_last=turn is turns[-1]) for turn in turns]
-    wrong = next((words for words in said if words), "")
-    found = ", ".join(f"{len(turn):,} tokens, the last is {turn[-1]}" for turn in turns[-2:])
-    right, sentence = f"up to the first token {item.end}, or {most:,}", f"the answer `{name}` of the evaluation {wrong}"
-    where = At(Stage.ROLLOUT, item.version, "engine")
-    return compare_value(where, f"{name}, its end", found, right, same=not wrong, sentence=sentence)
+    left, right, says = float(engine[place]), float(trainer[place]), ("the engine", "the trainer")
+    return compare_value(_at(item), name, left, right, subject=subject, says=says, allowed=bound)
 
 
 def _greedy(item: EvaluatedAnswers, name: str, at: np.ndarray, below: np.ndarray, bound: Tolerance) -> Comparison:
     place = _farthest(below)
     subject = f"the nats of token {at[place]} of `{name}` below the likeliest one, which a greedy answer has,"
-    allowed, where = replace(bound, absolute=SIDES * bound.absolute), At(Stage.ROLLOUT, item.version, "engine")
-    short = float(below[place])
-    return compare_value(where, f"{name}, greedy", short, None, subject=subject, allowed=allowed)
+    allowed = replace(bound, absolute=SIDES * bound.absolute)
+    return compare_value(_at(item), f"{name}, greedy", float(below[place]), None, subject=subject, allowed=allowed)

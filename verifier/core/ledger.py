@@ -21,7 +21,7 @@ def read_lines(file: Path) -> list[bytes]:
 
 
 def decode_line(file: Path, number: int, line: bytes, kind: type[Any], what: str) -> Any:
-    """Return the row of a line, or raise a UsageError: it is no row of `what`, "gate" or "sweep"."""
+    """Return the row of a line, or raise a UsageError: it is no row of `what`, such as "gate"."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as problem:
