@@ -173,6 +173,9 @@ def check(config: Any, group: str = "") -> None:
     Args:
         config: just made.
         group: its place in the config of a command, such as "grpo."; empty where it has more than one.
+
+    Raises:
+        UsageError: a value that its knob does not allow; names the flag or the key.
     """
     for entry in entries(type(config)):
         if "." not in entry.key:
@@ -191,6 +194,9 @@ def refuse(config: Any, rows: Mapping[str, object], *, group: str = "", **words:
         rows: sentence -> condition.
         group: key of the group with its dot, such as "grpo.", which all keys begin with then.
         words: texts of the sentences that are no knobs.
+
+    Raises:
+        UsageError: the sentence.
     """
 
     def said(place: re.Match[str]) -> str:

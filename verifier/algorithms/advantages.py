@@ -105,6 +105,9 @@ def grpo(rewards_N: np.ndarray, groups: Sequence[str], token_counts_N: np.ndarra
 
     The standard deviation is that of a sample (n - 1), as in `torch.std`. Equal rewards have advantage exactly 0.
 
+    Raises:
+        UsageError: a group of one.
+
     Source:
         DeepSeekMath (arXiv 2402.03300), section 4.1.2; epsilon and n - 1 as in SkyRL and verl (`EPSILON`).
     """
@@ -132,6 +135,9 @@ def dr_grpo(rewards_N: np.ndarray, groups: Sequence[str], token_counts_N: np.nda
 @advantage("rloo")
 def rloo(rewards_N: np.ndarray, groups: Sequence[str], token_counts_N: np.ndarray | None = None) -> np.ndarray:
     """Reward less the mean of the other n - 1 in the group, which equals (r - mean) n / (n - 1).
+
+    Raises:
+        UsageError: a group of one, which has no others.
 
     Source:
         Back to Basics (arXiv 2402.14740), equation 8.

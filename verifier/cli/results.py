@@ -95,7 +95,11 @@ def _parameters(function: Callable[..., int]) -> Iterator[inspect.Parameter]:
 
 
 def require_results(*files: Path | None) -> None:
-    """Refuse, before the run, result files that could not be written or are asked for twice."""
+    """Refuse result files that could not be written, before the run that they are the result of.
+
+    Raises:
+        UsageError: one cannot be written, or is asked for twice.
+    """
     named = [file for file in files if file is not None]
     if len({file.absolute() for file in named}) < len(named):
         raise UsageError(f"`{named[0]}` is asked for twice: give each result a file of its own")

@@ -224,7 +224,11 @@ def preflight(config: TrainConfig, progress: Progress) -> int:
 
 
 def require_replay(owners: Mapping[str, str], run: Path | None, step: int | None, others: Mapping[str, bool]) -> None:
-    """Refuse options that contradict each other."""
+    """Refuse options that contradict each other.
+
+    Raises:
+        UsageError: names the two.
+    """
     asked = [*(["--replay"] if run is not None else []), *(name for name, is_asked in others.items() if is_asked)]
     if run is not None and owners.get("run") == "--run":
         asked.append("--run")

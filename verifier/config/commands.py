@@ -46,7 +46,11 @@ def folder_name(model: str) -> str:
 
 
 def claim_trace(trace: Path) -> Path:
-    """Make the folder that `next_trace` named, or the next free one if another run was faster; else a UsageError."""
+    """Make the folder of a trace that `next_trace` named, or the next free one where another run was faster.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
     while True:
         try:
             trace.mkdir(parents=True)

@@ -21,9 +21,12 @@ T = TypeVar("T")
 
 
 def require_writable(file: Path, *, make_folder: bool = False) -> None:
-    """Refuse a result file that could not be written, such as a folder, before the run that it is the result of.
+    """Refuse a result file that could not be written, before the run that it is the result of.
 
     What is there already stays as it is. Its folder may be absent with `make_folder`, and is made then.
+
+    Raises:
+        UsageError: it cannot be written, or is a folder.
     """
     aside = file.parent / f".{file.name}.{os.getpid()}.partial"
     try:

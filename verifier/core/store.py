@@ -117,7 +117,11 @@ def create(path: Path, manifest: Manifest) -> Path:
 
 
 def require_room(path: Path) -> None:
-    """Refuse what `create` would refuse, before the run that the trace is for; nothing is left but folders above it."""
+    """Refuse what `create` would refuse, before the run that the trace is for; nothing is left but folders above it.
+
+    Raises:
+        UsageError: see `create`.
+    """
     was_there = path.is_dir()
     create(path, Manifest())
     if not was_there:

@@ -62,6 +62,9 @@ def require_kept(examples: Iterable[Example], tokenizer: Tokenizer) -> None:
     """Refuse, before any step asks for it, a text with a character that the tokenizer loses.
 
     Of each character that is lost by itself the first example that has it is encoded: the tokenizer may keep it there.
+
+    Raises:
+        UsageError: see `encode_example`; names the example.
     """
     firsts: dict[str, Example] = {}
     for example in examples:

@@ -130,7 +130,11 @@ def splits_of(source: str) -> tuple[str, ...]:
 
 
 def require_disjoint(train: Sequence[Example], held_out: Sequence[Example]) -> None:
-    """Refuse examples that are trained on and held out; equal prompts make two examples equal."""
+    """Refuse examples that are trained on and held out; equal prompts make two examples equal.
+
+    Raises:
+        UsageError: names one prompt, and how many there are.
+    """
     trained = {example.question for example in train}
     both = [example for example in held_out if example.question in trained]
     if both:

@@ -381,7 +381,11 @@ class Limits:
 
 
 def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
-    """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start."""
+    """Refuse a checkpoint, by its config.json, with which vLLM would fail a minute into its start.
+
+    Raises:
+        UsageError: vLLM has no class or no CPU kernels for it, or a parallel size does not divide what it has.
+    """
     kind, config = config.get("model_type"), text_model(config)
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     if heads is not None and heads % tp:
@@ -404,7 +408,11 @@ def refuse_unsupported(config: Mapping[str, Any], *, on_cpu: bool, tp: int = 1, 
 
 
 def refuse_adapters(config: Mapping[str, Any], knob: str = "--engine-lora-rank") -> None:
-    """Refuse a checkpoint, by its config.json, whose adapters trainer and engine divide differently; names the knob."""
+    """Refuse a checkpoint, by its config.json, whose adapters trainer and engine divide differently; names the knob.
+
+    Raises:
+        UsageError: experts, latent attention, or layers without attention.
+    """
     for what, found in (
         ("experts", num_experts_of(config)),
         ("latent attention", config.get("kv_lora_rank") is not None),

@@ -50,7 +50,11 @@ class Environment(Protocol):
 
 
 def check_environment(name: str) -> None:
-    """Refuse a name that is neither known nor spelled "package.module:Class"; nothing is imported."""
+    """Refuse a name that is neither known nor spelled "package.module:Class"; nothing is imported.
+
+    Raises:
+        UsageError: lists the known names.
+    """
     module, _, attribute = name.partition(":")
     if name != SINGLE and name not in ENVIRONMENTS and not (module and attribute):
         known = ", ".join((SINGLE, *ENVIRONMENTS))

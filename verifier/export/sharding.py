@@ -178,7 +178,11 @@ def joined_in_turn(
 
 
 def require_tiling(placements: Iterable[ParamPlacement]) -> None:
-    """Raise a ContractError where placements, one a group of replicas, do not hold each index of a tensor once."""
+    """Refuse placements, one of each group of replicas, that do not hold every index of a tensor once.
+
+    Raises:
+        ContractError: names one such tensor.
+    """
     for error in tiling_errors(placements).values():
         raise ContractError(error)
 

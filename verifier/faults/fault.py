@@ -190,7 +190,11 @@ class Fault:
 
     @contextlib.contextmanager
     def inject(self, fire: FireCounter) -> Iterator[None]:
-        """Patch the real code path, and heal it on exit, even on an error."""
+        """Patch the real code path, and heal it on exit, even on an error.
+
+        Raises:
+            ContractError: a target is gone or has other parameters than the fault was written for.
+        """
         with contextlib.ExitStack() as stack:
             for target, body in self.replacements:
                 stack.enter_context(replaced(target, body, fire))

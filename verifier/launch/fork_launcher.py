@@ -297,7 +297,11 @@ class ForkLauncher(ForkServer, Launcher):
 
 
 def require_ranks(world_size: int, nodes: int = 1) -> None:
-    """Refuse fewer ranks than one, or more than memory holds, on one node or in blocks on several of its size."""
+    """Refuse a number of ranks that memory cannot hold, on one node or in blocks on several as large as this one.
+
+    Raises:
+        UsageError: fewer than one, or more than memory holds.
+    """
     memory = host_bytes()
     most = memory // LEAST_RANK_BYTES * nodes
     if not 1 <= world_size <= most:

@@ -60,6 +60,9 @@ class Writer:
         """Write the state into an empty folder, the same for all ranks, or begin to.
 
         `stepped` is what the last update left of some parameters.
+
+        Raises:
+            UsageError: it cannot be written.
         """
         from megatron.core import dist_checkpointing
 
@@ -81,7 +84,11 @@ class Writer:
             self._queue.schedule_async_request(request)
 
     def done(self, folder: Path, *, wait: bool) -> Facts | None:
-        """Read back what was begun, if that is asked for, once it is written; None before. Waits if asked to."""
+        """Read back what was begun, if that is asked for, once it is written; None before. Waits if asked to.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
         if self._queue is not None:
             with _failed_write_refused(folder):
                 self._queue.maybe_finalize_async_calls(blocking=wait)

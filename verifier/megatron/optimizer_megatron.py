@@ -160,6 +160,9 @@ def named_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     Yields:
         (model chunk, local parameter name without wrappers, float32 tensor of the parameter's shape).
 
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+
     Source:
         megatron-core 0.19.2, core/distributed/param_and_grad_buffer.py: a bucket's gradient is reduce-scattered over
         the buffer's data-parallel group in equal consecutive shards (`shard_buffer`), rank by rank.
@@ -185,6 +188,12 @@ def owned_gradients(trainer: TrainerModel) -> Iterator[tuple[int, str, torch.Ten
     Yields:
         (model chunk, local parameter name without wrappers, flat view of the part that this rank's optimizer reads: all
         of it, or the rank's share under a distributed optimizer); nothing for a parameter without a part here.
+
+    Raises:
+        ContractError: the trainer was built for forward passes only.
+
+    Source:
+        as `named_gradients`.
     """
     if _trained(trainer).fsdp is not None:
         yield from fsdp_megatron.owned_gradients(trainer)

@@ -174,6 +174,9 @@ def backward(
 
     Returns:
         (mean loss, number of tokens in the loss mask) over all ranks.
+
+    Raises:
+        UsageError: no token of any rollout is in the loss mask.
     """
     if not any(rollout.mask.any() for rollout in rollouts):
         raise UsageError("no token of any rollout is in the loss mask: there is nothing to train on")

@@ -76,7 +76,11 @@ class Mesh:
 
     @classmethod
     def fitting(cls, *, dp: int | None = None, **sizes: Any) -> Mesh:
-        """Make a mesh of the given sizes; without `dp`, of the smallest for which ep * etp divides tp * cp * dp."""
+        """Make a mesh of the given sizes; without `dp`, of the smallest for which ep * etp divides tp * cp * dp.
+
+        Raises:
+            UsageError: a size below 1, or sizes that do not fit together.
+        """
         if dp is None:
             least = {axis: max(1, sizes.get(axis, 1)) for axis in ("tp", "cp", "ep", "etp")}
             dp = cls.smallest_dp(**least)

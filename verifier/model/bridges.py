@@ -26,7 +26,11 @@ def bridged() -> frozenset[str]:
 
 
 def require_bridge(architecture: str, model: object) -> None:
-    """Refuse a model of an architecture that megatron-bridge, where it is installed, has no bridge for."""
+    """Refuse a model of an architecture that megatron-bridge, where it is installed, has no bridge for.
+
+    Raises:
+        UsageError: names the architecture and the model.
+    """
     if bridged() and architecture not in bridged():
         raise UsageError(f"unknown family: megatron-bridge has no bridge for {architecture}, which {model} holds")
 

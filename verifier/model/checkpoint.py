@@ -123,7 +123,11 @@ class Checkpoint:
         return self.metas[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor as a view of the mapped shard; writing to it does not change the file."""
+        """Return a tensor as a view of the mapped shard; writing to it does not change the file.
+
+        Raises:
+            UsageError: the checkpoint has no such tensor.
+        """
         from safetensors import safe_open
 
         shard = self.meta(name).shard
@@ -165,7 +169,11 @@ def _other_weights(path: Path) -> str:
 
 
 def read_config_file(file: Path) -> dict[str, JSON]:
-    """Return a config.json, whatever the name of its file."""
+    """Return a config.json, whatever the name of its file.
+
+    Raises:
+        UsageError: it is absent, broken or without an architecture.
+    """
     config = _read_json(file)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
@@ -234,7 +242,12 @@ def require_described(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str] = ()) -> None:
-    """Refuse what `require_described` refuses of config.json; without names of tensors, all but its layers."""
+    """Refuse what `require_described` refuses of config.json; without names of tensors, all but its layers.
+
+    Raises:
+        UsageError: it is quantized, has a bad value or number of layers, or names another model type than the
+            architecture's.
+    """
     if method := quantization(config):
         raise UsageError(f"checkpoint {path} is quantized ({method}): convert it to bf16 first")
     _require_plausible(path / "config.json", config, names)
@@ -343,6 +356,9 @@ def write_shards(stem: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
     """Write tensors, as they are drawn, into files that begin as `stem`, several at once by threads.
 
     Nothing may change a tensor before all are written.
+
+    Raises:
+        UsageError: a file cannot be written.
     """
     import torch
 

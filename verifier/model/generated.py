@@ -104,7 +104,11 @@ def write_once(
     target: Path, specs: Callable[[], list[TensorSpec]], config: Mapping[str, JSON], dtype: str, stream: str,
     values: Values, texts: Mapping[str, str],
 ) -> Path:  # fmt: skip
-    """Write a checkpoint as the directory `target` unless it is there already, and return `target`."""
+    """Write a checkpoint as the directory `target` unless it is there already, and return `target`.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
 
     def write(partial: Path) -> None:
         _write_files(partial, specs(), config, dtype, stream, values)

@@ -17,7 +17,11 @@ from verifier.model.families import num_experts_of, size_if_any
 
 
 def validate(config: Mapping[str, Any], mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide the model with this config.json."""
+    """Refuse a mesh that does not divide the model with this config.json.
+
+    Raises:
+        UsageError: names the axis, the size, and what it does not divide.
+    """
     for sentence in misfits(config, mesh):
         raise UsageError(sentence)
 

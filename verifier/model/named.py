@@ -70,7 +70,11 @@ def sizes_alone(model: str, dtype: str = "float32") -> Mapping[str, JSON]:
 
 
 def config_alone(model: str) -> Mapping[str, JSON] | None:
-    """Return the config.json of a directory without weights, which is enough for a plan; None of any other model."""
+    """Return the config.json of a directory without weights, which is enough for a plan; None of any other model.
+
+    Raises:
+        UsageError: see `read_config` and `require_config`.
+    """
     path = Path(model)
     if not (path / "config.json").is_file() or any(path.glob("*.safetensors*")):
         return None
@@ -80,7 +84,11 @@ def config_alone(model: str) -> Mapping[str, JSON] | None:
 
 
 def require_stored(checkpoint: Checkpoint, dtype: str) -> None:
-    """Refuse a dtype other than that of most tensors, and a config.json that does not match the tensors."""
+    """Refuse a dtype other than that of most tensors, and a config.json that does not match the tensors.
+
+    Raises:
+        UsageError: the dtype; or see `require_described`.
+    """
     require_config(checkpoint.path, checkpoint.config, checkpoint.names())
     dtypes = [checkpoint.meta(name).dtype for name in checkpoint.names()]
     stored = max(sorted(set(dtypes)), key=dtypes.count)

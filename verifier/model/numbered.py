@@ -131,7 +131,11 @@ def numbering_of(checkpoint: Checkpoint, dtype: str) -> Numbering | str:
 
 
 def write_numbered(folder: Path, checkpoint: Checkpoint, numbering: Numbering, which: str) -> None:
-    """Write one pass: the checkpoint's config and names, shapes and dtypes of its tensors, other contents."""
+    """Write one pass: the checkpoint's config and names, shapes and dtypes of its tensors, other contents.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
     import torch
 
     folder.mkdir()

@@ -173,7 +173,11 @@ class ChunkPlan:
         return plan
 
     def validate(self) -> None:
-        """Raise a ContractError if names repeat, or tensors overlap, overrun or leave a hole in their chunk."""
+        """Refuse a plan whose names repeat, or whose tensors overlap, overrun or leave a hole in their chunk.
+
+        Raises:
+            ContractError: names the tensor and the byte.
+        """
         seen: set[str] = set()
         for chunk in self.chunks:
             at = 0

@@ -50,7 +50,11 @@ def dtype_name(dtype: torch.dtype | np.dtype[Any]) -> str:
 
 
 def raw_bytes(tensor: Any) -> Any:
-    """Return the tensor's bytes as a contiguous uint8 vector [num_bytes] on its device; a view wherever possible."""
+    """Return the tensor's bytes as a contiguous uint8 vector [num_bytes] on its device; a view wherever possible.
+
+    Raises:
+        ContractError: the tensor has no bytes of its own (meta or sparse).
+    """
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     import torch

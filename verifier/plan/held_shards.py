@@ -65,6 +65,9 @@ def holdings_of(layout: ModelLayout | NamedLayout, mesh: Mesh, every: int = 1) -
     """Return what the ranks hold, or every so many of them, in the order of the first rank of each holding.
 
     Places are a function of a rank's coordinates tp, pp, ep and etp alone.
+
+    Raises:
+        UsageError: the mesh does not divide the layers, the experts or a tensor.
     """
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(0, mesh.world_size, every):

@@ -86,6 +86,10 @@ def another_cudnn() -> str:
 
 
 def require_not_started() -> None:
-    """Raise an InternalError where an import has started CUDA: no forked rank could use a GPU."""
+    """Refuse to fork from a process that has started CUDA: no forked rank could use a GPU.
+
+    Raises:
+        InternalError: an import has started the driver.
+    """
     if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_STARTED:
         raise InternalError("an import has started CUDA in the process that ranks are forked from")

@@ -79,7 +79,11 @@ def is_number(answer: str) -> bool:
 
 
 def answer_reward(completion: str, answer: str) -> float:
-    """1 if the completion's answer equals the gold one, else 0."""
+    """1 if the completion's answer equals the gold one, else 0.
+
+    Raises:
+        UsageError: see `gold_value`.
+    """
     return float(answer_of(completion) == gold_value(answer))
 
 

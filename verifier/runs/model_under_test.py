@@ -139,7 +139,11 @@ def open_model(model: str, dtype: str, mesh: Mesh, nodes: int = 1) -> ModelUnder
 
 
 def require_buildable(model: str, sizes: Mapping[str, Any], tier: Tier) -> None:
-    """Refuse a config.json without a bridge of megatron-bridge, or with a layer without a stand-in on the CPU tier."""
+    """Refuse a model that no trainer can be built of on this tier, by its config.json.
+
+    Raises:
+        UsageError: megatron-bridge has no bridge for the architecture, or the CPU tier no stand-in for a kind of layer.
+    """
     require_bridge(architecture_of(sizes), model)
     if tier == "cpu":
         require_stand_ins(sizes)
@@ -184,7 +188,11 @@ def _require_disk(config: RoundtripConfig, model: ModelUnderTest) -> None:
 
 
 def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: Iterable[str], tier: Tier) -> None:
-    """Refuse a round trip that a tier cannot make with a model of this config.json and these tensors, if known."""
+    """Refuse a round trip that a tier cannot make with a model of this config.json and these tensors, if any is known.
+
+    Raises:
+        UsageError: the engine, the tier or the model's own sizes do not allow what was asked.
+    """
     on_cpu = tier == "cpu"
     if sizes.get("text_config") and architecture_of(sizes) not in _TEXT_TRAINED:
         raise UsageError(

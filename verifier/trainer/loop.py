@@ -72,6 +72,9 @@ class StepLoop:
         """Take the steps that are left.
 
         So many are `done`; `metrics` are of the last of them, empty for none.
+
+        Raises:
+            VerifierError: a process died or hung, or the observer ended the run.
         """
         config, step, loss = self.config, done, metrics.get("loss")
         while step < config.steps and metrics.get("accuracy", -1.0) < config.evaluation.stop_above:

@@ -43,7 +43,11 @@ def key_map(config: TrainConfig) -> KeyMap:
 
 
 def open_chat_template(config: TrainConfig) -> ChatTemplate:
-    """Chat template that a run asks for."""
+    """Chat template that a run asks for.
+
+    Raises:
+        UsageError: see `chat_template_of`.
+    """
     return chat_template_of(config.data.chat_template, config.data.chat_template_kwargs)
 
 
@@ -90,7 +94,11 @@ def held_out_split(config: TrainConfig) -> str | None:
 
 
 def with_evaluation(config: TrainConfig) -> TrainConfig:
-    """Config with the number of held-out problems that there are, up to 512, where none is given."""
+    """Config with the number of held-out problems that there are, up to 512, where none is given.
+
+    Raises:
+        UsageError: a source that cannot be read.
+    """
     if config.evaluation.num_problems is not None:
         return config
     split = None if config.data.rollouts is not None else held_out_split(config)

@@ -134,7 +134,11 @@ class LogprobLost(StackFailed):
 
 
 def require_numbers(config: TrainConfig, rows: Iterable[RolloutRow], step: int = 0) -> None:
-    """Raise a LogprobLost for rollouts of an engine with a sampled token whose log-probability is not finite."""
+    """Refuse rollouts of an engine with a sampled token whose log-probability is not finite.
+
+    Raises:
+        LogprobLost: names the engine, its version, the rollout, the token and the version of its weights.
+    """
     for row in rows:
         for at, (drawn, nats) in enumerate(zip(row.sampled, row.logprobs, strict=True)):
             if drawn and not math.isfinite(nats):

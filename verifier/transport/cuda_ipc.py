@@ -246,7 +246,11 @@ class IpcGroup(TransferGroup):
             self._ring.num_confirmed += 1
 
     def offer(self, message: str, buffer: torch.Tensor, what: str) -> Callable[[], Agreement]:
-        """See `TransferGroup.offer`; waits until all trainer ranks have packed the chunk."""
+        """See `TransferGroup.offer`; waits until all trainer ranks have packed the chunk.
+
+        Raises:
+            ContractError: another trainer rank stopped.
+        """
         if self._ring is None or self._rounds is None:
             raise ContractError(f"transfer rank {self.rank} has no ring to offer {what} from")
         self._ring.fill(self._num_offered)

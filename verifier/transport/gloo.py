@@ -115,6 +115,9 @@ class ControlChannel:
 
     Attributes:
         host: address of this member's host, by which it reaches the others.
+
+    Raises:
+        TransferFailed: a member did not join before the deadline.
     """
 
     def __init__(self, store: FileStore, rank: int, address: Address) -> None:

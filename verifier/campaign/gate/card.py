@@ -64,7 +64,11 @@ class Card(GateEnd, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def write_cards(result: GateResult, folder: Path) -> None:
-    """Write a card of each model of a gate, under `cards` in its folder."""
+    """Write a card of each model of a gate, under `cards` in its folder.
+
+    Raises:
+        UsageError: one cannot be written.
+    """
     for model in result.models:
         file = folder / CARDS / f"{folder_name(model)}.json"
         file.parent.mkdir(exist_ok=True)

@@ -41,7 +41,11 @@ EXIT_CODES: dict[Decision, ExitCode] = {
 
 
 def require_known_waivers(waivers: Sequence[Waiver], families: Collection[str]) -> None:
-    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then."""
+    """Refuse a waiver of an unknown check, or of a family of neither table nor gate; the registry is filled by then.
+
+    Raises:
+        UsageError: names the waiver.
+    """
     known = sorted({row.name for row in FAMILIES.values()} | set(families))
     for item in waivers:
         if item.check not in REGISTRY:
@@ -166,7 +170,11 @@ class GateLedger:
         return {identity for identity, result in self.rows.items() if result.status not in ("failed", "not run")}
 
     def add(self, identity: str, result: CellResult) -> None:
-        """Append a row; it is on the disk when this returns. It says of a cell that failed before that it did."""
+        """Append a row; it is on the disk when this returns. It says of a cell that failed before that it did.
+
+        Raises:
+            UsageError: the disk is full, or the file cannot be written.
+        """
         earlier = self.rows.get(identity)
         if earlier is not None and earlier.status == "failed":
             result = replace(result, failed_before=(*earlier.failed_before, earlier.reason.partition("\n")[0]))

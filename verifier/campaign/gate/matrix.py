@@ -312,7 +312,11 @@ def _training_words(
 
 
 def fault_cells(ids: Sequence[str]) -> list[Cell]:
-    """Cell of each fault; those of `SMOKE` where none is named."""
+    """Cell of each fault; those of `SMOKE` where none is named.
+
+    Raises:
+        UsageError: an unknown fault, or one that needs a GPU.
+    """
     return [
         Cell(
             id=f"faults {fault.id}", kind="faults", model=fault.model, dtype=fault.dtype, mesh=fault.mesh.label(),

@@ -43,6 +43,9 @@ def device_of(tier: Tier) -> str:
     """Return the name of what the ranks run on, such as "NVIDIA H100 80GB HBM3" or "cpu".
 
     CUDA says it in a process of its own, whose memory on the GPU is free again before the first trial.
+
+    Raises:
+        UsageError: it does not say it.
     """
     if tier == "cpu":
         return "cpu"
@@ -107,7 +110,11 @@ def _trial(
     budget: int,
     left_s: float,
 ) -> SweepRow:
-    """Take the steps of one trial in ranks of its own; how it ends is its row."""
+    """Take the steps of one trial in ranks of its own; how it ends is its row.
+
+    Raises:
+        InternalError: the sweep's deadline passed, or the process that forks the ranks is gone.
+    """
     folder = config.run / "trials"
     shutil.rmtree(folder, ignore_errors=True)
     deadline_s = min(config.trial_timeout_s, left_s)

@@ -70,7 +70,11 @@ class SweepRows:
     rows: list[SweepRow]
 
     def add(self, row: SweepRow) -> None:
-        """Append a row; it is on the disk when this returns."""
+        """Append a row; it is on the disk when this returns.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
         append_line(self.file, row)
         self.rows.append(row)
 

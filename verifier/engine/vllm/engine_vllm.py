@@ -187,7 +187,11 @@ class VllmEngine(Engine):
         self._running.step(steps)
 
     def finish_batch(self) -> list[list[Sample]]:
-        """See `Engine.finish_batch`."""
+        """See `Engine.finish_batch`.
+
+        Raises:
+            ContractError: no batch has begun.
+        """
         prompts, found = self._running.prompts(), self._running.finish()
         self._asked.common(prompts[0], [[sample.tokens for sample in own] for own in found])
         return found
@@ -237,6 +241,9 @@ class VllmEngine(Engine):
         """See `Engine.load_adapter`. Each gets a new number: vLLM would not load an adapter with a known one.
 
         The folder's name is the adapter's. Cached prefixes belong to a name, so that no version reads another's.
+
+        Raises:
+            ContractError: vLLM did not load it.
         """
         number = 1
         if self._adapter is not None:
