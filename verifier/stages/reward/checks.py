@@ -1,21 +1,18 @@
 """Rewards against a second reader of answers, which shares no code with them and reads character by character.
 
-The rules are those that `verifier.rewards.answer` states. A value is a reduced fraction (numerator, denominator).
+The rules are those that `verifier.rewards.answer` states.
 """
 
 from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from math import gcd
+from fractions import Fraction
 
 from verifier.core.check import Comparison, Trace, check, compare_value
 from verifier.core.condition import condition, knob, on, recorded, told
 from verifier.stages.checks_conditions import EXAMINED, GRPO, REWARDED
 from verifier.stages.reward.records import GivenRewards
-
-Value = tuple[int, int]
-"""(numerator, denominator above 0), without a common factor."""
 
 DIGITS = frozenset(string.digits)
 WORD = frozenset(string.digits + string.ascii_letters + "_")
@@ -23,7 +20,7 @@ OPEN, CLOSE, MARKER = "<think>", "</think>", "####"
 MOST_DIGITS = 1000
 
 
-def stated_value(completion: str) -> Value | None:
+def stated_value(completion: str) -> Fraction | None:
     """Value that a completion states as its answer; None if it states none."""
     text = without_reasoning(completion)
     marker = text.rfind(MARKER)
@@ -38,7 +35,7 @@ def stated_value(completion: str) -> Value | None:
     return None if end == at or goes_on else value
 
 
-def gold_stated(answer: str) -> Value | None:
+def gold_stated(answer: str) -> Fraction | None:
     """Value of a gold answer; None if it is no number."""
     text = answer[answer.rfind(MARKER) + len(MARKER) :] if MARKER in answer else answer
     text = text.strip()
@@ -68,9 +65,9 @@ def without_reasoning(text: str) -> str:
     return "".join(kept)
 
 
-def last_value(text: str) -> Value | None:
+def last_value(text: str) -> Fraction | None:
     """Value of the last number of a text."""
-    value: Value | None = None
+    value: Fraction | None = None
     at = 0
     while at < len(text):
         found, end = number_at(text, at)
@@ -80,7 +77,7 @@ def last_value(text: str) -> Value | None:
     return value
 
 
-def number_at(text: str, start: int) -> tuple[Value | None, int]:
+def number_at(text: str, start: int) -> tuple[Fraction | None, int]:
     """Number that begins at a place, and the place after it, which is the same place if none begins there.
 
     The value is None for a number of too many digits.
@@ -111,8 +108,7 @@ def number_at(text: str, start: int) -> tuple[Value | None, int]:
         return None, end
     top = int((whole or "0") + decimals) * (-1 if negative else 1)
     bottom = int(denominator) if denominator else 10 ** len(decimals)
-    shared = gcd(top, bottom)
-    return (top // shared, bottom // shared), end
+    return Fraction(top, bottom), end
 
 
 def _digits(text: str, start: int) -> str:
