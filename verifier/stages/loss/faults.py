@@ -156,21 +156,6 @@ def sequence_parallel_grads_not_reduced(call: Call) -> None:
 
 
 @fault(
-    "pytorch/torchtitan#2416", CONNECT, stage=Stage.TRAIN, caught_by=("WGT002", "LSS001"), model="tiny:add-moe",
-    engine=TRAINING, mesh=Mesh(tp=2), training=("verify.every=1", "dtype=bf16"),
-)  # fmt: skip
-def router_gradient_of_own_rows(call: Call) -> None:
-    """A router's gradient lacks the other tp rank's tokens; in training in bf16, whose routers flip.
-
-    The gradient of the first step is within what bf16 leaves; the two copies that it moves differ.
-    """
-    for weight in tensors_named(call.chunks, "layers.1.mlp.router.weight"):
-        call.fire()
-        weight.sequence_parallel = False
-    call.original()
-
-
-@fault(
     "huggingface/transformers#41663",
     "megatron.core.transformer.moe.router:topk_routing_with_score_function("
     "logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias, fused, "
