@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from verifier.core.stage import Stage
-from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held, tensors_named
+from verifier.faults.fault import NO_ENGINE, TRAINING, Call, fault, held
 from verifier.mesh import Mesh
 from verifier.stages.logprob.faults import GATES, LOGPROB, STEP
 
