@@ -432,10 +432,8 @@ def record_activations(
         for name, values in load_file(work / "activations.safetensors").items():
             side, _, point = name.partition(" ")
             rows = [length - (point in OF_THE_LOSS) for length in lengths]
-            kind, step = (
-                ActivationGradient if side == "backward" else Activation,
-                "moved" if side == "moved" else "train",
-            )
+            kind = ActivationGradient if side == "backward" else Activation
+            step = "moved" if side == "moved" else "train"
             recorder.emit(
                 kind(name=point, version=1, step=step, order=order_of(point, layers)),
                 {

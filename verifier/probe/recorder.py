@@ -199,10 +199,10 @@ class LoopRecorder(EngineRecorder):
         None is no gradient: of a tensor that is trained, which a watched optimizer tells, that is judged.
         """
         self.reduced(step)
-        given = {
-            plain(name): tensor for name, tensor in (pairs_of(named) if self.keeps(step - 1) else ()) if not self.rank
-        }
-        if given:
+        if not self.keeps(step - 1):
+            return
+        given = {plain(name): tensor for name, tensor in pairs_of(named) if not self.rank}  # all ranks gather
+        if not self.rank:
             kept = {name: tensor for name, tensor in given.items() if tensor is not None}
             watched = {*map(plain, (*(item.name for item in self._owned), *self._unowned))}
             lacking = tuple(sorted((watched or given.keys()) - kept.keys()))

@@ -94,6 +94,8 @@ def test_a_loops_norm_has_the_rounding_of_what_computed_it():
         assert is_right(8.0001, tier=tier, command=command) is right
         assert is_right(8.0625, tier=tier, command=command) is (command == "probe")
         assert not is_right(8.03, tier=tier, command=command)
+        assert is_right(7.7, tier=tier, command=command) is right  # of 2^28 elements
+        assert not is_right(7.5, tier=tier, command=command)
 
 
 def test_a_divided_tensor_that_is_marked_whole_is_seen_however_small_its_gradient_is():

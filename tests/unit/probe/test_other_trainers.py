@@ -224,6 +224,15 @@ def test_a_gradient_that_is_none_is_lacking_if_its_tensor_is_trained(tmp_path: P
     assert kept.lacking == ("1.bias",)
 
 
+def test_gradients_of_nothing_lack_every_tensor(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with probe.open(tmp_path / "trace", keep_every=1) as record:
+        record.optimizer(torch.optim.AdamW(model.parameters()), model.named_parameters())
+        record.gradients(1, [])
+    (kept,) = read(tmp_path / "trace").of(KeptGradients)
+    assert kept.lacking == ("bias", "weight")
+
+
 @pytest.mark.parametrize(
     ("command", "losses", "verdict"),
     [
