@@ -12,6 +12,7 @@ profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.st
 oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step
 samples.jsonl          some sampled texts of each step, with their rewards
+resumes.log            how it was continued, and the checkpoints that were passed over
 checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
 knobs.json             values that the command must share to continue it
