@@ -38,6 +38,7 @@ import xxhash
 from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
 from verifier.core.archive import OF_BATCHES, members
+from verifier.core.ledger import append_rows
 from verifier.core.outputs import locked_folder, write_whole
 from verifier.core.reader import ARCHIVE, BATCHES, has_evidence
 from verifier.errors import UsageError
@@ -112,20 +113,12 @@ class RunFolder:
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; a UsageError says that it cannot be written."""
-        self._append("metrics.jsonl", [values])
+        append_rows(self.path / "metrics.jsonl", [values])
 
     def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append sampled texts to samples.jsonl, a line each, likewise."""
         if samples:
-            self._append(SAMPLES, samples)
-
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        file = self.path / name
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write("".join(json.dumps(row) + "\n" for row in rows))
-        except OSError as problem:
-            raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+            append_rows(self.path / SAMPLES, samples)
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """Metrics of the last steps, so many at most, the newest last."""
