@@ -47,7 +47,8 @@ class TransformersEngine:
         sent = dict(self.record.receiving(named, version))
         missing = self.model.load_state_dict(sent, strict=False).missing_keys
         self.record.engine_loaded(version, [name for name in state if name not in missing])
-        self.record.engine_views(version, {name: state[name].detach() for name in sent})
+        held = self.model.state_dict()  # a tied head has two names
+        self.record.engine_views(version, {name: held[name] for name in sent})
         self.record.engine_held(version, state)
         self.version = version
 

@@ -1,0 +1,427 @@
+"""verl's training worker, engine and losses on CPU cores, sampled by transformers, recorded by `verifier.probe`.
+
+`python verl_loop.py CHECKPOINT TRACE [KEY=VALUE ...]`, then `verifier judge TRACE --oracle`. Keys are those of verl's
+config, such as `actor_rollout_ref.actor.ppo_epochs=2`. In several processes every one has verl's driver, on all rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ |= {"VERL_ENGINE_DEVICE": "cuda"}  # verl registers its engines for accelerators alone
+
+import numpy as np
+import torch
+import verl
+from grpo_engines import TransformersEngine
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+from verl.plugin.platform import platform_manager
+
+
+class Memory:
+    """What verl asks of `torch.cuda`: memory, of which there is none."""
+
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        """Free and whole, in bytes."""
+        return 0, 0
+
+    def get_device_name(self, *_: Any) -> str:
+        """Name by which verl knows how fast a device is."""
+        return "cpu"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: 0
+
+
+class Cores:
+    """CPU cores as a platform of verl, which has none of them."""
+
+    device_name, vendor_name, device_module = "cpu", "cpu", Memory()
+
+    def current_device(self) -> torch.device:
+        """Where tensors go."""
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: ""
+
+
+platform_manager.set_platform(Cores())
+
+from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos, ray_trainer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils import losses
+
+from verifier import probe
+
+PROMPTS, GROUP, MOST = 4, 4, 8
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CONFIG = {
+    "actor_rollout_ref.model.override_config": {"attn_implementation": "sdpa"},
+    f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.optim.lr": 1e-3, f"{ACTOR}.optim.weight_decay": 0.1,
+    f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    f"{ACTOR}.fsdp_config.use_torch_compile": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+    f"{ACTOR}.ppo_mini_batch_size": PROMPTS, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
+    f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{ROLLOUT}.n": GROUP, f"{ROLLOUT}.free_cache_engine": False,
+    "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
+}  # fmt: skip
+"""Settings beside verl's defaults; `steps` is that of the loop."""
+STEPS = 2
+EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
+LOSSES = {"vanilla": "clipped", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
+"""verl's name of a loss -> the probe's."""
+ESTIMATORS = {"grpo": "grpo", "rloo": "rloo"}
+
+
+def config_of(checkpoint: Path, settings: Mapping[str, Any]) -> Any:
+    """verl's config."""
+    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
+    for key, value in {**CONFIG, "actor_rollout_ref.model.path": str(checkpoint), **settings}.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+class Group:
+    """What verl's driver takes for its group of workers: this process's, and by torch.distributed the others'."""
+
+    def __init__(self, worker: ActorRolloutRefWorker) -> None:
+        self.worker, self.rank = worker, torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+
+    def _query_dispatch_info(self, role: str) -> list[int]:
+        return list(range(self.world_size))
+
+    _dispatch_info: dict[str, list[int]] = {}
+
+    def _part(self, data: Any) -> Any:
+        return tu.chunk_tensordict(data, self.world_size)[self.rank]
+
+    def _all(self, data: Any) -> Any:
+        parts = [None] * self.world_size
+        torch.distributed.all_gather_object(parts, data)
+        return tu.concat_tensordict(parts) if self.world_size > 1 else data
+
+    def compute_log_prob(self, data: Any) -> Any:
+        return self._all(self.worker.compute_log_prob(self._part(data)))
+
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        return self._all(self.worker.compute_ref_log_prob(self._part(data)))
+
+    def update_actor(self, data: Any) -> Any:
+        return self.worker.update_actor(self._part(data))
+
+
+class Rollout:
+    """Engine of verl's worker: transformers."""
+
+    sleep_level = 2
+
+    def __init__(self, engine: TransformersEngine, sync: Any) -> None:
+        self.engine, self.sync = engine, sync
+
+    async def update_weights(self, weights: Any, global_steps: int = 0, **told: Any) -> None:
+        """Take weights, as verl sends them."""
+        self.sync(weights)
+
+
+class Loop:
+    """verl's step by its own functions, with what `verifier.probe` is handed."""
+
+    def __init__(self, checkpoint: Path, trace: Path, settings: Mapping[str, Any]) -> None:
+        self.config = config_of(checkpoint, settings)
+        self.actor = self.config.actor_rollout_ref.actor
+        self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        needs_reference = self.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+        role = "actor_rollout_ref" if needs_reference else "actor_rollout"
+        self.worker = ActorRolloutRefWorker(self.config.actor_rollout_ref, role)
+        with patch("verl.workers.engine_workers.get_rollout_class", lambda *_: lambda **_: None):
+            self.worker.init_model()
+        self.trainer = object.__new__(RayPPOTrainer)
+        self.trainer.config, self.trainer.use_reference_policy = self.config, needs_reference
+        self.trainer.ref_in_actor = False
+        self.trainer.actor_rollout_wg = self.trainer.ref_policy_wg = Group(self.worker)
+        if self.config.algorithm.use_kl_in_reward:
+            self.trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(self.config.algorithm.kl_ctrl)
+        self.engine: FSDPEngineWithLMHead = self.worker.actor.engine
+        self.sampler = TransformersEngine(checkpoint, trace, rank=self.rank)
+        self.worker.rollout = Rollout(self.sampler, self.sync)
+        self.trace, self.step, self.sampled_by = trace, 0, 0
+        self.micro: dict[str, Any] = {}
+
+    # What the probe watches.
+
+    def watch(self, record: Any) -> None:
+        """Hooks on the worker, the engine and the losses."""
+        self.record, engine, optim = record, self.engine, self.actor.optim
+        record.optimizer(
+            engine.optimizer, engine.module.named_parameters(), clip_grad=optim.clip_grad,
+            asked={"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}, scheduler=engine.lr_scheduler,
+            schedule="constant", learning_rate=optim.lr, weight_decay=optim.weight_decay,
+        )  # fmt: skip
+        self.real = {name: getattr(engine, name) for name in ("train_batch", "optimizer_step", "prepare_model_inputs")}
+        for name in self.real:
+            setattr(engine, name, getattr(self, name))
+        loss = self.worker.actor.loss_fn
+        self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
+
+    def sync(self, weights: Any) -> None:
+        """Weights that go to the sampler."""
+        self.sampler.sync(self.record.sending(weights, self.step, live=self.live()), self.step, self.trace)
+        self.sampled_by = self.step
+
+    def live(self) -> list[tuple[str, Any]]:
+        """Weights as the engine holds them."""
+        return list(self.engine.module.state_dict().items())
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """One optimizer step of verl's engine, on this process's part of a mini-batch."""
+        self.step += 1
+        self.record_rollouts(data)
+        found = self.real["train_batch"](data, loss_function=loss_function)
+        self.report(found)
+        return found
+
+    def record_rollouts(self, data: Any) -> None:
+        """The mini-batch, as it comes to the engine."""
+        step, record = self.step, self.record
+        self.rows = [int(row) for row in data["row"]]
+        rows = [self.batch_rows[row] for row in self.rows]
+        self.ids = {row: f"{step}/{row}" for row in self.rows}
+        masks = [row[: len(own["response"])] for row, own in zip(data["response_mask"], rows, strict=True)]
+        record.rollouts(
+            step,
+            prompts=[own["prompt"] for own in rows],
+            responses=[own["response"] for own in rows],
+            loss_mask=masks,
+            engine_logprobs=[own["logprobs"] for own in rows],
+            versions=self.sampled_by,
+            rewards=[own["reward"] for own in rows],
+            groups=[own["group"] for own in rows],
+            ids=list(self.ids.values()),
+            end_token=self.tokenizer.eos_token_id,
+            max_response_tokens=MOST,
+            finish_reasons=[own["reason"] for own in rows],
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+        )
+        cut = {
+            key: [row[: len(own["response"])] for row, own in zip(data[key], rows, strict=True)]
+            for key in ("old_log_probs", "ref_log_prob", "advantages")
+            if key in data.keys()
+        }
+        record.trainer_logprobs(
+            step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by
+        )
+        whole = len({own["group"] for own in rows}) * GROUP == len(rows) * 1
+        algorithm = self.config.algorithm
+        record.advantages(
+            step, cut["advantages"], estimator=ESTIMATORS.get(algorithm.adv_estimator, "") if whole else "",
+            dtype="float32", epsilon=1e-6, ddof=1, max_staleness=step - 1 - self.sampled_by,
+        )  # fmt: skip
+        record.loss(step, **self.objective())
+
+    def objective(self) -> dict[str, Any]:
+        """The loss that verl documents."""
+        actor, size = self.actor, self.actor.ppo_mini_batch_size * GROUP
+        means = {
+            "token-mean": {"aggregation": "token_mean"},
+            "token-sum": {"aggregation": "token_mean", "divisor": 1},
+            "seq-mean-token-sum": {"aggregation": "token_mean", "divisor": size},
+            "seq-mean-token-sum-norm": {"aggregation": "token_mean", "divisor": size * MOST},
+            "seq-mean-token-mean": {"aggregation": "sequence_mean", "divisor": size},
+        }
+        name = actor.policy_loss.loss_mode
+        clip = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high}
+        if name == "vanilla":
+            clip["dual_clip"] = actor.clip_ratio_c
+        if name == "sapo":
+            clip = {"steepness": (actor.tau_pos, actor.tau_neg)}
+        kl = {"kl_weight": actor.kl_loss_coef, "kl_kind": {"low_var_kl": "k3"}.get(actor.kl_loss_type)}
+        return {
+            "name": LOSSES.get(name, name), **clip, **means[actor.loss_agg_mode], "entropy_weight": actor.entropy_coeff,
+            **(kl if actor.use_kl_loss else {}),
+        }  # fmt: skip
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        """What the model gets of a micro-batch."""
+        inputs, told = self.real["prepare_model_inputs"](micro_batch)
+        if torch.is_grad_enabled():
+            ids = [self.ids[int(row)] for row in micro_batch["row"]]
+            given = {"position_ids": inputs["position_ids"]}
+            if inputs["attention_mask"] is None:
+                given["cu_seqlens"] = micro_batch["input_ids"].offsets()
+                given["labels"] = told["input_ids_rmpad_rolled"]
+            else:
+                given["attention_mask"] = inputs["attention_mask"]
+            self.record.micro_batch(self.step, ids, inputs["input_ids"], **given)
+        return inputs, told
+
+    def loss(self, real: Any, model_output: Any, data: Any, told: Any) -> Any:
+        """verl's loss of a micro-batch, with each token's before the mean."""
+        terms: list[torch.Tensor] = []
+        mean = core_algos.agg_loss
+
+        def agg_loss(loss_mat: Any, **given: Any) -> Any:
+            terms.append(loss_mat)
+            return mean(loss_mat=loss_mat, **given)
+
+        seen: dict[str, Any] = {}
+        name = self.actor.policy_loss.loss_mode
+        policy = core_algos.POLICY_LOSS_REGISTRY[name]
+
+        def watched(**given: Any) -> Any:
+            seen.update(given)
+            with patch.object(core_algos, "agg_loss", agg_loss):
+                return policy(**given)
+
+        with patch.dict(core_algos.POLICY_LOSS_REGISTRY, {name: watched}):
+            loss, metrics = real(model_output=model_output, data=data, **told)
+        alone = not self.actor.use_kl_loss and not self.actor.entropy_coeff
+        if alone and terms and torch.is_grad_enabled():
+            self.record.token_losses(
+                self.step,
+                seen["log_prob"],
+                terms[0],
+                ids=[self.ids[int(row)] for row in data["row"]],
+                mask=seen["response_mask"],
+                old=seen["old_log_prob"],
+                advantages=seen["advantages"],
+            )
+        return loss, metrics
+
+    def optimizer_step(self) -> float:
+        """verl's clip and step."""
+        named = [(name, value.grad) for name, value in self.engine.module.named_parameters()]
+        self.record.gradients(self.step, named)
+        self.norm = self.real["optimizer_step"]()
+        return self.norm
+
+    def report(self, found: Any) -> None:
+        """What verl reports of a step, of this process."""
+        tokens = int(sum(mask.sum() for mask in self.masks()))
+        self.record.step(self.step, loss=sum(found["loss"]), num_tokens=tokens, grad_norm=self.norm)
+        if not self.is_last_of_batch():
+            self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
+
+    def masks(self) -> Iterator[torch.Tensor]:
+        """Tokens in the loss of this process's rows."""
+        return (self.batch.batch["response_mask"][row] for row in self.rows)
+
+    def is_last_of_batch(self) -> bool:
+        """The step is the last that trains on the batch."""
+        size = self.actor.ppo_mini_batch_size * GROUP
+        return (self.step - self.sampled_by) == len(self.batch) // size * self.actor.ppo_epochs
+
+    # verl's driver.
+
+    def sampled(self, step: int) -> DataProto:
+        """Answers as verl's agent loop pads them: prompts to the left, answers to the right."""
+        asked = [EXAMPLES[(step * PROMPTS + at) % len(EXAMPLES)] for at in range(PROMPTS)]
+        prompts = [self.tokenizer.encode(f"{a}+{b}=") for a, b in asked for _ in range(GROUP)]
+        rows: list[dict[str, Any]] = [{} for _ in prompts]
+        for size in {len(row) for row in prompts}:
+            places = [at for at, row in enumerate(prompts) if len(row) == size]
+            seeds = [1000 * step + at for at in places]
+            ends = [self.tokenizer.eos_token_id]
+            for at, own in zip(places, self.sampler.generate([prompts[at] for at in places], ends, seeds, MOST)):
+                text, gold = self.tokenizer.decode(own["tokens"]), str(sum(asked[at // GROUP]))
+                reward = len({*text} & {*gold}) / len(gold)
+                rows[at] = {
+                    "prompt": prompts[at], "response": own["tokens"], "logprobs": own["logprobs"],
+                    "reason": own["reason"], "reward": reward, "group": f"{step}/{at // GROUP}",
+                }  # fmt: skip
+        self.batch_rows = rows
+        pad, most = self.tokenizer.pad_token_id, self.config.data.max_prompt_length
+        left = torch.tensor([[pad] * (most - len(own["prompt"])) + own["prompt"] for own in rows])
+        right = torch.tensor([own["response"] + [pad] * (MOST - len(own["response"])) for own in rows])
+        mask = torch.tensor([[1] * len(own["response"]) + [0] * (MOST - len(own["response"])) for own in rows])
+        real = torch.tensor([[0] * (most - len(own["prompt"])) + [1] * len(own["prompt"]) for own in rows])
+        real = torch.cat([real, mask], 1)
+        scores = torch.zeros(mask.shape)
+        for at, own in enumerate(rows):
+            scores[at, len(own["response"]) - 1] = own["reward"]
+        nats = torch.tensor([own["logprobs"] + [0.0] * (MOST - len(own["logprobs"])) for own in rows])
+        tensors = {
+            "prompts": left, "responses": right, "input_ids": torch.cat([left, right], 1), "attention_mask": real,
+            "position_ids": (real.cumsum(-1) - 1).clamp(min=0), "response_mask": mask, "rm_scores": scores,
+            "rollout_log_probs": nats, "row": torch.arange(len(rows)),
+        }  # fmt: skip
+        uid = np.array([own["group"] for own in rows], dtype=object)
+        batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
+        batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        return batch
+
+    def train_step(self, number: int) -> None:
+        """What `RayPPOTrainer.fit` does in a step."""
+        trainer, algorithm = self.trainer, self.config.algorithm
+        batch = self.sampled(number)
+        if self.config.trainer.balance_batch:
+            trainer._balance_batch(batch, metrics={})
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["images_seqlens"] = []
+        correction = algorithm.get("rollout_correction", None)
+        bypass = correction is not None and correction.get("bypass_mode", False)
+        if bypass:
+            apply_bypass_mode(batch, correction, self.actor.policy_loss)
+        else:
+            old, _ = trainer._compute_old_log_prob(batch)
+            old.batch.pop("entropys")
+            batch = batch.union(old)
+        if trainer.use_reference_policy:
+            batch = batch.union(trainer._compute_ref_log_prob(batch))
+        batch.batch["token_level_scores"] = batch.batch["rm_scores"]
+        if algorithm.use_kl_in_reward:
+            batch, _ = ray_trainer.apply_kl_penalty(batch, trainer.kl_ctrl_in_reward, algorithm.kl_penalty)
+        else:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        if correction is not None and not bypass:
+            batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
+        batch = ray_trainer.compute_advantage(
+            batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, GROUP,
+            algorithm.norm_adv_by_std_in_grpo, algorithm,
+        )  # fmt: skip
+        self.batch = batch
+        trainer._update_actor(batch)
+        self.send()
+
+    def send(self) -> None:
+        """Send the weights by verl's worker."""
+        asyncio.run(self.worker.update_weights(self.step))
+
+
+def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
+    """Train for some steps; settings of verl's config beside `CONFIG`."""
+    steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
+    if not torch.distributed.is_initialized():
+        if "RANK" not in os.environ:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+                os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
+        torch.distributed.init_process_group("gloo")
+    with probe.open(trace, model=checkpoint, dtype=dtype, engine="hf", keep_every=1) as record:
+        torch.distributed.barrier()
+        loop = Loop(checkpoint, trace, settings)
+        loop.watch(record)
+        loop.send()
+        for number in range(steps):
+            loop.train_step(number)
+        loop.sampler.close()
+
+
+if __name__ == "__main__":
+    given = dict(item.split("=", 1) for item in sys.argv[3:])
+    train(Path(sys.argv[1]), Path(sys.argv[2]), **{key: OmegaConf.create(f"v: {it}").v for key, it in given.items()})
