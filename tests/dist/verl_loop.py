@@ -260,7 +260,7 @@ class Loop:
         inputs, told = self.real["prepare_model_inputs"](micro_batch)
         if torch.is_grad_enabled():
             ids = [self.ids[int(row)] for row in micro_batch["row"]]
-            given = {"position_ids": inputs["position_ids"]}
+            given = {"position_ids": inputs["position_ids"], "loss_mask": self.places(inputs, micro_batch)}
             if inputs["attention_mask"] is None:
                 given["cu_seqlens"] = micro_batch["input_ids"].offsets()
                 given["labels"] = told["input_ids_rmpad_rolled"]
@@ -268,6 +268,16 @@ class Loop:
                 given["attention_mask"] = inputs["attention_mask"]
             self.record.micro_batch(self.step, ids, inputs["input_ids"], **given)
         return inputs, told
+
+    def places(self, inputs: Any, micro_batch: Any) -> torch.Tensor:
+        """Which places of the model's inputs predict a token in the loss, by verl's own cut of its outputs."""
+        given, ends = inputs["input_ids"], micro_batch["input_ids"].offsets()
+        flat = torch.arange(given.numel()).view(given.shape)
+        real = inputs["attention_mask"]
+        kept = flat[real.bool()] if real is not None else flat[0, : ends[-1]]
+        nested = torch.nested.nested_tensor_from_jagged(kept, ends)
+        found = losses.no_padding_2_padding(nested, micro_batch)[micro_batch["response_mask"].bool()]
+        return torch.zeros(given.numel(), dtype=torch.bool).index_fill(0, found, True).view(given.shape)
 
     def loss(self, real: Any, model_output: Any, data: Any, told: Any) -> Any:
         """verl's loss of a micro-batch, with each token's before the mean."""
