@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -76,6 +76,8 @@ CONFIG = {
     f"{ACTOR}.fsdp_config.use_torch_compile": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
     f"{ACTOR}.ppo_mini_batch_size": PROMPTS, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
     f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{ROLLOUT}.n": GROUP, f"{ROLLOUT}.free_cache_engine": False,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
+    "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
     "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
 }  # fmt: skip
 """Settings beside verl's defaults; `steps` is that of the loop."""
@@ -83,7 +85,12 @@ STEPS = 2
 EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
 LOSSES = {"vanilla": "clipped", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 """verl's name of a loss -> the probe's."""
-ESTIMATORS = {"grpo": "grpo", "rloo": "rloo"}
+ESTIMATORS = {
+    "grpo": {"estimator": "grpo", "epsilon": 1e-6, "ddof": 1}, "rloo": {"estimator": "rloo"},
+    "reinforce_plus_plus": {"estimator": "reinforce++", "ddof": 1},
+    "reinforce_plus_plus_baseline": {"estimator": "reinforce++_baseline", "ddof": 1},
+}  # fmt: skip
+"""verl's name of an estimator -> what the probe is told."""
 
 
 def config_of(checkpoint: Path, settings: Mapping[str, Any]) -> Any:
@@ -172,11 +179,14 @@ class Loop:
             asked={"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}, scheduler=engine.lr_scheduler,
             schedule="constant", learning_rate=optim.lr, weight_decay=optim.weight_decay,
         )  # fmt: skip
-        self.real = {name: getattr(engine, name) for name in ("train_batch", "optimizer_step", "prepare_model_inputs")}
+        self.real = {name: getattr(engine, name) for name in ("optimizer_step", "prepare_model_inputs")}
         for name in self.real:
             setattr(engine, name, getattr(self, name))
+        self.real["train_batch"] = self.worker.actor.train_batch
+        self.worker.actor.train_batch = self.train_batch
         loss = self.worker.actor.loss_fn
         self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
+        record.weights_held(self.live(), 0, after="load")
 
     def sync(self, weights: Any) -> None:
         """Weights that go to the sampler."""
@@ -187,12 +197,18 @@ class Loop:
         """Weights as the engine holds them."""
         return list(self.engine.module.state_dict().items())
 
-    def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """One optimizer step of verl's engine, on this process's part of a mini-batch."""
+    def train_batch(self, data: Any) -> Any:
+        """One optimizer step of verl's worker, on this process's part of a mini-batch."""
         self.step += 1
         self.record_rollouts(data)
-        found = self.real["train_batch"](data, loss_function=loss_function)
-        self.report(found)
+        found = self.real["train_batch"](data)
+        metrics = tu.get(found, "metrics")
+        self.record.step(
+            self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
+        )  # fmt: skip
+        self.record.weights_held(self.live(), self.step, after="step")
+        if not self.is_last_of_batch():
+            self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
         return found
 
     def record_rollouts(self, data: Any) -> None:
@@ -201,6 +217,8 @@ class Loop:
         self.rows = [int(row) for row in data["row"]]
         rows = [self.batch_rows[row] for row in self.rows]
         self.ids = {row: f"{step}/{row}" for row in self.rows}
+        if self.worker.ref is not None:
+            record.reference_weights(step, self.worker.ref.engine.module.state_dict())
         masks = [row[: len(own["response"])] for row, own in zip(data["response_mask"], rows, strict=True)]
         record.rollouts(
             step,
@@ -225,11 +243,19 @@ class Loop:
         record.trainer_logprobs(
             step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by
         )
-        whole = len({own["group"] for own in rows}) * GROUP == len(rows) * 1
         algorithm = self.config.algorithm
+        told = dict(ESTIMATORS.get(algorithm.adv_estimator, {}))
+        if told.get("estimator") == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
+            told["estimator"] = "dr_grpo"
+        if {own["group"] for own in rows} & {
+            own["group"] for at, own in enumerate(self.batch_rows) if at not in self.ids
+        }:
+            told["estimator"] = ""
+        if algorithm.use_kl_in_reward:
+            told |= {"penalties": [self.penalties[row] for row in self.rows], "kl_kind": "k1"}
+            told["kl_weight"] = self.kl_weight
         record.advantages(
-            step, cut["advantages"], estimator=ESTIMATORS.get(algorithm.adv_estimator, "") if whole else "",
-            dtype="float32", epsilon=1e-6, ddof=1, max_staleness=step - 1 - self.sampled_by,
+            step, cut["advantages"], dtype="float32", max_staleness=step - 1 - self.sampled_by, **told
         )  # fmt: skip
         record.loss(step, **self.objective())
 
@@ -247,11 +273,12 @@ class Loop:
         clip = {"clip_low": actor.clip_ratio_low, "clip_high": actor.clip_ratio_high}
         if name == "vanilla":
             clip["dual_clip"] = actor.clip_ratio_c
-        if name == "sapo":
-            clip = {"steepness": (actor.tau_pos, actor.tau_neg)}
+        mean = means[actor.loss_agg_mode]
+        if name == "sapo":  # which has this mean alone
+            clip, mean = {"steepness": (actor.tau_pos, actor.tau_neg)}, means["seq-mean-token-mean"]
         kl = {"kl_weight": actor.kl_loss_coef, "kl_kind": {"low_var_kl": "k3"}.get(actor.kl_loss_type)}
         return {
-            "name": LOSSES.get(name, name), **clip, **means[actor.loss_agg_mode], "entropy_weight": actor.entropy_coeff,
+            "name": LOSSES.get(name, name), **clip, **mean, "entropy_weight": actor.entropy_coeff,
             **(kl if actor.use_kl_loss else {}),
         }  # fmt: skip
 
@@ -282,33 +309,42 @@ class Loop:
     def loss(self, real: Any, model_output: Any, data: Any, told: Any) -> Any:
         """verl's loss of a micro-batch, with each token's before the mean."""
         terms: list[torch.Tensor] = []
-        mean = core_algos.agg_loss
+        seen: dict[str, Any] = {}
+        name, actor = self.actor.policy_loss.loss_mode, self.actor
+        policy, mean, divergence = core_algos.POLICY_LOSS_REGISTRY[name], losses.agg_loss, losses.kl_penalty
 
         def agg_loss(loss_mat: Any, **given: Any) -> Any:
             terms.append(loss_mat)
             return mean(loss_mat=loss_mat, **given)
 
-        seen: dict[str, Any] = {}
-        name = self.actor.policy_loss.loss_mode
-        policy = core_algos.POLICY_LOSS_REGISTRY[name]
-
         def watched(**given: Any) -> Any:
             seen.update(given)
-            with patch.object(core_algos, "agg_loss", agg_loss):
-                return policy(**given)
+            return policy(**given)
 
-        with patch.dict(core_algos.POLICY_LOSS_REGISTRY, {name: watched}):
+        def kl_penalty(ref_logprob: Any, **given: Any) -> Any:
+            seen["reference"] = ref_logprob
+            return divergence(ref_logprob=ref_logprob, **given)
+
+        with (
+            patch.object(core_algos, "agg_loss", agg_loss),
+            patch.multiple(losses, agg_loss=agg_loss, kl_penalty=kl_penalty),
+            patch.dict(core_algos.POLICY_LOSS_REGISTRY, {name: watched}),
+        ):
             loss, metrics = real(model_output=model_output, data=data, **told)
-        alone = not self.actor.use_kl_loss and not self.actor.entropy_coeff
-        if alone and terms and torch.is_grad_enabled():
+        self.num_tokens = data["batch_num_tokens"]
+        factors = [1.0, *([-actor.entropy_coeff] if actor.entropy_coeff else [])]
+        factors += [actor.kl_loss_coef] if actor.use_kl_loss else []
+        if len(terms) == len(factors):
             self.record.token_losses(
                 self.step,
                 seen["log_prob"],
-                terms[0],
+                list(zip(factors, terms, strict=True)),
                 ids=[self.ids[int(row)] for row in data["row"]],
                 mask=seen["response_mask"],
+                entropies=terms[1] if actor.entropy_coeff else None,
                 old=seen["old_log_prob"],
                 advantages=seen["advantages"],
+                reference=seen.get("reference"),
             )
         return loss, metrics
 
@@ -316,19 +352,7 @@ class Loop:
         """verl's clip and step."""
         named = [(name, value.grad) for name, value in self.engine.module.named_parameters()]
         self.record.gradients(self.step, named)
-        self.norm = self.real["optimizer_step"]()
-        return self.norm
-
-    def report(self, found: Any) -> None:
-        """What verl reports of a step, of this process."""
-        tokens = int(sum(mask.sum() for mask in self.masks()))
-        self.record.step(self.step, loss=sum(found["loss"]), num_tokens=tokens, grad_norm=self.norm)
-        if not self.is_last_of_batch():
-            self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
-
-    def masks(self) -> Iterator[torch.Tensor]:
-        """Tokens in the loss of this process's rows."""
-        return (self.batch.batch["response_mask"][row] for row in self.rows)
+        return self.real["optimizer_step"]()
 
     def is_last_of_batch(self) -> bool:
         """The step is the last that trains on the batch."""
@@ -345,8 +369,7 @@ class Loop:
         for size in {len(row) for row in prompts}:
             places = [at for at, row in enumerate(prompts) if len(row) == size]
             seeds = [1000 * step + at for at in places]
-            ends = [self.tokenizer.eos_token_id]
-            for at, own in zip(places, self.sampler.generate([prompts[at] for at in places], ends, seeds, MOST)):
+            for at, own in zip(places, self.sampled_answers([prompts[at] for at in places], seeds), strict=True):
                 text, gold = self.tokenizer.decode(own["tokens"]), str(sum(asked[at // GROUP]))
                 reward = len({*text} & {*gold}) / len(gold)
                 rows[at] = {
@@ -374,6 +397,11 @@ class Loop:
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
         return batch
 
+    def sampled_answers(self, prompts: list[list[int]], seeds: list[int]) -> list[dict[str, Any]]:
+        """Answers to prompts of one length."""
+        heat = self.config.actor_rollout_ref.rollout.temperature
+        return self.sampler.generate(prompts, [self.tokenizer.eos_token_id], seeds, MOST, heat)
+
     def train_step(self, number: int) -> None:
         """What `RayPPOTrainer.fit` does in a step."""
         trainer, algorithm = self.trainer, self.config.algorithm
@@ -394,7 +422,10 @@ class Loop:
             batch = batch.union(trainer._compute_ref_log_prob(batch))
         batch.batch["token_level_scores"] = batch.batch["rm_scores"]
         if algorithm.use_kl_in_reward:
+            self.kl_weight = trainer.kl_ctrl_in_reward.value
             batch, _ = ray_trainer.apply_kl_penalty(batch, trainer.kl_ctrl_in_reward, algorithm.kl_penalty)
+            taken = (batch.batch["token_level_scores"] - batch.batch["token_level_rewards"]).sum(-1)
+            self.penalties = dict(zip(batch.batch["row"].tolist(), taken.tolist(), strict=True))
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         if correction is not None and not bypass:
