@@ -61,12 +61,15 @@ from verl.trainer.ppo import core_algos, ray_trainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils import losses
 
 from verifier import probe
 
+LOGPROBS = transformer_impl.logprobs_from_logits
+transformer_impl.logprobs_from_logits = lambda logits, **told: LOGPROBS(logits.float(), **told)
+"""As on GPUs, where flash-attention's kernel, and autocast's log_softmax, give float32."""
 PROMPTS, GROUP, MOST = 4, 4, 8
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CONFIG = {
@@ -155,7 +158,10 @@ class Loop:
         needs_reference = self.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
         role = "actor_rollout_ref" if needs_reference else "actor_rollout"
         self.worker = ActorRolloutRefWorker(self.config.actor_rollout_ref, role)
-        with patch("verl.workers.engine_workers.get_rollout_class", lambda *_: lambda **_: None):
+        with (
+            patch("verl.workers.engine_workers.get_rollout_class", lambda *_: lambda **_: None),
+            patch.object(transformer_impl, "CPUOffloadPolicy", lambda **_: None),  # which pins memory of a GPU
+        ):
             self.worker.init_model()
         self.trainer = object.__new__(RayPPOTrainer)
         self.trainer.config, self.trainer.use_reference_policy = self.config, needs_reference
@@ -163,7 +169,7 @@ class Loop:
         self.trainer.actor_rollout_wg = self.trainer.ref_policy_wg = Group(self.worker)
         if self.config.algorithm.use_kl_in_reward:
             self.trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(self.config.algorithm.kl_ctrl)
-        self.engine: FSDPEngineWithLMHead = self.worker.actor.engine
+        self.engine = self.worker.actor.engine
         self.sampler = TransformersEngine(checkpoint, trace, rank=self.rank)
         self.worker.rollout = Rollout(self.sampler, self.sync)
         self.trace, self.step, self.sampled_by = trace, 0, 0
@@ -177,7 +183,10 @@ class Loop:
         record.optimizer(
             engine.optimizer, engine.module.named_parameters(), clip_grad=optim.clip_grad,
             asked={"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}, scheduler=engine.lr_scheduler,
-            schedule="constant", learning_rate=optim.lr, weight_decay=optim.weight_decay,
+            schedule=optim.lr_scheduler_type, learning_rate=optim.lr, weight_decay=optim.weight_decay,
+            warmup_steps=max(optim.lr_warmup_steps, 0), total_steps=max(optim.total_training_steps, 0),
+            least_learning_rate=(optim.min_lr_ratio or 0.0) * optim.lr,
+            updates_per_rate=PROMPTS // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs,
         )  # fmt: skip
         self.real = {name: getattr(engine, name) for name in ("optimizer_step", "prepare_model_inputs")}
         for name in self.real:
