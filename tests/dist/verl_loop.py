@@ -86,7 +86,7 @@ CONFIG = {
 """Settings beside verl's defaults; `steps` is that of the loop."""
 STEPS = 2
 EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
-LOSSES = {"vanilla": "clipped", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
+LOSSES = {"vanilla": "clipped", "gpg": "reinforce", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 """verl's name of a loss -> the probe's."""
 ESTIMATORS = {
     "grpo": {"estimator": "grpo", "epsilon": 1e-6, "ddof": 1}, "rloo": {"estimator": "rloo"},
@@ -256,10 +256,15 @@ class Loop:
         told = dict(ESTIMATORS.get(algorithm.adv_estimator, {}))
         if told.get("estimator") == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
             told["estimator"] = "dr_grpo"
-        if {own["group"] for own in rows} & {
-            own["group"] for at, own in enumerate(self.batch_rows) if at not in self.ids
-        }:
-            told["estimator"] = ""
+        whole = self.batch.batch
+        sizes = whole["response_mask"].sum(-1).tolist()
+        net = whole["token_level_rewards"].sum(-1).tolist()
+        ends = whole["advantages"].gather(1, whole["response_mask"].sum(-1, keepdim=True) - 1)[:, 0].tolist()
+        told["others"] = [
+            (self.batch_rows[row]["group"], net[at], ends[at], sizes[at])
+            for at, row in enumerate(whole["row"].tolist())
+            if row not in self.ids
+        ]
         if algorithm.use_kl_in_reward:
             told |= {"penalties": [self.penalties[row] for row in self.rows], "kl_kind": "k1"}
             told["kl_weight"] = self.kl_weight
@@ -285,7 +290,8 @@ class Loop:
         mean = means[actor.loss_agg_mode]
         if name == "sapo":  # which has this mean alone
             clip, mean = {"steepness": (actor.tau_pos, actor.tau_neg)}, means["seq-mean-token-mean"]
-        kl = {"kl_weight": actor.kl_loss_coef, "kl_kind": {"low_var_kl": "k3"}.get(actor.kl_loss_type)}
+        kind = actor.kl_loss_type.replace("low_var_kl", "k3")
+        kl = {"kl_weight": actor.kl_loss_coef, "kl_kind": kind, "kl_limit": 10.0 if "k3" in kind else None}
         return {
             "name": LOSSES.get(name, name), **clip, **mean, "entropy_weight": actor.entropy_coeff,
             **(kl if actor.use_kl_loss else {}),
@@ -432,8 +438,15 @@ class Loop:
         batch.batch["token_level_scores"] = batch.batch["rm_scores"]
         if algorithm.use_kl_in_reward:
             self.kl_weight = trainer.kl_ctrl_in_reward.value
-            batch, _ = ray_trainer.apply_kl_penalty(batch, trainer.kl_ctrl_in_reward, algorithm.kl_penalty)
-            taken = (batch.batch["token_level_scores"] - batch.batch["token_level_rewards"]).sum(-1)
+            real = core_algos.kl_penalty
+
+            def kl_penalty(*args: Any, **told: Any) -> torch.Tensor:
+                self.divergence = real(*args, **told)
+                return self.divergence
+
+            with patch.object(core_algos, "kl_penalty", kl_penalty):
+                batch, _ = ray_trainer.apply_kl_penalty(batch, trainer.kl_ctrl_in_reward, algorithm.kl_penalty)
+            taken = self.kl_weight * (self.divergence * batch.batch["response_mask"]).sum(-1)
             self.penalties = dict(zip(batch.batch["row"].tolist(), taken.tolist(), strict=True))
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]

@@ -97,7 +97,7 @@ class OptimizerRecorder(LossRecorder):
         self._last: UpdateSample | None = None
         self._updates: dict[int, _Update] = {}
         self._reports: dict[int, tuple[float, int, float]] = {}
-        self._taken = 0
+        self._taken, self._is_idle = 0, False
         self.world_size = 1
 
     def optimizer(
@@ -248,6 +248,7 @@ class OptimizerRecorder(LossRecorder):
         from verifier.stages.train.probe_adam_elements import greatest_moment, group_of
 
         step = self.current
+        self._is_idle = all(not float(group["lr"]) for group in self._optimizer.param_groups)  # a scheduler moves on
         update = self._updates.setdefault(step, _Update(self._number()))
         if update.fields:
             self.unbounded(TrainerStep, "the optimizer takes several steps in one of the loop")
@@ -364,7 +365,7 @@ class OptimizerRecorder(LossRecorder):
 
     def is_idle(self) -> bool:
         """Tell whether the optimizer's last step had a rate of 0."""
-        return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
+        return self._optimizer is not None and self._is_idle
 
 
 def _said(value: Any) -> str:

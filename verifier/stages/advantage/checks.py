@@ -364,6 +364,8 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
         rows = {name: (old[own.astype(bool)], reference[own.astype(bool)]) for name, old, reference, own in parts}
         for item in trace.of(Advantages, version=policy.version):
             for name, actual in zip(item.ids, item.penalties, strict=True):
+                if name not in rows:  # a recorded loop's, of another mini-batch or rank
+                    continue
                 old, reference = (side.tolist() for side in rows[name])
                 estimates, size = _estimates(old, reference, item.kl_kind)
                 right = item.kl_weight * math.fsum(estimates)
