@@ -300,28 +300,31 @@ def sent_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_of_the_pack(patch: pytest.MonkeyPatch) -> None:
-    """Positions count on over the sequences of a pack."""
+    """Positions count on over the sequences of a pack, in training."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     real = FSDPEngineWithLMHead.prepare_model_inputs
 
     def wrong(self: Any, micro_batch: Any) -> Any:
         inputs, told = real(self, micro_batch)
-        places = torch.arange(inputs["position_ids"].shape[1])
-        return {**inputs, "position_ids": places[None]}, told
+        if torch.is_grad_enabled():
+            inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
+        return inputs, told
 
     patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
 
 
 def labels_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    """Each place is to predict the token before it."""
+    """Each place is to predict the token before it, in training."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     real = FSDPEngineWithLMHead.prepare_model_inputs
 
     def wrong(self: Any, micro_batch: Any) -> Any:
         inputs, told = real(self, micro_batch)
-        return inputs, {**told, "input_ids_rmpad_rolled": inputs["input_ids"][0].roll(1)}
+        if torch.is_grad_enabled():
+            told["input_ids_rmpad_rolled"] = inputs["input_ids"][0].roll(1)
+        return inputs, told
 
     patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
 
@@ -410,6 +413,31 @@ def test_a_bug_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytes
 
     plant(monkeypatch)
     caught(run(settings), stage, code)
+
+
+@pytest.mark.parametrize(("size", "times"), [(8, 1), (4, 2), (2, 4)])
+def test_geo_mean_grows_with_the_number_of_micro_batches(
+    size: int, times: int, run: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl 0.9.1's `geo_mean` takes the mean of each micro-batch, which no other loss does, and the engine adds them."""
+    import verl_loop
+
+    seen: list[float] = []
+    real = verl_loop.Loop.train_batch
+
+    def train_batch(self: Any, data: Any) -> Any:
+        found = real(self, data)
+        seen.append(verl_loop.tu.get(found, "metrics")["grad_norm"])
+        return found
+
+    monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
+    run(loss("geo_mean", **{f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size}))
+    GRADIENTS[times] = seen[0]
+    assert seen[0] == pytest.approx(times * GRADIENTS[1], rel=1e-4)
+
+
+GRADIENTS: dict[int, float] = {}
+"""Micro-batches -> norm of the first gradient."""
 
 
 def test_a_mean_that_forgets_the_other_process_is_caught(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ class LossRecorder(AnswerRecorder):
         kinds = {"sentinel": np.int64, "mask": bool}
         rows = {key: np.concatenate(parts).astype(kinds.get(key, np.float32)) for key, parts in joined.items()}
         self.emit(LossRows(name=name, version=step, coordinate=str(self.rank)), rows)
-        weight = np.zeros(len(tokens.mask))
+        weight = np.where(tokens.mask, np.nan, 0.0)  # NaN: the token came to no loss
         at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
         weight[at] = rows["weight"].astype(np.float64) / count
         if (terms := own.terms) is not None:

@@ -412,15 +412,16 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
     derivatives of its loss by each token's, 16 roundings in the loss's dtype.
     Where to look: the denominators, and whether they are those of the whole batch.
-    What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
+    What it does not catch: a mask that is wrong itself (PCK001), a token that came to no loss of a recorded loop (PCK004),
+    and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
     for item in trace.of(LossColumns):
         masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
         weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
         for name, weight, mask, right in zip(item.ids, weights, masks, _on_rank(trace, item, masks), strict=True):
-            wanted = np.where(mask, right, 0.0)
-
+            wanted = np.where(mask & ~np.isnan(weight), right, 0.0)
+            weight = np.nan_to_num(weight)
             at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
             actual, asked = (float(side[at]) if len(side) else 0.0 for side in (weight, wanted))
             subject = f"the weight of token {at} of `{name}`"
