@@ -3,6 +3,7 @@
 `python verl_loop.py CHECKPOINT TRACE [KEY=VALUE ...]`, then `verifier judge TRACE --oracle`. Keys are those of verl's
 config, such as `actor_rollout_ref.actor.ppo_epochs=2`. In several processes every one has verl's driver, on all rows.
 """
+# ruff: noqa: E402 - verl asks for its platform as it is imported
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ CONFIG = {
     f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     f"{ACTOR}.fsdp_config.use_torch_compile": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
     f"{ACTOR}.ppo_mini_batch_size": PROMPTS, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
-    f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{ROLLOUT}.n": GROUP, f"{ROLLOUT}.free_cache_engine": False,
+    f"{ROLLOUT}.name": "hf",
+    f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{ROLLOUT}.n": GROUP, f"{ROLLOUT}.free_cache_engine": False,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
     "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
     "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
@@ -110,11 +112,10 @@ class Group:
     def __init__(self, worker: ActorRolloutRefWorker) -> None:
         self.worker, self.rank = worker, torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
+        self._dispatch_info: dict[str, list[int]] = {}
 
     def _query_dispatch_info(self, role: str) -> list[int]:
         return list(range(self.world_size))
-
-    _dispatch_info: dict[str, list[int]] = {}
 
     def _part(self, data: Any) -> Any:
         return tu.chunk_tensordict(data, self.world_size)[self.rank]
@@ -247,11 +248,9 @@ class Loop:
         cut = {
             key: [row[: len(own["response"])] for row, own in zip(data[key], rows, strict=True)]
             for key in ("old_log_probs", "ref_log_prob", "advantages")
-            if key in data.keys()
+            if key in data
         }
-        record.trainer_logprobs(
-            step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by
-        )
+        record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by)
         algorithm = self.config.algorithm
         told = dict(ESTIMATORS.get(algorithm.adv_estimator, {}))
         if told.get("estimator") == "grpo" and not algorithm.norm_adv_by_std_in_grpo:

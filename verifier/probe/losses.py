@@ -205,8 +205,8 @@ class LossRecorder(AnswerRecorder):
         Args:
             step: number of the step, after its `advantages`.
             logprobs: [B, T] the log-probability that each token's loss is computed from, nats.
-            losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these. Or pairs
-                of a factor and such a tensor, for terms that the loop averages apart: the policy's, KL, entropy.
+            losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these. Or
+                pairs of a factor and such a tensor, for terms that the loop averages apart: the policy's, KL, entropy.
             ids: of the rollout of each row.
             mask: [B, T] tokens in the loss, of each row those of its rollout in order; by default the row has a place
                 for each token of the response, or of the rollout, or for all but the first, from the left.
@@ -227,7 +227,8 @@ class LossRecorder(AnswerRecorder):
             for record in (LossRows, LossColumns, UpdateRatios):
                 self.unbounded(record, f"the loss is computed in {min(narrow)}")
             return
-        if not (losses.requires_grad and logprobs.requires_grad) or {item.shape for _, item in terms} != {logprobs.shape}:
+        shapes = {item.shape for _, item in terms}
+        if not (losses.requires_grad and logprobs.requires_grad) or shapes != {logprobs.shape}:
             raise UsageError("`token_losses` takes tensors of one shape that the loss is differentiated by")
         shape = tuple(losses.shape)
         rows = np.zeros(shape, bool) if mask is None else row_of(mask, np.int64).reshape(shape) != 0

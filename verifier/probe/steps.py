@@ -350,13 +350,14 @@ class StepRecorder(ABC):
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
-        `name` is "cross_entropy", "reinforce" (log-probability times advantage), "importance" (ratio times it), "clipped", "gspo", "cispo", "sapo", with its
-        `steepness` for positive advantages and others, or "sequence": clipped by the product of a rollout's ratios.
-        Others are not judged. `aggregation` is "token_mean", "sequence_mean" or "prompt_mean", over all tokens in the
-        loss of all micro-batches and ranks. `divisor`, one for all ranks, is what the sum over tokens, or over means,
-        of all ranks is divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each
-        token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`,
-        one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
+        `name` is "cross_entropy", "reinforce" (log-probability times advantage), "importance" (ratio times it),
+        "clipped", "gspo", "cispo", "sapo", with its `steepness` for positive advantages and others, or "sequence":
+        clipped by the product of a rollout's ratios. Others are not judged. `aggregation` is "token_mean",
+        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks. `divisor`, one for
+        all ranks, is what the sum over tokens, or over means, of all ranks is divided by where that is not the number
+        of those with tokens in the loss. `kl_kind` is one of `KL_KINDS`, at most `kl_limit`, where it has no gradient.
+        With `kl_ratio` each token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv
+        2512.02556). With `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of their means.
 
         Raises:
             UsageError: an unknown mean or estimate.

@@ -412,8 +412,8 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
     derivatives of its loss by each token's, 16 roundings in the loss's dtype.
     Where to look: the denominators, and whether they are those of the whole batch.
-    What it does not catch: a mask that is wrong itself (PCK001), a token that came to no loss of a recorded loop (PCK004),
-    and what ranks make of the weights (LSS001).
+    What it does not catch: a mask that is wrong itself (PCK001), tokens that came to no loss of a recorded loop
+    (PCK004), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
     for item in trace.of(LossColumns):

@@ -58,8 +58,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout of an update, the loss of each token and the derivatives of the summed loss by its
     log-probability and its entropy, against the formula in float64 of the log-probability that the ranks computed and
     of the weight, divisor, advantage and reference that the controller computed: cross-entropy, clipped with dual clip,
-    GSPO over the whole sequence, CISPO, SAPO, importance sampling, REINFORCE, KL and entropy. And the loss that a rank reports: of
-    a recorded loop that of its own tokens, or of all.
+    GSPO over the whole sequence, CISPO, SAPO, importance sampling, REINFORCE, KL and entropy. And the loss that a rank
+    reports: of a recorded loop that of its own tokens, or of all.
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
