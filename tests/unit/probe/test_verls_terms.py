@@ -153,7 +153,7 @@ def test_a_schedule_counts_batches_of_several_steps(moves: int, told: int, tmp_p
             losses.mean().backward()
             record.gradients(step, [("w", weight.grad)])
             optimizer.step()
-            record.step(step, loss=float(losses.mean()), num_tokens=2, grad_norm=float(weight.grad.norm()))
+            record.step(step, loss=losses.mean(), num_tokens=2, grad_norm=float(weight.grad.norm()))
             if step % moves == 0:
                 schedule.step()
             record.weights_exported({"w": weight.detach()}, step, live={"w": weight.detach()})

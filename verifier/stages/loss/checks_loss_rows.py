@@ -12,7 +12,7 @@ import numpy as np
 from verifier.core import ragged
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import condition, knob, on, recorded
-from verifier.stages.advantage.checks import LIMIT
+from verifier.stages.advantage.checks import LIMIT, kl_estimates
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, UPDATED
 from verifier.stages.checks_parts import Part, parts_of
@@ -29,18 +29,6 @@ TERM = Tolerance(
 )  # fmt: skip
 NATS = 2e-6
 """Error of a difference of two log-probabilities in float32: numbers of up to 20, each 1e-6 off."""
-
-
-def kl_estimates(kind: str, distance: np.ndarray, limit: float | None = None) -> np.ndarray:
-    """Estimates of the KL divergence by current less reference log-probabilities, up to a limit, float64, nats.
-
-    Source:
-        http://joschu.net/blog/kl-approx.html
-    """
-    near = np.clip(distance, -LIMIT, LIMIT)
-    kinds = {"k1": distance, "abs": np.abs(distance), "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
-    return np.asarray(np.minimum(kinds[kind.removesuffix("+")], math.inf if limit is None else limit))
-
 
 FORMULA = condition(
     "the loss has no second formula", lambda run: knob(run, "algorithm") == "sft" or knob(run, "grpo.loss") in FORMULAS
