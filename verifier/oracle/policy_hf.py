@@ -372,6 +372,8 @@ def token_losses(
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
         elif name == "importance":
             total = -ratio * advantage
+        elif name == "reinforce":
+            total = -logprob * advantage
         elif name == "sapo":
             steep = torch.where(advantage > 0, *advantage.new_tensor(objective["steepness"]))
             total = -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantage
@@ -380,8 +382,13 @@ def token_losses(
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
-        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        divergence = estimates[objective["kl_kind"]]
+        estimates = {
+            "k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near, "abs": distance.abs()
+        }  # fmt: skip
+        most = objective.get("kl_limit") or math.inf
+        divergence = torch.clamp(estimates[objective["kl_kind"].removesuffix("+")], max=most)
+        if objective["kl_kind"].endswith("+"):
+            divergence = divergence.detach() + estimates["k2"] - estimates["k2"].detach()
         if objective.get("kl_ratio"):
             own = _means(divergence, counts) if name in WHOLE else divergence.detach()
             divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())
