@@ -67,6 +67,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "KL in the reward": {"algorithm.use_kl_in_reward": True},
     **{name: estimator(name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
     "not divided by the deviation": {"steps": 1, "algorithm.norm_adv_by_std_in_grpo": False},
+    **{
+        f"weights by {level}": {
+            "steps": 1, "algorithm.rollout_correction": {"rollout_is": level, "rollout_is_threshold": 2.0},
+        }
+        for level in ("token", "sequence")
+    },
     "padded": {"steps": 1, f"{MODEL}.use_remove_padding": False},
     "packs of a size": {**MANY, f"{ACTOR}.pad_to_length": True, f"{ACTOR}.fsdp_config.pad_to_length_bucket": 64},
     "micro-batches by tokens": {**MANY, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 60},

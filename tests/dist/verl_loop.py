@@ -247,7 +247,7 @@ class Loop:
         )
         cut = {
             key: [row[: len(own["response"])] for row, own in zip(data[key], rows, strict=True)]
-            for key in ("old_log_probs", "ref_log_prob", "advantages")
+            for key in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
             if key in data
         }
         record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by)
@@ -264,6 +264,10 @@ class Loop:
             for at, row in enumerate(whole["row"].tolist())
             if row not in self.ids
         ]
+        if "rollout_is_weights" in cut:
+            correction = algorithm.rollout_correction
+            told |= {"weights": cut["rollout_is_weights"], "weight_level": correction.rollout_is}
+            told["weight_cap"] = correction.rollout_is_threshold
         if algorithm.use_kl_in_reward:
             told |= {"penalties": [self.penalties[row] for row in self.rows], "kl_kind": "k1"}
             told["kl_weight"] = self.kl_weight
@@ -346,6 +350,7 @@ class Loop:
         ):
             loss, metrics = real(model_output=model_output, data=data, **told)
         self.num_tokens = data["batch_num_tokens"]
+        given_weights = seen.get("rollout_is_weights")
         factors = [1.0, *([-actor.entropy_coeff] if actor.entropy_coeff else [])]
         factors += [actor.kl_loss_coef] if actor.use_kl_loss else []
         if len(terms) == len(factors):
@@ -357,7 +362,7 @@ class Loop:
                 mask=seen["response_mask"],
                 entropies=terms[1] if actor.entropy_coeff else None,
                 old=seen["old_log_prob"],
-                advantages=seen["advantages"],
+                advantages=seen["advantages"] * (1.0 if given_weights is None else given_weights),
                 reference=seen.get("reference"),
             )
         return loss, metrics

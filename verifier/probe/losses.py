@@ -212,7 +212,7 @@ class LossRecorder(AnswerRecorder):
                 for each token of the response, or of the rollout, or for all but the first, from the left.
             entropies: [B, T] entropy at each token, if it is in the loss, with a gradient.
             old: [B, T] log-probabilities that the ratio divides by, as the loss reads them.
-            advantages: [B, T] or [B] or [B, 1], as the loss reads them.
+            advantages: [B, T] or [B] or [B, 1], as the loss reads them, times importance weights.
             reference: [B, T] log-probabilities of the reference, as the loss reads them.
             scale: of the loss beyond its mean over the whole batch: a gradient scaler's.
 
@@ -305,7 +305,11 @@ class LossRecorder(AnswerRecorder):
                 "gradient": given.get("current", nothing) * count,
                 "entropy_gradient": given.get("entropy", nothing) * count,
             }
-            for key, column in (("divisor", own.divisor()), ("advantage", own.advantage), ("reference", own.reference)):
+            for key, column in (
+                ("divisor", own.divisor()),
+                ("advantage", own.weighted()),
+                ("reference", own.reference),
+            ):
                 if column is not None:
                     found[key] = micro.columns.get(key, column[at])
             for key, values in found.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verifier.algorithms.off_policy import LEVELS
 from verifier.core.manifest import MeshSizes
 from verifier.core.record import Array, Record, kind_of, real
 from verifier.errors import UsageError
@@ -48,6 +49,8 @@ class OpenStep:
     old: np.ndarray | None = None
     reference: np.ndarray | None = None
     advantage: np.ndarray | None = None
+    factor: np.ndarray | float = 1.0
+    """Importance weights."""
     estimator: str = ""
     reasons: tuple[str, ...] = ()
     policy: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +107,10 @@ class OpenStep:
         """[R] place of each rollout's first token among all of the step, and the number of them."""
         ends = np.cumsum([0, *self.tokens.lengths])
         return ends[:-1], int(ends[-1])
+
+    def weighted(self) -> np.ndarray | None:
+        """[N] advantages, times importance weights."""
+        return None if self.advantage is None else self.advantage * self.factor
 
     def divisor(self) -> np.ndarray | None:
         """[N] log-probabilities that the ratio divides by, float64."""
@@ -281,7 +288,8 @@ class StepRecorder(ABC):
         self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
         ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
         ddof: int | None = None, penalties: Sequence[float] = (), kl_weight: float = 0.0, kl_kind: str = "k3",
-        others: Sequence[tuple[Any, float, float, int]] = (),
+        others: Sequence[tuple[Any, float, float, int]] = (), weights: Rows = (), weight_level: str = "",
+        weight_cap: float = math.inf,
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -303,6 +311,10 @@ class StepRecorder(ABC):
             kl_kind: "k1", "k2" or "k3".
             others: rollouts that the estimator had and the step does not train on, such as those of other mini-batches
                 or ranks: group, reward less its penalty, advantage, tokens in the loss.
+            weights: importance weights of each token, "old" over engine, that its loss without KL and entropy is
+                multiplied by.
+            weight_level: ratio that they are of: "token", "sequence", or "geometric", the geometric mean.
+            weight_cap: greatest weight.
 
         Raises:
             UsageError: the step has no rollouts or no rewards, rows are of other lengths, or an argument is none of
@@ -320,13 +332,18 @@ class StepRecorder(ABC):
             raise UsageError(f"epsilon is {epsilon:g}, it must be at least 0 and finite")
         if ddof not in (None, 0, 1):
             raise UsageError(f"ddof is {ddof}: a variance divides by n terms (0) or by n - 1 (1)")
-        if ratio_over == "engine" and not own.has_engine:
-            raise UsageError(f"the ratio of step {step} divides by the engine's log-probabilities, it has none")
+        if weights and weight_level not in LEVELS:
+            raise UsageError(f"weight_level is `{weight_level}`: weights are of {', '.join(LEVELS)}")
+        if (ratio_over == "engine" or weights) and not own.has_engine:
+            raise UsageError(f"a ratio of step {step} divides by the engine's log-probabilities, it has none")
         if len(values) != len(tokens.ids):
             raise UsageError(f"`advantages` has {len(values)} rows for {len(tokens.ids)} rollouts")
         if all(np.ndim(on_host(row)) == 0 for row in values):
             values = [np.full(len(part), float(row)) for row, part in zip(values, tokens.responses, strict=True)]
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
+        if weights:
+            own.factor = tokens.column(weights, "weights", fill=1.0, dtype=np.float64)
+            own.policy |= {"weight_level": weight_level, "weight_cap": weight_cap}
         own.others = tuple((str(group), *map(float, values), int(size)) for group, *values, size in others)
         own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
         own.denominator = {
@@ -420,21 +437,26 @@ class StepRecorder(ABC):
         tokens, nan = own.tokens, np.full(len(own.tokens.tokens), np.nan, np.float32)
         if own.old is None or not tokens.ids:
             return
-        ratio_over = own.policy.get("ratio_over", "old")
+        told: dict[str, Any] = {
+            "ratio_over": "old",
+            "weight_level": "",
+            "weight_cap": 1.0,
+            "max_staleness": 0,
+        } | own.policy
+        ratio_over = told["ratio_over"]
         columns = {
             "old": own.old, "engine": tokens.engine, "divisor": own.old if ratio_over == "old" else tokens.engine,
             "reference" if not own.denominator.get("kl_weight") else "penalty_reference": nan
             if own.reference is None
             else own.reference,
-            "advantage": np.zeros(len(nan)) if own.advantage is None else own.advantage,
+            "advantage": np.zeros(len(nan)) if own.advantage is None else own.weighted(),
             "mask": tokens.mask, "own": tokens.mask, "version": tokens.versions,
         }  # fmt: skip
         if not own.has_engine:
             del columns["engine"]
         record = PolicyColumns(
-            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, ratio_over=ratio_over,
-            weight_level="", weight_cap=1.0, mask_level="", mask_low=0.0, mask_high=1.0,
-            max_staleness=own.policy.get("max_staleness", 0), trained_version=step - 1,
+            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, mask_level="", mask_low=0.0,
+            mask_high=1.0, trained_version=step - 1, **told,
         )  # fmt: skip
         self.emit(record, columns)
         if own.advantage is None:

@@ -175,3 +175,37 @@ def test_a_tied_head_may_be_held_under_both_names(moved: bool, tmp_path: Path) -
     report = report_of(read(tmp_path / "trace"), "trace")
     assert [item.code for item in report.violated] == (["WGT001"] if moved else [])
     assert next(item for item in report.outcomes if item.code == "WGT001").num_compared == 2
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_importance_weights_are_the_capped_ratio_to_the_engine(level: str, wrong: bool, tmp_path: Path) -> None:
+    """As verl's rollout correction makes them, in float32."""
+    inputs = inputs_of()
+    engine = inputs["old"] + torch.randn(inputs["old"].shape, generator=torch.Generator().manual_seed(5)) * 0.3
+    away = (inputs["old"] - engine) * inputs["mask"]
+    ratio = (away if level == "token" else away.sum(-1, keepdim=True).expand_as(away)).exp()
+    weights = ratio.clamp(max=1.1) if not wrong else ratio
+    cut = {
+        key: [row[:size] for row, size in zip(value, SIZES, strict=True)]
+        for key, value in {"engine": engine, "old": inputs["old"], "weights": weights}.items()
+    }
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        record.rollouts(
+            2, prompts=[[1]] * 3, responses=[[2] * size for size in SIZES], loss_mask=[[1] * size for size in SIZES],
+            engine_logprobs=cut["engine"], versions=1, ids=[f"0/{at}" for at in range(3)],
+        )  # fmt: skip
+        record.trainer_logprobs(2, cut["old"])
+        told = {"weights": cut["weights"], "weight_level": level, "weight_cap": 1.1}
+        record.advantages(2, inputs["advantage"].tolist(), dtype="float32", **told)
+        record.loss(2, "clipped")
+        current = inputs["old"].clone().requires_grad_(True)
+        losses = -(current - inputs["old"]).exp() * inputs["advantage"][:, None] * weights
+        record.token_losses(2, current, losses, ids=[f"0/{at}" for at in range(3)])
+        mean = (losses * inputs["mask"]).sum() / sum(SIZES)
+        mean.backward()
+        record.step(2, loss=mean, num_tokens=sum(SIZES), grad_norm=1.0)
+    report = report_of(read(tmp_path / "trace"), "trace")
+    found = {item.code for item in report.violated} - {"LGP009"}  # the engine is far off on purpose
+    assert found == ({"ADV003"} if wrong else set()), render_text(report)
+    assert "LSS004" in {item.code for item in report.outcomes}

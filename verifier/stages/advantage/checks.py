@@ -256,25 +256,26 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
     Why it matters: a ratio against the wrong policy ignores staleness, or is always 1; a cap on the wrong level lets
     one sequence rule the step.
     Evidence: advantage/policy, advantage/advantages.
-    Tolerance and its source: bitwise; log-probabilities and versions are copied. 1e-10 for factors, float64.
+    Tolerance and its source: bitwise; log-probabilities and versions are copied. 1e-10 for factors, float64; of a
+    recorded loop in less, as many roundings of its dtype as tokens, and 8, by 1 and the sum of its log-ratios.
     What it does not catch: a log-probability that is wrong itself (LGP001, LGP003).
     References: SkyRL#1315, miles#1829, verl rollout_corr.
     """
     for item in trace.of(PolicyColumns):
         arrays = trace.arrays(item)
         advantage = {
-            name: float(value)
+            name: (float(value), ROUNDOFFS[found.dtype])
             for found in trace.of(Advantages, version=item.version)
             for name, value in zip(found.ids, found.advantages, strict=True)
         }
         parts = {name: ragged.split(array, item.lengths) for name, array in arrays.items()}
         for place, name in enumerate(item.ids):
             rows = {key: values[place] for key, values in parts.items()}
-            yield from _policy_inputs(item, name, rows, advantage.get(name, math.nan))
+            yield from _policy_inputs(item, name, rows, *advantage.get(name, (math.nan, 0.0)))
 
 
 def _policy_inputs(
-    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float
+    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float, u: float
 ) -> Iterator[Comparison]:
     mask, over = rows["mask"].astype(bool), item.ratio_over
     divisor, wanted = rows["divisor"][mask], rows[over][mask]
@@ -282,9 +283,13 @@ def _policy_inputs(
     sentence = f"the ratio of `{name}` divides by other log-probabilities than `{over}`"
     found, hint = "" if same else _which(rows, mask, divisor), "look at which policy the ratio is taken against"
     yield compare_value(item, f"{name} (divisor)", found, f"`{over}`", same=same, sentence=sentence, hint=hint)
-    expected = advantage * _factors(item, rows["old"][mask], rows.get("engine", rows["old"])[mask])
+    sides = rows["old"][mask], rows.get("engine", rows["old"])[mask]
+    expected = advantage * _factors(item, *sides)
+    rounding = (
+        u * (len(divisor) + TERMS) * (1.0 + float(np.abs(sides[0] - sides[1]).sum())) if item.weight_level else 0.0
+    )
     gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
-    bound = FACTOR.absolute * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    bound = max(FACTOR.absolute, rounding) * max(1.0, float(np.abs(expected).max(initial=0.0)))
     what = f"{name} (advantage)"
     subject = f"the gap of a token's advantage in `{name}` to {advantage:.6g} times its factor"
     hint = "look at the level, the cap and the mask of importance weights"
