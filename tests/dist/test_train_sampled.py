@@ -17,6 +17,7 @@ from verifier.core import store
 from verifier.core.finding import Verdict
 from verifier.errors import UsageError
 from verifier.faults.training_trial import GRPO_KNOBS, KNOBS, DeferredJudge
+from verifier.oracle.oracle import Oracle, OracleMemoryError
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report.report import report_of
 from verifier.runs.resources import Deadline, Resources
@@ -99,6 +100,26 @@ def test_steps_are_sampled_by_default_and_a_run_without_them_says_so(resources, 
     gaps = report_of(store.read(tmp_path / "none" / "steps" / "000001"), "").not_judged
     assert all(gap.endswith("(verify.every is 0)") for gap in gaps)
     assert {"LSS001", "LSS002", "TRN001"} <= {*re.findall(r"[A-Z]{3}\d{3}", gaps[0])}
+
+
+def test_a_run_goes_on_where_the_oracle_has_no_room_and_says_what_is_not_judged(resources, tmp_path, monkeypatch):
+    asked, ask = [], Oracle.ask
+
+    def without_room(oracle, function, paths, *arguments, **read):
+        asked.append(function)
+        if "000002" in str(paths[0]) and function != "policy_hf:judge_updates":
+            raise OracleMemoryError(f"the fp32 oracle ran out of memory in `{function}`; where")
+        return ask(oracle, function, paths, *arguments, **read)
+
+    monkeypatch.setattr(Oracle, "ask", without_room)
+    train(resources, tmp_path / "run", *LIVE, "verify.every=1")
+    reports = [report_of(store.read(tmp_path / "run" / "steps" / f"{step:06d}"), "") for step in (1, 2, 3)]
+    assert [report.verdict for report in reports] == [Verdict.HOLDS] * 3
+    assert not reports[0].not_judged
+    assert all("the fp32 oracle ran out of memory in `logprob_hf" in " ".join(item.not_judged) for item in reports[1:])
+    assert all("where" not in " ".join(item.not_judged) for item in reports)
+    assert asked.count("policy_hf:judge_updates") == 2
+    assert not list((tmp_path / "run" / "oracle").iterdir())
 
 
 def test_sampled_steps_without_a_judge_are_refused():

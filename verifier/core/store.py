@@ -30,7 +30,7 @@ from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_nump
 from verifier.core.schema import encode
 from verifier.errors import Stopped, UsageError, VerifierError
 
-__all__ = ["Recorder", "complete", "create", "discard", "fail", "pack", "read", "recording"]
+__all__ = ["Recorder", "complete", "create", "discard", "fail", "forget", "pack", "read", "recording"]
 
 
 @contextlib.contextmanager
@@ -194,6 +194,12 @@ def _to_pack(path: Path, batches: Sequence[Path], *, records: bool) -> Iterator[
     yield from ((f"{OF_BATCHES}{file.name}", file.read_bytes()) for file in batches)
     for name in FOLDERS if records else ():
         yield from ((f"{name}/{file.name}", file.read_bytes()) for file in sorted((path / name).glob("*")))
+
+
+def forget(path: Path, role: Role) -> None:
+    """Remove what recorders of a role wrote into a trace that is not complete yet."""
+    for file in (*path.glob(f"evidence/{role}-*.jsonl"), *path.glob(f"arrays/{role}-*.safetensors")):
+        file.unlink()
 
 
 def discard(path: Path) -> None:

@@ -45,6 +45,10 @@ class Sides(NamedTuple):
     """See `verifier.oracle.logprob_hf.sides`; rows are empty where the other is less than float32."""
 
 
+class OracleMemoryError(UsageError):
+    """The oracle has too little memory for what it is asked."""
+
+
 class Oracle(contextlib.AbstractContextManager["Oracle"]):
     """Computes with any checkpoint directory. The same question of the same small weights is computed once.
 
@@ -116,7 +120,7 @@ class Oracle(contextlib.AbstractContextManager["Oracle"]):
         others JSON values. The answer depends on the content of the folders `read`, by default `paths`.
 
         Raises:
-            UsageError: the oracle has too little memory for it.
+            OracleMemoryError: the oracle has too little memory for it.
         """
         contents = [_content(folder) for folder in read or paths]
         known = None not in contents
@@ -129,7 +133,7 @@ class Oracle(contextlib.AbstractContextManager["Oracle"]):
         except VerifierError as error:
             if not is_out_of_memory(str(error)):
                 raise
-            raise UsageError(
+            raise OracleMemoryError(
                 f"the fp32 oracle ran out of memory in `{function}`: give it fewer or shorter sequences "
                 f"(verify.rollouts=1 in training), or none (verify.every=0); {error}"
             ) from error

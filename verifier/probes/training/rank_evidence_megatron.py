@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import full_disk_refused
@@ -333,6 +334,8 @@ class UpdateEvidence(UpdateObserver):
         rank, parts, update, probe = self._rank, self._parts, self._update, self._probe
         if self._hand_on is not None:
             self._hand_on.after(update.number, probe if update.last and rank.connected else None, update.step)
+            if update.last:
+                torch.cuda.empty_cache()  # the oracle has this GPU too
         rank.record_routes(probe, update.step, update.batch)
         probe.emit(KnobsReached(name=self._name, version=self._version, values=dict(parts.knobs())))
         self._record_step(result)

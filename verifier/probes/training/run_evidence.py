@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from verifier.config.training import TrainConfig
 from verifier.core.manifest import Facts, Manifest
 from verifier.core.record import Probe
-from verifier.core.store import Recorder, complete, create
+from verifier.core.store import Recorder, complete, create, forget
 from verifier.errors import VerifierError
 from verifier.model.families import moe_layers_of
-from verifier.oracle.oracle import Oracle
+from verifier.oracle.oracle import Oracle, OracleMemoryError
 from verifier.probes.training.sampled_step import (
     SampledStep,
     is_sampled,
@@ -100,6 +100,7 @@ class RunEvidence(Observer):
         self.noise: SampledNoise | None = None
         """Rounding of log-probabilities by the run's dtype, as the last step that measures it found."""
         self._oracle: Oracle | None = None
+        self._no_room = ""
         self._probe: Recorder | None = None
         self._scored: ScoredRollouts | None = None
         self._answered: Answered | None = None
@@ -288,6 +289,7 @@ class RunEvidence(Observer):
             loaded=self._begins and bool(updates), sent=self._sent, resumed=resumed, restarted=restarted,
             stored=stored, evaluated=evaluated, examined=examined, fresh=fresh,
             rewarded=self._reads_rewards, noise=self._record_noise(probe, step, fresh=fresh),
+            why_unsampled=self._no_room,
         ))  # fmt: skip
         probe.emit(KnobsAsked(name="config", version=step, values=asked(config)))
         probe.emit(OptimizerSettings(name="Adam", version=step, **optimizer_settings(config)))
@@ -329,9 +331,13 @@ class RunEvidence(Observer):
         if ended is None:
             return
         assert self._verdicts is not None
+        manifest = ended.manifest
         if ended.computed is not None:
-            self.noise = ended.computed.result() or self.noise
-        complete(ended.trace, ended.manifest)
+            try:
+                self.noise = ended.computed.result() or self.noise
+            except OracleMemoryError as problem:
+                manifest = self._without_oracle(ended, str(problem))
+        complete(ended.trace, manifest)
         self._verdicts.ask(ended.step, ended.trace)
         if self.run.ahead is not None or ended.computed is not None:
             self._verdicts.settle(ended.step)
@@ -339,6 +345,18 @@ class RunEvidence(Observer):
         needed = ended.step - config.grpo.max_staleness if ended.step < config.steps else ended.step
         for version in [each for each in self._held if each < needed]:
             shutil.rmtree(self._held.pop(version).parent)
+
+    def _without_oracle(self, ended: Ended, problem: str) -> Manifest:
+        """Go on without an oracle, which has no room beside trainer and engine; returns the manifest of its last step.
+
+        The verdicts of that step and of those after it say what nothing judges, and why.
+        """
+        self.run.progress(f"step {ended.step}: transformers computes no further step: {problem}")
+        self._oracle, self._no_room = None, problem.partition(";")[0]
+        forget(ended.trace, "oracle")
+        shutil.rmtree(self.run.folder.oracle(ended.step), ignore_errors=True)
+        facts = replace(ended.manifest.facts, sampled=False, noise=False, why_unsampled=self._no_room)
+        return replace(ended.manifest, facts=facts)
 
     def on_evaluation(self, version: int, answered: Answered | None) -> None:
         """Keep the answers for the trace that comes next."""

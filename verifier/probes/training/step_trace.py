@@ -91,7 +91,8 @@ def _with_model(config: TrainConfig, model: ModelUnderTest, happened: Facts) -> 
     return replace(
         happened, expert_stages=model.expert_stages, score_bias=has_score_bias(sizes), replicas=model.has_replicas,
         cut=cuts_exports(config, model.tier, model.checkpoint.num_bytes), why_no_layout=model.why_no_layout,
-        why_unread=why_unread(model.checkpoint.path), why_unsampled=unsampled_because(config, model),
+        why_unread=why_unread(model.checkpoint.path),
+        why_unsampled=happened.why_unsampled or unsampled_because(config, model),
         why_no_spot=why_no_spot(config, model), spot=has_spot(happened.step), frozen_base=bool(config.lora.rank),
         has_reference=trained and grpo.has_reference, has_turns=trained and grpo.has_turns,
         adapters_sent=bool(config.lora.engine_rank(samples=live)), estimators=(grpo.advantage,) if trained else (),
