@@ -159,7 +159,7 @@ def norm_of_queries_without_gradient(call: Call) -> Any:
     return call.faulty()
 
 
-@sized(PROJECT, Stage.LOGPROB, "LGP001", training=("optimizer.learning_rate=1e-3",))
+@sized(PROJECT, Stage.LOGPROB, "LGP001", training=("steps=2", "optimizer.learning_rate=1e-3"))
 def products_of_a_prepared_copy(call: Call) -> Any:
     """Attention projects for ever with the copies of its weights that its first pass made."""
     weight = call.self.linear_qkv.weight
@@ -172,7 +172,9 @@ def products_of_a_prepared_copy(call: Call) -> Any:
         weight.data = live
 
 
-@sized("verifier.export.gather_megatron:export(trainer)", Stage.EXPORT, "WGT020", training=("verify.every=0",))
+@sized(
+    "verifier.export.gather_megatron:export(trainer)", Stage.EXPORT, "WGT020", training=("steps=2", "verify.every=0")
+)
 def shard_of_the_version_before(call: Call) -> Any:
     """Each sync sends one tensor as the sync before it had it."""
     for name, tensor in call.original():

@@ -1,4 +1,4 @@
-"""Bugs planted into models of Qwen3-0.6B's widths, caught in their stage within two steps of GRPO in bf16 on one GPU.
+"""Bugs planted into models of Qwen3-0.6B's widths, caught in their stage in one or two steps of GRPO in bf16 on a GPU.
 
 By default steps 1 and 2 are computed by transformers too, for a few rollouts. Runs without a bug hold. Models have
 random weights, so answers differ in reward by a checksum of their text.
@@ -7,6 +7,7 @@ random weights, so answers differ in reward by a checksum of their text.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from verifier.runs.resources import Deadline
 from verifier.trainer.controller import Trainer
 
 KNOBS = (
-    "algorithm=grpo", "steps=2", "dtype=bf16", "mesh.dp=1", "data.source=arithmetic", "data.batch_size=8",
+    "algorithm=grpo", "dtype=bf16", "mesh.dp=1", "data.source=arithmetic", "data.batch_size=8",
     "batch.max_tokens=8192", "grpo.group_size=4", "grpo.max_answer_tokens=128",
     "grpo.reward=tests.h100.sized_faults:spread", "optimizer.learning_rate=1e-4", "optimizer.warmup_steps=0",
     "optimizer.schedule=constant", "evaluation.every=0", "checkpoint.every=0", "engine.kv_cache_gib=4",
     "verify.steps=true",
 )  # fmt: skip
-JUDGED = {"LGP001", "LGP003", "LGP009", "LSS001", "LSS002", "TRN001", "WGT005", "WGT020"}
+JUDGED = {"LGP001", "LGP003", "LGP009", "LSS001", "LSS002", "TRN001", "WGT005"}
 """Checks that judge by an oracle or by the live weights, all of them in the two steps of a run."""
 GIB = 45.0
 """Memory on the GPU at most."""
@@ -50,7 +51,8 @@ def models(tmp_path_factory) -> Path:
 def trained(resources: Any, model: Path, folder: Path, fault: Fault | None = None) -> tuple[list[Report], int, str]:
     """Reports of a run's steps, how often the bug's code ran, and the error that ended the run early, if one did."""
     run, fire, crashed = folder / "run", FireCounter(mark=folder / "fired-controller"), ""
-    own = {text.partition("=")[0]: text for text in (*KNOBS, *(fault.training if fault else ()))}
+    first = "steps=1" if fault else "steps=2"
+    own = {text.partition("=")[0]: text for text in (*KNOBS, first, *(fault.training if fault else ()))}
     config, _ = load(TrainConfig, overrides=[f"model={model}", *own.values(), f"run={run}"])
     folder.mkdir(exist_ok=True)
     within = (sized_faults.INJECTED, fault.id, str(folder)) if fault and fault.side is Side.TRAINER else ()
@@ -63,6 +65,7 @@ def trained(resources: Any, model: Path, folder: Path, fault: Fault | None = Non
         except VerifierError as problem:
             crashed = str(problem)
     fired = fire.count + sum(int(mark.read_text() or 1) for mark in folder.glob("fired-[0-9]*"))
+    shutil.rmtree(run / "hf_model", ignore_errors=True)  # a disk holds those of few runs
     steps = sorted((run / "steps").iterdir()) if (run / "steps").is_dir() else []
     return [report_of(store.read(path), str(path)) for path in steps], fired, crashed
 
