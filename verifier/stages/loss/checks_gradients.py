@@ -214,8 +214,18 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         if trace.manifest.dtype != "float32" and item.num_tokens < FEW_TOKENS:
             allowed, why = math.inf, f"fewer than {FEW_TOKENS} tokens do not tell their noise"
-        gap, what = abs(loss - right), f"reported loss on rank {report.rank}{of_update(report)}{some_of(item)}"
-        same = gap <= allowed and count == item.num_tokens
-        found, wanted = f"{loss:.6g} over {count:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
-        at, why = At(Stage.LOSS, report.version, owner_of(report)), f"{allowed:.3g}, {why}"
-        yield compare_value(at, what, found, wanted, same=same, allowed=why, bound=allowed, gap=gap)
+        numbers = [("reported loss", loss, right, count, item.num_tokens, allowed, why)]
+        if report.num_further or item.num_further:
+            loss, right = float(report.further_loss), float(item.further_loss)
+            allowed = max(LOSS.absolute * right, LOSS_NOISES * float(item.further_noise))
+            why = f"{LOSS}, or {LOSS_NOISES} times what rounding changes it by"
+            counts = (report.num_further, item.num_further)
+            numbers.append(("reported loss of further tokens", loss, right, *counts, allowed, why))
+        for what, loss, right, count, wanted, allowed, why in numbers:
+            gap, same = abs(loss - right), count == wanted and abs(loss - right) <= allowed
+            yield compare_value(
+                At(Stage.LOSS, report.version, owner_of(report)),
+                f"{what} on rank {report.rank}{of_update(report)}{some_of(item)}",
+                f"{loss:.6g} over {count:,} tokens", f"{right:.6g} over {wanted:,} tokens",
+                same=same, allowed=f"{allowed:.3g}, {why}", bound=allowed, gap=gap,
+            )  # fmt: skip
