@@ -186,7 +186,11 @@ def backward(
     split = split_over_ranks(trainer, rollouts, micro_batch_size, max_tokens)
     _, shards = _micro_batches(trainer, rollouts, split, ledger=on_shards is not None, columns=columns)
     finish = partial(_sums, loss=loss, further=bool(trainer.provider.mtp_loss_scaling_factor))
-    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
+    tokens, further = (sum(int(rollout.mask[begin:].sum()) for rollout in rollouts) for begin in (1, 2))
+    forward = partial(
+        _forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish,
+        further=tokens / max(further, 1),
+    )  # fmt: skip
     with _seen(shards, on_shards), _mode(trainer, training=True):
         parts = _run(trainer, forward, shards, forward_only=False)
     total = torch.zeros(4, dtype=torch.float64, device=device_of(trainer))
@@ -326,15 +330,20 @@ def _forward(
     entropy: bool,
     finish: Callable[..., Any],
     read: ReadLogits | None = None,
+    further: float = 0.0,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
-    The iterator yields each micro-batch twice: on the host and on the device.
+    The iterator yields each micro-batch twice: on the host and on the device. `further` is the number of tokens in the
+    step's loss, over that of those a layer for a further token (MTP) is trained on.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard, moved = next(data_iterator)
+    provider = trainer.provider
+    factor = provider.mtp_loss_scaling_factor
+    provider.mtp_loss_scaling_factor = factor * _share_of_further(shard, further) if factor else factor
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=_positions(trainer, moved.positions_T),
@@ -352,10 +361,11 @@ def _forward(
             pad_between_seqs=shard.has_padding_between,  # so that no layer waits for the device
         ),
         # Megatron makes the labels of a layer for a further token of the input tokens, so its mask is of these too.
-        **({"loss_mask": moved.loss_mask_T.roll(1)[None]} if trainer.provider.mtp_loss_scaling_factor else {}),
+        **({"loss_mask": moved.loss_mask_T.roll(1)[None]} if factor else {}),
         # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),
     )
+    provider.mtp_loss_scaling_factor = factor
 
     def on_logits(logits: torch.Tensor, *, non_loss_data: bool = False) -> Any:
         first = _coordinate(trainer).tp * logits.shape[-1]
@@ -368,6 +378,15 @@ def _forward(
         return finish(logprob_T, entropy_T, moved)
 
     return output, on_logits
+
+
+def _share_of_further(shard: PackedBatch, further: float) -> float:
+    """Factor of a micro-batch's mean loss of further tokens (MTP), which makes a step's loss the mean over all of them.
+
+    Megatron weighs that mean by the tokens in the micro-batch's own loss: a mean of means, Megatron-LM #7452.
+    """
+    mask_T = shard.loss_mask_T
+    return further * int((mask_T & (shard.positions_T > 0)).sum()) / max(int(mask_T.sum()), 1)
 
 
 def _positions(trainer: TrainerModel, positions_T: torch.Tensor) -> torch.Tensor:

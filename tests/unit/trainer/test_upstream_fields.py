@@ -27,6 +27,7 @@ TURNED = {
     "megatron.moe_aux_loss": "megatron.moe_load_balancing=aux_loss megatron.moe_aux_loss=0.001",
     "megatron.moe_z_loss": "megatron.moe_z_loss=0.001",
     "megatron.moe_bias_update_rate": "megatron.moe_bias_update_rate=0.001",
+    "megatron.mtp_loss_scaling_factor": "megatron.mtp_loss_scaling_factor=0.3",
     "megatron.moe_router_dtype": "megatron.moe_router_dtype=fp64",
     "megatron.use_fsdp": "megatron.use_fsdp=true",
     "megatron.fsdp_sharding": "megatron.use_fsdp=true megatron.fsdp_sharding=optim",
