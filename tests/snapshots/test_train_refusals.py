@@ -26,7 +26,6 @@ ROWS = {
 STALE = "algorithm=grpo grpo.max_staleness=1 grpo.ratio_over=engine"
 TOOLS = "algorithm=grpo grpo.max_turns=3"
 ADD, MOE, LATENT = "model=tiny:add", "model=tiny:qwen3-moe", "model=tiny:deepseek-v3"
-FURTHER = "model=tiny:deepseek_v3-mtp data.source=arithmetic megatron.mtp_loss_scaling_factor=0.3"
 SUMS = f"{ADD} data.source=sums.jsonl data.batch_size=2"
 REFUSED = {
     "unknown-key": f"{ADD} optimizer.learn_rate=1e-4",
@@ -86,10 +85,6 @@ REFUSED = {
     "aux-loss-of-no-type": f"{MOE} megatron.moe_aux_loss=0.001",
     "balancing-without-coefficient": f"{MOE} megatron.moe_load_balancing=seq_aux_loss",
     "further-loss-of-no-layer": f"{LATENT} megatron.mtp_loss_scaling_factor=0.3",
-    "further-loss-with-cp": f"{FURTHER} mesh.cp=2",
-    "further-loss-with-vpp": f"{FURTHER} mesh.pp=2 mesh.vpp=2",
-    "further-loss-of-adapters": f"{FURTHER} lora.rank=4",
-    "further-loss-judged-in-bf16": f"{FURTHER} dtype=bf16 verify.steps=true verify.every=1",
     "z-loss-below-zero": f"{MOE} megatron.moe_z_loss=-1",
     "bias-update-without-bias": f"{MOE} megatron.moe_bias_update_rate=0.001",
     "router-type-of-a-dense-model": f"{ADD} megatron.moe_router_dtype=fp32",

@@ -47,7 +47,6 @@ Row = Mapping[str, torch.Tensor]
 ``routes``, of a step that replays them; ``score``, the trainer's own log-probability, NaN where it has none."""
 WHOLE = ("gspo", "sequence")
 """Losses whose ratio is that of a sequence, by the mean or the sum of its log-ratios."""
-_FURTHER = ("further_loss", "further_noise", "num_further")
 SUMMED = 2.0**-24
 """Nats, times the root of the vocabulary: what a sum of so many exponentials in float32 changes a log-probability by.
 
@@ -70,8 +69,8 @@ class _Found:
     """Change of the loss by rounding of log-probabilities to float32, and of the sum that each is divided by, nats."""
     acting: int
     """Tokens whose loss has a gradient, in float32."""
-    further: tuple[float, float, int]
-    """Mean loss of further tokens, what rounding changes it by, nats, and their number."""
+    further: Mapping[str, float]
+    """Fields of `GradientRecord` on the loss of further tokens."""
 
 
 def judge_updates(
@@ -155,7 +154,7 @@ def judge_updates(
             "loss": float(right.nats.sum()), "loss_scale": float(right.nats.abs().sum()),
             "loss_noise": float(max(off)) + right.rounding,
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(right.nats),
-            "acting": right.acting, **dict(zip(_FURTHER, right.further, strict=True)),
+            "acting": right.acting, **right.further,
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
@@ -304,10 +303,12 @@ def _loss(
             tape.kind = 1
             doubt.backward()
     tape.backward(2 if rounds else 1, take)
+    mean, of_rounding = of_further.tolist()
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
-        rounding=rounding, acting=acting, further=(*of_further.tolist(), num_further),
+        rounding=rounding, acting=acting,
+        further={"further_loss": mean, "further_noise": of_rounding, "num_further": num_further},
     )  # fmt: skip
 
 

@@ -99,7 +99,8 @@ class StreamedModel:
         known = more == set(places)
         self.streams = known and isinstance(getattr(base, "layers", None), nn.ModuleList)
         if further and not self.streams:
-            raise ContractError(f"the layer of {path} for a further token has {sorted(more ^ set(places))[0]!r} or not")
+            odd = sorted(more ^ set(places))[:1] or ["model.layers"]
+            raise ContractError(f"in a layer of {path} for a further token `{odd[0]}` is missing, or has no place")
         if not self.streams:
             self.model = load_model(path, dtype).to(device)
             places = checkpoint_places(self.model, self.checkpoint.names())
@@ -127,7 +128,8 @@ class StreamedModel:
         if further:
             last, self._ahead = self.units[len(base.layers) - 2], self.units[len(base.layers) - 1]
             self._forward_ahead = self._ahead.module.forward
-            last.module.register_forward_pre_hook(self._note, with_kwargs=True)
+            self._given = given = dict[str, Any]()
+            last.module.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
         for unit in self.units:
             unit.module.forward = _Streamed(self, unit, unit.module.forward)  # type: ignore[method-assign]
 
@@ -169,9 +171,6 @@ class StreamedModel:
         found = self.model.base_model(**asked)
         self._kind = type(found)
         return found.last_hidden_state
-
-    def _note(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._given = kwargs  # masks and angles, which the layer behind gets too
 
     def ahead(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[B, T, H] the head is given for the tokens but one ahead, on the tape, after `hidden`; of the last two none.

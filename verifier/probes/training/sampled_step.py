@@ -144,11 +144,12 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
     if not (model.judges_gradients or (derives and not config.lora.rank and may_derive(model))):
         return f"the gradients of {config.model} cannot be judged: its family has no layout", ""
     options, rounded = config.megatron, config.dtype != "float32"
+    further, apart = options.mtp_loss_scaling_factor, any(name.startswith("mtp.") for name in model.checkpoint.metas)
     asked = {
         "distributed_optimizer": "false" if not options.distributed_optimizer else "",
         "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and rounded else "",
         **{name: f"{value:g}" if (value := getattr(options, name)) else "" for name in WITHOUT_ORACLE},
-        "mtp_loss_scaling_factor": f"{further:g}" if (further := options.mtp_loss_scaling_factor) and rounded else "",
+        "mtp_loss_scaling_factor": f"{further:g}" if further and (rounded or apart) else "",
     }
     for name, text in asked.items():
         if text:

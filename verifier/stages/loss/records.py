@@ -191,7 +191,7 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     further_loss: Real = 0.0
     """Mean cross-entropy of the tokens that a layer for a further token (MTP) is trained on, by transformers, nats."""
     further_noise: Real = 0.0
-    """What rounding of log-probabilities to float32 changes it by, nats."""
+    """Change of it by rounding of log-probabilities to float32, nats."""
     num_further: Count = 0
     """Number of those tokens; 0 where the loss of such a layer is off."""
     acting: Count | None = None
