@@ -45,7 +45,7 @@ def _where_rows_are(roll: Callable[..., Any]) -> Callable[..., Any]:
     """Shift of packed rows by one within each sequence, which begins behind the padding of the one before.
 
     Source:
-        Megatron-LM #6205, which reads these lengths too.
+        Megatron-LM #6205, which reads these lengths too; tests/dist/test_further_tokens.py fails when this can go.
     """
 
     def shift(tensor: Any, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None) -> Any:

@@ -70,7 +70,8 @@ def test_a_knob_that_is_turned_asks_for_another_value(knob):
 def test_the_provider_gets_what_the_run_had_before_there_were_knobs():
     assert provider_overrides(config()) == {
         "recompute_granularity": None, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0, "moe_enable_routing_replay": False,
+        "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0, "mtp_loss_scaling_factor": 0.0,
+        "moe_enable_routing_replay": False,
     }  # fmt: skip
 
 

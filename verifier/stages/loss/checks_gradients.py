@@ -51,8 +51,9 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per checkpoint tensor that transformers has a gradient for, that the trainer has one, and the
     greatest element of their difference, against the tensor's greatest gradient. In less than fp32 also how long the
     trainer's gradient is along transformers': of each tensor, but of all experts of a layer together, which have few
-    tokens each. A layer for a further token (MTP) is built of transformers' parts (docs/adr/0117). A mixture replays made-up routes in some steps, on both sides; with the step of learning rate 0 the
-    first four steps have every combination of replay and recomputation.
+    tokens each. A layer for a further token (MTP) is built of transformers' parts (docs/adr/0117). A mixture replays
+    made-up routes in some steps, on both sides; with the step of learning rate 0 the first four steps have every
+    combination of replay and recomputation.
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients). On sampled
