@@ -25,12 +25,13 @@ class Stopped(BaseException):
     """A signal asked the command to end: everything that was started is ended on the way out.
 
     Attributes:
+        signum: number of the signal.
         exit_code: 128 and the signal's number, as a shell reports it.
     """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
+        self.signum, self.exit_code = signum, 128 + signum
 
 
 class ViolationFound(VerifierError):

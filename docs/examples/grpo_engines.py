@@ -22,12 +22,14 @@ class TransformersEngine:
         self.version = 0
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], ends: list[int], seeds: list[int], most: int) -> list[dict[str, Any]]:
+    def generate(
+        self, prompts: list[list[int]], ends: list[int], seeds: list[int], most: int, temperature: float = 1.0
+    ) -> list[dict[str, Any]]:
         """Answers up to their first end token, or `most` tokens."""
         rows, drawn = torch.tensor(prompts), [torch.Generator().manual_seed(seed) for seed in seeds]
         nats = torch.zeros(len(prompts), 0)
         for _ in range(most):
-            found = self.model(rows).logits[:, -1].log_softmax(-1)
+            found = (self.model(rows).logits[:, -1] / temperature).log_softmax(-1)
             token = torch.stack(
                 [torch.multinomial(own.exp(), 1, generator=made) for own, made in zip(found, drawn, strict=True)]
             )
@@ -47,7 +49,8 @@ class TransformersEngine:
         sent = dict(self.record.receiving(named, version))
         missing = self.model.load_state_dict(sent, strict=False).missing_keys
         self.record.engine_loaded(version, [name for name in state if name not in missing])
-        self.record.engine_views(version, {name: state[name].detach() for name in sent})
+        held = self.model.state_dict()  # a tied head has two names
+        self.record.engine_views(version, {name: held[name] for name in sent})
         self.record.engine_held(version, state)
         self.version = version
 

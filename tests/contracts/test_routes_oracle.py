@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from verifier.errors import ContractError
 from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model, token_logprobs
 from verifier.oracle.logprob_hf import score
+from verifier.oracle.policy_hf import _loss
+from verifier.oracle.recording import REINFORCE
 from verifier.oracle.routes_hf import choosing, chosen_experts, mixtures_of
-from verifier.oracle.step_hf import gradients
 
 FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
 TOKENS = [(7 * at) % 61 for at in range(12)]
@@ -51,19 +54,24 @@ def test_natural_routes_change_no_bit_and_others_do(paths, family) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_go_by_routes_too(paths, family) -> None:
     rows = natural_routes(load_model(paths[family], torch.float32))
-    batch = [(TOKENS, [False] * 3 + [True] * 9, 1.0, [-1.0] * 12)]
-    rule = {"temperature": 1.25, "entropy_weight": 0.1, "drift_weight": 0.05, "factor": 1.0}
+    columns = {
+        "tokens": torch.tensor(TOKENS), "mask": torch.arange(12) > 2, "weight": torch.full((12,), 1 / 9).double(),
+        "advantage": torch.ones(12), "divisor": -torch.ones(12), "reference": -torch.ones(12),
+    }  # fmt: skip
+    objective = {**REINFORCE, "temperature": 1.25, "entropy_weight": 0.1, "kl_weight": 0.05}
     free, told, other = {}, {}, {}
 
     def computed(into, routes):
-        return gradients(paths[family], batch, rule, routes, lambda name, parts: into.update({name: parts[0]}))[0]
+        row = columns | ({"routes": torch.tensor(routes), "margin": torch.tensor(math.inf)} if routes else {})
+        told = [row], objective, torch.float64, lambda name, parts: into.update({name: parts[0]})
+        return _loss(paths[family], *told, from_first=True).nats
 
-    nats, told_nats = computed(free, []), computed(told, [rows])
+    nats, told_nats = computed(free, []), computed(told, rows)
     assert told_nats.equal(nats)
     assert free.keys() == told.keys()
     assert all(told[name].equal(gradient) for name, gradient in free.items())
     last, layer, *chosen = rows[-2]
-    computed(other, [[[last, layer, *((at + 1) % 8 for at in chosen)]]])
+    computed(other, [*rows[:-2], [last, layer, *((at + 1) % 8 for at in chosen)], rows[-1]])
     router = next(name for name in free if f".{layer}." in name and ".gate.weight" in name)
     assert other[router].any()
     assert not other[router].equal(free[router])

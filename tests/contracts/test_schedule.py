@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from verifier.megatron.optimizer_megatron import make_scheduler
-from verifier.oracle.step_hf import _rates
+from verifier.oracle.step_hf import rates_of
 from verifier.runs.scenario import RULE
 
 
@@ -21,5 +21,5 @@ def test_rates_are_those_of_the_oracle_through_warm_up_decay_and_after_it() -> N
     for past in range(RULE.num_rollouts + 8):
         for group, name in zip(groups, ("model.norm.weight", "lm_head.weight"), strict=True):
             expected = {"learning_rate": group["lr"], "decay": group["weight_decay"]}
-            assert _rates(rule, past, name) == pytest.approx(expected)
+            assert rates_of(rule, past, name) == pytest.approx(expected)
         scheduler.step(1)

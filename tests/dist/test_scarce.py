@@ -273,11 +273,15 @@ def test_a_rank_that_is_stopped_is_named_and_goes_on(whole: dict[str, bytes], tm
             time.sleep(0.1)
 
 
-def test_the_process_that_writers_of_checkpoints_report_to_is_named(tmp_path: Path) -> None:
+def test_the_process_that_writers_of_checkpoints_report_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     knobs = ("checkpoint.asynchronous=true", "checkpoint.every=1", "steps=100000")
     with under_way(command(run, *knobs), run, 3, output) as driver:
         (rank,) = ranks_of(driver.pid)
         os.kill(min(children(rank)), signal.SIGKILL)
         assert driver.wait(NAMED_S) == 3, output.read_text()
     assert "the process that a checkpoint's writers report to has ended: killed by SIGKILL" in output.read_text()
+    assert not [*tmp_path.glob("pymp-*")]

@@ -93,7 +93,7 @@ def test_an_invalid_layout_is_listed_with_its_reason(swept):
     assert f"dp=3,tp=3: {reason}" in printed
 
 
-def test_the_plot_asks_no_network(swept):
+def test_the_page_asks_no_network(swept):
     folder, _, _ = swept
     text = (folder / "sweep.html").read_text()
     assert "<script src" not in text

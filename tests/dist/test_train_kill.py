@@ -30,7 +30,8 @@ STEPS, AT = 6, 4
 """Steps of the run, and the one in which a process is killed; the checkpoint of step 2 is whole by then."""
 KNOBS = (
     "model=tiny:add", "algorithm=grpo", f"steps={STEPS}", "data.batch_size=4", "grpo.group_size=4",
-    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "evaluation.num_problems=0", "checkpoint.every=2",
+    "grpo.max_answer_tokens=8", "grpo.entropy_weight=0.05", "evaluation.num_problems=256", "evaluation.every=4",
+    "checkpoint.every=2",
 )  # fmt: skip
 LEFT_S = 15.0
 """Seconds after which no process may be left."""
@@ -42,14 +43,22 @@ def _lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-STAGES: dict[str, Callable[[Path], bool]] = {
-    "rollout": lambda run: _lines(run / "metrics.jsonl") >= AT - 1,
-    "step": lambda run: (run / "batches" / f"{AT:06d}-00.safetensors").exists(),
-    "sync": lambda run: _lines(run / "ranks" / "0000.jsonl") >= AT,
-    "save": lambda run: (run / "checkpoints" / f"{AT:06d}.partial").exists(),
-    "export": lambda run: (run / "hf_model.partial").exists(),
+STAGES: dict[str, Callable[[Path, Path], bool]] = {
+    "rollout": lambda run, said: _lines(run / "metrics.jsonl") >= AT - 1,
+    "step": lambda run, said: (run / "batches" / f"{AT:06d}-00.safetensors").exists(),
+    "sync": lambda run, said: _lines(run / "ranks" / "0000.jsonl") >= AT,
+    "evaluation": lambda run, said: f"step {AT}: evaluating" in said.read_text(),
+    "save": lambda run, said: (run / "checkpoints" / f"{AT:06d}.partial").exists(),
+    "export": lambda run, said: (run / "hf_model.partial").exists(),
 }
-"""Stage -> whether it has begun."""
+"""Stage -> whether it has begun, by the run's folder and what the command printed."""
+OVER: dict[str, Callable[[Path], bool]] = {
+    "evaluation": lambda run: _lines(run / "metrics.jsonl") >= AT,
+    "export": lambda run: (run / "hf_model").exists(),
+}
+"""Stage in which a drawn kill must hit -> whether it has ended."""
+MOST_S = {"evaluation": 0.3, "export": 0.0}
+"""Seconds after the beginning of a stage in which it is drawn, 1 by default; an export is short, and ends the run."""
 OF_STEP = ("rollout", "step", "sync", "save")
 OF_RAY = ("raylet", "trainer actor", "engine actor")
 OF_BOTH = ("driver", "launcher", "rank", "engine worker")
@@ -67,8 +76,9 @@ CODES = {
 seconds after its raylet, and the last steps may be done by then."""
 
 
-def test_there_are_32_trials():
+def test_there_are_32_trials_and_the_draws_begin_with_every_stage():
     assert len(TRIALS) == 32
+    assert {drawn(seed)[1][0].stage for seed in range(DRAWN)} == set(STAGES)
 
 
 def command(run: Path, ray: bool, verified: bool = False) -> list[str]:
@@ -108,11 +118,12 @@ def victim_of(name: str, driver: int) -> int:
 
 
 def ended(run: Path) -> dict[str, object]:
-    """Weights, and loss and reward of each step."""
+    """Weights, and loss, reward and evaluation of each step."""
     found: dict[str, object] = {file.name: file.read_bytes() for file in (run / "hf_model").glob("*.safetensors")}
     assert found
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return found | {"steps": [(line["step"], line["loss"], line["reward"]) for line in lines]}
+    names = ("step", "loss", "reward", "accuracy", "held_out_reward", "held_out_version")
+    return found | {"steps": [[line.get(name) for name in names] for line in lines]}
 
 
 @pytest.fixture(scope="module")
@@ -140,23 +151,24 @@ def drawn(seed: int) -> tuple[bool, list[Killed]]:
     kills = []
     for _ in range(chosen.choice((1, 1, 2))):
         victim, stage, delay = chosen.choice(victims), chosen.choice(list(STAGES)), chosen.uniform(0.0, 1.0)
-        kills.append(Killed(victim, stage, 0.0 if stage == "export" else delay))  # which ends the run
+        kills.append(Killed(victim, stage, delay * MOST_S.get(stage, 1.0)))
     return ray, kills
 
 
 def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> tuple[int, bool]:
-    """Run a command, kill a process of it, and return its exit code, and whether it ran until it was to be killed.
+    """Run a command, kill a process of it, and return its exit code, and whether it was killed in its stage.
 
     Every process has ended within 15 seconds after the command.
     """
     found = False
+    over = OVER.get(killed.stage, lambda run: False)
     with (
         said.open("wb") as output,
         subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as driver,
     ):
         everything: set[int] = set()
         until = time.monotonic() + RUN_S
-        while not STAGES[killed.stage](run) and driver.poll() is None:
+        while not STAGES[killed.stage](run, said) and driver.poll() is None:
             assert time.monotonic() < until
             time.sleep(0.002)
         time.sleep(killed.delay)
@@ -168,7 +180,7 @@ def interrupted(words: list[str], run: Path, killed: Killed, said: Path) -> tupl
                 assert time.monotonic() < until
                 time.sleep(0.05)
             else:
-                found = True
+                found = not over(run)
                 break
         code = driver.wait(RUN_S)
     until = time.monotonic() + LEFT_S
@@ -208,6 +220,6 @@ def test_a_judged_run_that_is_killed_anywhere_ends_with_the_same_bits(seed, whol
     for number, killed in enumerate(kills):
         said = tmp_path / f"said-{number}"
         code, found = interrupted(words, run, killed, said)
-        assert found or number  # a run that was continued may have ended before
+        assert found or number, killed  # a run that was continued may have ended before
         assert code in {0, 3, -signal.SIGKILL}, f"{kills}\n{said.read_text()}"
     require_ended(words, run, whole)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -199,6 +200,9 @@ def pids_of(driver: int, words: Sequence[str]) -> list[int]:
     return found
 
 
+NAMED_S = 15.0
+"""Seconds within which a raylet that is killed is named, and the command has ended."""
+ENDED = r"verifier: the raylet on node {}, \S+ ended by itself: killed by SIGKILL"
 VICTIMS = {
     "driver": (), "raylet": ("/raylet ",), "trainer actor": ("ray::TrainerNode",), "launcher": ("fork_server:serve",),
     "rank": ("fork_server:serve",),
@@ -223,14 +227,16 @@ def test_nothing_is_left_when_a_process_is_killed(victim, tmp_path):
         everything = [driver.pid, *descendants(driver.pid)]
         found = pids_of(driver.pid, VICTIMS[victim]) if victim != "driver" else [driver.pid]
         os.kill(found[-1] if victim == "rank" else found[0], signal.SIGKILL)
-        printed = driver.communicate(timeout=60)[0]
+        printed = driver.communicate(timeout=NAMED_S if victim == "raylet" else 60)[0]
         assert driver.returncode == (-signal.SIGKILL if victim == "driver" else 3), printed
         until = time.monotonic() + 15
         while (left := [pid for pid in everything if alive(pid)]) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, {pid: command_line(pid)[:200] for pid in left}
         if victim != "driver":
-            assert victim.partition(" ")[0] in printed or "launcher" in victim or "raylet" in victim, printed
+            assert victim.partition(" ")[0] in printed or "launcher" in victim, printed
+        if victim == "raylet":
+            assert re.search(ENDED.format(0), printed), printed
     assert not any(folder.exists() for folder in folders)
     again = subprocess.run(
         command(run, "steps=100000", "timeout_s=0.5"), cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -268,8 +274,12 @@ def whole_of_two(trainer_launcher, tmp_path_factory) -> dict[str, bytes]:
     return weights(run)
 
 
-def killed_midway(run: Path, victim: str, cluster: tuple[str, dict[str, str]]) -> tuple[int, str]:
+def killed_midway(
+    run: Path, victim: str, cluster: tuple[str, dict[str, str]], *, alone: bool = False, within_s: float = 60
+) -> tuple[int, str]:
     """Train with an engine on each of two nodes, and kill a process and its children after the first step.
+
+    Or it `alone`. The command ends within so many seconds after its last word or the kill.
 
     Returns:
         Exit code and words.
@@ -280,14 +290,17 @@ def killed_midway(run: Path, victim: str, cluster: tuple[str, dict[str, str]]) -
         command(run, *knobs, of=GRPO), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environment,
     ) as driver:  # fmt: skip
-        said = []
+        said, until = [], None
         for line in driver.stdout:
             said.append(line)
             if victim and "step 1: loss" in line:
                 pid, victim = pids_of(os.getpid(), [victim])[-1], ""
-                for each in (pid, *descendants(pid)):
+                until = time.monotonic() + within_s
+                for each in (pid, *(() if alone else descendants(pid))):
                     os.kill(each, signal.SIGKILL)
-        return driver.wait(60), "".join(said)
+        code = driver.wait(60)
+        assert until is None or not alone or time.monotonic() < until, said
+        return code, "".join(said)
 
 
 @pytest.mark.slow
@@ -316,12 +329,13 @@ def test_a_sync_that_reaches_the_engine_of_one_node_is_caught(two_nodes, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_node_that_dies_with_its_engine_ends_the_attempt_and_is_named(whole_of_two, tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_node_whose_raylet_dies_ends_the_attempt_and_is_named(alone, whole_of_two, tmp_path):
     with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
         cluster = address, {**os.environ, **environment}
-        code, said = killed_midway(tmp_path / "run", "/raylet ", cluster)
+        code, said = killed_midway(tmp_path / "run", "/raylet ", cluster, alone=alone, within_s=NAMED_S)
     assert code == 3, said
-    assert "on node 1, " in said
+    assert re.search(ENDED.format(1) if alone else "on node 1, ", said), said
     with cluster_of_two_nodes(tmp_path / "token") as (address, environment):
         code, said = killed_midway(tmp_path / "run", "", (address, {**os.environ, **environment}))
     assert code == 0, said

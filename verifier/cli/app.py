@@ -46,6 +46,7 @@ from verifier.config import (
 from verifier.config.gate import GATE_FILE
 from verifier.core.finding import ExitCode
 from verifier.errors import Stopped, UsageError, VerifierError
+from verifier.launch.stopping import stop_at
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end."""
@@ -388,15 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # stderr, the last of the standard ones
         pass  # what was closed before the start would become somebody's socket
     os.close(fd)
-    asked = [signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN]
-
-    def stop(signum: int, frame: object) -> None:
-        for item in asked:
-            signal.signal(item, signal.SIG_DFL)
-        raise Stopped(signum)
-
-    for item in asked:
-        signal.signal(item, stop)
+    stop_at(*(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN))
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -1,4 +1,4 @@
-"""`verifier sweep`: the trials, then the table, sweep.json and the plot."""
+"""`verifier sweep`: the trials, then the table, sweep.json and the page."""
 
 from __future__ import annotations
 

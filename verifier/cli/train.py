@@ -20,6 +20,7 @@ from verifier.config.commands import next_trace
 from verifier.config.load import load
 from verifier.config.training import TrainConfig
 from verifier.core.finding import ExitCode
+from verifier.core.outputs import WorkFolder, share_as
 from verifier.core.plugins import installed_plugins
 from verifier.errors import InternalError, UsageError, VerifierError, ViolationFound
 from verifier.launch.child import described, end_with_owner
@@ -118,11 +119,14 @@ def started_judge() -> Iterator[ProcessJudge]:
     """
     if installed_plugins():
         import verifier.checks  # noqa: F401
+    folder = WorkFolder("judge")
+    share_as(folder.path)
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_owner)
     try:
         yield ProcessJudge(pool)
     finally:
         pool.shutdown(cancel_futures=True)
+        folder.close()
 
 
 def train(config: TrainConfig, progress: Progress, view: LiveView | None = None) -> int:

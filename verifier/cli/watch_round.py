@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verifier.errors import Stopped
 from verifier.launch.channel import Channel
 from verifier.launch.fork_server import Lent
+from verifier.launch.stopping import stop_at
 
 if TYPE_CHECKING:
     from verifier.runs.resources import Resources
@@ -30,7 +30,7 @@ def play(
     """
     os.dup2(out, 1)
     os.dup2(err, 2)
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at(signal.SIGTERM, before=lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))  # the loop says why
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [sys.argv[0], *words]
@@ -41,11 +41,6 @@ def play(
     verdicts: dict[str, str] = {}
     _command(words, partial(_resources, found), verdicts)
     channel.send(verdicts)
-
-
-def _stop(signum: int, frame: object) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the loop says why
-    raise Stopped(signum)
 
 
 def _command(words: Sequence[str], lend: Callable[[], Resources], verdicts: dict[str, str]) -> None:

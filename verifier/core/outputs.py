@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -133,6 +134,7 @@ def printable(text: str) -> str:
 
 
 _PREFIX = "verifier-"
+_MEMORY = Path("/dev/shm")  # noqa: S108 - Linux's own
 _LOCK = ".owner"
 """File in the folder that its owner has locked; the kernel takes the lock away when the owner ends, however it ends."""
 
@@ -156,8 +158,9 @@ class WorkFolder:
         aside.rename(self.path / _LOCK)  # no sweeper sees it without its lock
 
     def close(self) -> None:
-        """Remove it and all that it holds."""
+        """Remove it and all that it holds, and shared memory of its name; semaphores go with who holds them."""
         shutil.rmtree(self.path, ignore_errors=True)
+        _remove_shared(f"{self.path.name}-*")
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -173,8 +176,30 @@ def work_folder(kind: str, under: Path | None = None) -> Iterator[Path]:
         folder.close()
 
 
+def share_as(folder: Path) -> None:
+    """Name shared memory and semaphores of this process, and of those that it forks, by a work folder; see `sweep`.
+
+    Source:
+        CPython 3.12, multiprocessing: `shared_memory._make_filename` ("psm_" and 8 digits), and `_make_name` of
+        `synchronize.SemLock` ("sem.mp-" and 8 letters). Both name files in memory, of nobody that one could find.
+    """
+    import multiprocessing.shared_memory
+
+    multiprocessing.current_process()._config["semprefix"] = f"/{folder.name}"  # type: ignore[attr-defined]
+    multiprocessing.shared_memory._make_filename = lambda: f"/{folder.name}-{secrets.token_hex(4)}"  # type: ignore[attr-defined]
+
+
+def _remove_shared(*patterns: str) -> None:
+    for pattern in patterns:
+        for file in _MEMORY.glob(pattern):
+            file.unlink(missing_ok=True)
+
+
 def sweep() -> list[Path]:
-    """Remove the work folders of this user whose owners are dead; returns them."""
+    """Remove the work folders of this user whose owners are dead, with the files in memory of their names.
+
+    Returns the folders.
+    """
     return [path for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*") if _swept(path)]
 
 
@@ -189,6 +214,7 @@ def _swept(path: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
+        _remove_shared(f"{path.name}-*", f"sem.{path.name}-*")
     except OSError:  # its owner lives
         return False
     finally:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from verifier.core.outputs import share_as
 from verifier.engine.api import CARRIED, Engine, EngineConfig, Sampling, refuse_unsupported, reply_of
 from verifier.engine.client import HELLO_S
 from verifier.engine.process import DEATH, VLLM_ENVIRONMENT
@@ -257,6 +258,7 @@ def main(socket_path: str, config: str) -> NoReturn:
     server = EngineServer(socket_path)
     signal.signal(signal.SIGTERM, lambda *_: server.end())
     folder = os.path.dirname(socket_path)
+    share_as(Path(folder))
     if len(os.fsencode(folder)) <= _MAX_FOLDER:
         os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there; they go with the folder
     server.run(msgspec.json.decode(config, type=EngineConfig))

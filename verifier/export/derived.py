@@ -116,13 +116,13 @@ class DerivedLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of `from_json`."""
-        return {**msgspec.to_builtins(self), "mesh": self.mesh.to_dict()}
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DerivedLayout:
         """Rebuild a layout that was sent as JSON."""
-        rows = msgspec.convert(record["rows"], list[list[list[ParamPlacement]]])
-        return cls(mesh=Mesh(**record["mesh"]), rows=rows, tied=record["tied"], gaps=tuple(record["gaps"]))
+        return msgspec.convert(record, cls)
 
 
 def derive(mesh: Mesh, ranks: Sequence[Sequence[Held]], numbering: Numbering) -> DerivedLayout:

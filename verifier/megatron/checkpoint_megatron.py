@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import queue
 import random
+import secrets
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -376,7 +377,8 @@ def _share_results() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+        address = f"\0verifier-{os.getpid()}-{secrets.token_hex(4)}"  # no file, which a kill would leave
+        manager = SyncManager(address, ctx=multiprocessing.get_context("fork"))
         manager.start(die_with_parent, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
         filesystem_async._results_manager = manager  # it ends when nobody holds it

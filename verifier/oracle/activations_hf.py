@@ -56,8 +56,9 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
             with "forward POINT" and "backward POINT" [N, W] over all tokens of all sequences in order, of log-
             probabilities and entropies over all but the last of each, and "moved POINT" [N, 1], the greatest change of
             each row where the inputs of layers change by 3e-6.
-        batch: see `verifier.oracle.step_hf.Batch`.
-        rule: see `verifier.oracle.step_hf.gradients`.
+        batch: per sequence its token ids, of each token if it is in the loss, the reward, and of each token the
+            engine's nats.
+        rule: the fields of `Objective`, by name.
 
     Returns:
         "lengths", tokens of each sequence; "gradients", the fields of `GradientRecord` that are a tensor's own; and

@@ -29,7 +29,7 @@ from verifier.oracle.gradients_hf import (
     tensors_of,
 )
 from verifier.oracle.logprob_hf import full_float32, sides
-from verifier.oracle.step_hf import Adam, chosen, rounding_anew, rounding_of
+from verifier.oracle.step_hf import Adam, chosen, rates_of, rounding_anew, rounding_of
 from verifier.oracle.streaming_hf import Room, StreamedModel, Take, Tape
 
 SHIFT = 1e-5
@@ -68,7 +68,7 @@ class _Found:
     rounding: float
     """Change of the loss by rounding of log-probabilities to float32, and of the sum that each is divided by, nats."""
     acting: int
-    """Tokens whose loss has a gradient, in float32."""
+    """Tokens whose loss has a gradient."""
     further: Mapping[str, float]
     """Fields of `GradientRecord` on the loss of further tokens."""
 
@@ -81,38 +81,46 @@ def judge_updates(
     updates: Sequence[Mapping[str, Any]],
     device: str = "cpu",
     offsets: Mapping[str, float] | None = None,
+    from_first: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure every update of one step against the oracle; a request of an engine server.
+    """Measure every update of one step, or of a run, against the oracle; a request of an engine server.
 
     Args:
-        folder: of a sampled step; for update n it has the checkpoints ``weights-n`` and that before it, of adapters
-            alone where these are trained (`Adapted`), ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded
+        folder: for update n it has the checkpoints ``weights-n`` and that before it, of adapters alone where these are
+            trained (`Adapted`), ``gradients-n``, ``exp_avg-n``, ``exp_avg_sq-n``, of rounded
             weights ``master-n``, and ``inputs-n.safetensors``, with ``routes`` [N, 2 + K] where routers are told some,
             see `Route`, the ``route_counts`` of each sequence and maybe a ``route_margin``, see `choosing`; and of a
             run of less than float32 maybe ``score``, log-probabilities by the trainer: within the noise they make the
             loss, and say which tokens are clipped. Where ``inputs-n`` are of some of the update's rollouts,
             ``sampled-n`` has the trainer's gradient of these. Without moments Adam's step is not judged, and needs no
             ``weights-n``.
-        rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay".
+        rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay"; of a run all of `OptimizerRule`.
         objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
             whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in,
             and the factor of a "further" loss: the mean cross-entropy of all tokens in the loss but one ahead.
-        updates: of each in order its "number", from 1, and "learning_rate".
+        updates: of each in order its "number", from 1, and "learning_rate"; of a run the rollouts "past", which its
+            scheduler has counted, and maybe a first update 0, of a learning rate of 0, whose gradients alone are
+            measured.
         device: "cpu", or "cuda": where transformers computes.
         offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
+        from_first: these are all updates of a run. Adam's moments are the oracle's own, and what the trainer gives no
+            gradient stays as it is. Gradients are computed a sequence at a time, in float64 where the run is in
+            float32, and nothing is in doubt.
 
     Returns:
         Per update and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
-        index.
+        index. What has no gradient has a scale and a gap of 0, and may only decay.
     """
     full_float32()
     records, path = [], Path(folder)
     noises = (_noise(path, int(update["number"]), objective["temperature"], device) for update in updates)
     margin = NOISES * max(noises, default=0.0)
+    adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], device)
     for update in updates:
         number = int(update["number"])
-        old, has_moments = tensors_of(path / f"weights-{number - 1}"), (path / f"exp_avg-{number}").is_dir()
-        new = tensors_of(path / f"weights-{number}") if has_moments else {}
+        before, has_moments = path / f"weights-{max(number - 1, 0)}", (path / f"exp_avg-{number}").is_dir()
+        old, steps = tensors_of(before), number > 0 if from_first else has_moments
+        new = tensors_of(path / f"weights-{number}") if steps else {}
         rows = _rows(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
@@ -120,7 +128,7 @@ def judge_updates(
             dtype = getattr(torch, objective.get("dtype") or "float32")
 
         def run(take: Take, kind: torch.dtype, within: float = margin, draw: int = 0) -> _Found:
-            return _loss(path / f"weights-{number - 1}", rows, objective, kind, take, within, device, draw)  # noqa: B023
+            return _loss(before, rows, objective, kind, take, within, device, draw, from_first)  # noqa: B023
 
         def again(draw: int) -> Distances:
             within = margin if dtype == torch.float32 else math.inf  # noqa: B023
@@ -129,20 +137,22 @@ def judge_updates(
         def take(name: str, parts: Sequence[torch.Tensor]) -> None:
             own = room.held(parts[0])  # noqa: B023
             exact[name] = own if own.is_cuda else spooled(path, own)  # noqa: B023
-            doubts.setdefault(name, float(parts[-1].abs().max()))  # noqa: B023
+            if len(parts) > 1:
+                doubts[name] = float(parts[1].abs().max())  # noqa: B023
 
         exact, doubts, roundings = dict[str, torch.Tensor](), dict[str, float](), dict[str, float]()
         room = Room(torch.device(device))
-        right = rounded = run(take, torch.float32)
+        right = rounded = run(take, torch.float64 if from_first and dtype == torch.float32 else torch.float32)
         stepped, passed = tensors_of(path / f"gradients-{number}"), Distances()
         actual = tensors_of(sampled) if (sampled := path / f"sampled-{number}").is_dir() else stepped
         found = beside(exact, actual, device)
         if dtype != torch.float32:
             passed, rounded = distances(exact, lambda take: run(take, dtype, math.inf), device)  # noqa: B023
         elif not all_near(found, doubts):
-            exact.clear()
-            run(take, torch.float64)
-            found = beside(exact, actual, device)
+            if not from_first:
+                exact.clear()
+                run(take, torch.float64)
+                found = beside(exact, actual, device)
             roundings = rounded_anew(found, doubts, again)
         norm, scale = clip_of(stepped, rule["clip_grad"], device)
         spread = Spread.of(found, passed, again)
@@ -154,19 +164,22 @@ def judge_updates(
             "loss": float(right.nats.sum()), "loss_scale": float(right.nats.abs().sum()),
             "loss_noise": float(max(off)) + right.rounding,
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(right.nats),
-            "acting": right.acting, **right.further,
+            "acting": None if from_first else right.acting, **right.further,
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
-        for row, _ in measured(old, found, spread.groups, actual):
+        for row, reduced in measured(old, found, spread.groups, actual):
             name = row["name"]
-            if has_moments and name in stepped:
-                adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], device)
-                adam.begin(name, *(part[name] for part in moments), masters.get(name))
-                rates = (update["learning_rate"], rule["weight_decay"])
+            gradient = stepped.get(name, reduced if from_first else None)
+            if steps and gradient is not None:
+                if from_first:
+                    rates = rates_of(rule, update["past"], name) | ({} if name in stepped else {"decay": 0.0})
+                else:
+                    adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"], device)
+                    adam.begin(name, *(part[name] for part in moments), masters.get(name))
+                    rates = {"learning_rate": update["learning_rate"], "decay": rule["weight_decay"]}
                 shift = (offsets or {}).get(name, 0.0)
-                weights = (old[name], new[name], stepped[name])
-                row["step"] = adam.gap(name, *weights, number, *rates, clip=scale, offset=shift)
+                row["step"] = adam.gap(name, old[name], new[name], gradient, number, clip=scale, offset=shift, **rates)
             row |= {"gradient_rounding": roundings.get(name, 0.0), "gradient_doubt": doubts.get(name, 0.0)}
             records.append({**row, **whole})
     return records
@@ -201,11 +214,11 @@ def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
 
 def _loss(
     checkpoint: Path, rows: Sequence[Row], objective: Mapping[str, Any], dtype: torch.dtype, take: Take,
-    margin: float = 0.0, device: str = "cpu", draw: int = 0,
+    margin: float = 0.0, device: str = "cpu", draw: int = 0, from_first: bool = False,
 ) -> _Found:  # fmt: skip
     """Loss by transformers, of whose gradient `take` gets each tensor's; in float32 of each sequence by itself.
 
-    There `take` gets another kind beside it: what two right sides may differ by.
+    There `take` gets another kind beside it, but for `from_first`: what two right sides may differ by.
 
     Log-probabilities of two right sides differ by `SHIFT`, at a temperature below 1, which magnifies what float32
     rounds of logits, by more; so do logits of every second id, which an entropy is of. That changes the slope of a
@@ -234,7 +247,7 @@ def _loss(
             lambda _, asked, found: torch.where((asked[0] == padding)[..., None], found.detach(), found)
         )
     tape = Tape(model, magnitudes=[1])
-    rounds, off = dtype == torch.float32 and not draw, SHIFT / min(objective["temperature"], 1.0)
+    rounds, off = dtype == torch.float32 and not draw and not from_first, SHIFT / min(objective["temperature"], 1.0)
     shifts = [0.0, off, -off] if rounds and objective["loss"] != "cross_entropy" else [0.0]
     of_entropy = rounds and objective["entropy_weight"] and objective["temperature"] < 1
     moves = [0.0, off][: bool(objective["entropy_weight"]) + bool(of_entropy)]
@@ -244,8 +257,8 @@ def _loss(
     rounding, acting = 0.0, 0
     num_further = sum(int(row["mask"][2:].sum()) for row in rows) if factor else 0
     of_further = torch.zeros(2, dtype=torch.float64)
-    vocabulary = model.config.get_text_config().vocab_size
-    most = 1 if rounds else min(MAX_TOKENS, at_once(model))
+    summed = SUMMED * model.config.get_text_config().vocab_size ** 0.5 if rounds else 0.0
+    most = 1 if rounds or from_first else min(MAX_TOKENS, at_once(model))
     for batch in _batches(kept_rows, most):
         stacked = {name: torch.stack([kept_rows[at][name] for at in batch.places])[:, 1:] for name in _columns(rows)}
         kept = stacked.pop("mask").bool()
@@ -291,13 +304,13 @@ def _loss(
         tape.kind, loss = 0, nats_of(logprob, entropy).sum()
         if later:
             loss = loss - factor / num_further * further_nats.sum()
-            shares = (rounding_of(further_sum.detach()) + SUMMED * vocabulary**0.5) / num_further
+            shares = (rounding_of(further_sum.detach()) + summed) / num_further
             of_further += torch.stack([-further_nats.detach().sum() / num_further, shares.sum()])
         loss.backward(retain_graph=rounds)
+        share = slopes[0].abs() * (rounding_of(log_sum.detach()) + summed)
+        rounding += float(share.sum())
+        acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
         if rounds:
-            share = slopes[0].abs() * (rounding_of(log_sum.detach()) + SUMMED * vocabulary**0.5)
-            rounding += float(share.sum())
-            acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
             doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
             doubt = doubt + (factor * (shares * further_sum).sum() if later else 0.0)
             tape.kind = 1
@@ -377,6 +390,8 @@ def token_losses(
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
         elif name == "importance":
             total = -ratio * advantage
+        elif name == "reinforce":
+            total = -logprob * advantage
         elif name == "sapo":
             steep = torch.where(advantage > 0, *advantage.new_tensor(objective["steepness"]))
             total = -4 / steep * torch.sigmoid(steep * (ratio - 1)) * advantage
@@ -385,8 +400,13 @@ def token_losses(
     if objective["kl_weight"]:
         distance = logprob - columns["reference"]
         near = torch.clamp(distance, -LIMIT, LIMIT)
-        estimates = {"k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near}
-        divergence = estimates[objective["kl_kind"]]
+        estimates = {
+            "k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near, "abs": distance.abs()
+        }  # fmt: skip
+        most = objective.get("kl_limit") or math.inf
+        divergence = torch.clamp(estimates[objective["kl_kind"].removesuffix("+")], max=most)
+        if objective["kl_kind"].endswith("+"):
+            divergence = divergence.detach() + estimates["k2"] - estimates["k2"].detach()
         if objective.get("kl_ratio"):
             own = _means(divergence, counts) if name in WHOLE else divergence.detach()
             divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())

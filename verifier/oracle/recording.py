@@ -11,13 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from verifier.core import ragged, store
 from verifier.core.comparison import slope_of
@@ -72,6 +73,8 @@ GAPS = {
     "step": "|the live weight - Adam's in float64, less half a step of its dtype|, in learning rates",
 }
 """Measurements of `GradientRecord`, and how they are made."""
+REINFORCE = {"loss": "cispo", "clip_low": 0.0, "clip_high": 0.0, "kl_kind": "k2"}
+"""Options by which a loss of training is that of an `Objective`: with the ratio clipped to 1, -reward * logprob."""
 Group = Sequence[tuple[Sequence[int], float]]
 """Token ids of sequences, and the temperature of each."""
 
@@ -233,49 +236,64 @@ class _Recording:
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
             return
-        given = {item.version: seen.array(item) for item in seen.of(GivenRoutes)}
+        given, own = {item.version: seen.array(item) for item in seen.of(GivenRoutes)}, self._own_routes()
         given.pop(0, None)  # of a pass that scores: the idle step replays none
-        own = self._own_routes()
         given |= own
-        trained = sorted(seen.of(Rollouts, name="trained"), key=lambda record: record.version)
-        batches = [self._batch(record) for record in trained]
-        routes = [
-            _by_sequence(given[record.version], len(record.ids)) if record.version in given else []
-            for record in trained
-        ]  # fmt: skip
-        numbers = {**content_of(rule), **content_of(objective)}
-        arguments: list[Any] = [batches, numbers, routes, min((record.version for record in trained), default=1)]
+        trained = sorted(seen.of(Rollouts, name="trained"), key=attrgetter("version"))
+        if not self._before(1).exists():
+            self._before(1).symlink_to(self.source.path.absolute())
+        updates, past = list[dict[str, Any]](), 0
+        for record in takewhile(self._is_dumped, trained):
+            factor = 1.0 if record.version % 2 else objective.every_second
+            self._save_inputs(record, factor, given.get(record.version))
+            updates.append({"number": record.version, "past": past})
+            past += len(record.ids) if record.version else 0
+        told = {**REINFORCE, **content_of(objective), "kl_weight": objective.drift_weight}
         rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
         adapter = None
         if rank and isinstance(layout, ModelLayout):
             from verifier.megatron.lora_megatron import TARGETS
 
             adapter = adapters_of(layout, TARGETS, rank)
-        arguments.append(layout.offsets() if isinstance(layout, DerivedLayout) else {})
-        dumped = [path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*"))]
-        folders = [self.source.path, self.weights]
-        rows = self.oracle.ask("step_hf:judge_steps", folders, *arguments, read=[self.source.path, *dumped])
+        offsets = layout.offsets() if isinstance(layout, DerivedLayout) else {}
+        read = [self.weights, *(path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*")))]
+        arguments = (content_of(rule), told, updates, "cpu", offsets, True)
+        rows = self.oracle.ask("policy_hf:judge_updates", [self.weights], *arguments, read=read)
         mesh = Mesh(**msgspec.structs.asdict(self.seen.manifest.mesh or MeshSizes()))
         owners = Owners((adapter or layout).placements, mesh) if layout else None
         for row in rows:
-            self.recorder.emit(gradient_record(row, owners, mesh))
-        for record, chosen in zip(trained, routes, strict=True):
-            before = self.weights / f"weights-{record.version - 1}" if record.version > 1 else self.source.path
-            if record.version in own and before.is_dir():
-                self._record_choices(record, before, chosen)
+            self.recorder.emit(gradient_record({**row, "version": row["update"], "update": 0}, owners, mesh))
+        for record in trained:
+            if record.version in own and self._before(record.version).is_dir():
+                self._record_choices(record, own[record.version])
 
-    def _record_choices(self, record: Rollouts, before: Path, chosen: Sequence[Sequence[Sequence[int]]]) -> None:
-        asked = (self._tokens(record.name, record.version), chosen, self.seen.manifest.dtype)
-        for row in self.oracle.ask("choices_hf:choice_gaps", [before], *asked):
+    def _before(self, version: int) -> Path:
+        """Checkpoint that the step to a version began with."""
+        return self.weights / f"weights-{max(version - 1, 0)}"
+
+    def _is_dumped(self, record: Rollouts) -> bool:
+        kinds = DUMPED if record.version else ("gradients",)
+        return all((self.weights / f"{kind}-{record.version}").is_dir() for kind in kinds)
+
+    def _record_choices(self, record: Rollouts, routes: np.ndarray) -> None:
+        told = _by_sequence(routes, len(record.ids))
+        asked = (self._tokens(record.name, record.version), told, self.seen.manifest.dtype)
+        for row in self.oracle.ask("choices_hf:choice_gaps", [self._before(record.version)], *asked):
             self.recorder.emit(choices_record(row, record.name, record.version))
 
-    def _batch(self, record: Rollouts) -> list[list[Any]]:
+    def _save_inputs(self, record: Rollouts, factor: float, routes: np.ndarray | None) -> None:
         arrays = self.seen.arrays(record)
-        columns = [ragged.split(arrays[name], record.lengths) for name in ("tokens", "mask", "logprobs")]
-        return [
-            [tokens.tolist(), mask.tolist(), reward, np.nan_to_num(nats).tolist()]
-            for tokens, mask, nats, reward in zip(*columns, record.rewards, strict=True)
-        ]
+        reported, lengths = np.nan_to_num(arrays["logprobs"]), np.array(record.lengths)
+        columns = {
+            "lengths": lengths, "tokens": arrays["tokens"], "mask": arrays["mask"].astype(np.uint8),
+            "weight": np.full(len(reported), factor / arrays["mask"].sum()),
+            "advantage": np.repeat(np.array(record.rewards, np.float64), lengths),
+            "divisor": reported, "reference": reported,
+        }  # fmt: skip
+        if routes is not None:
+            columns["route_counts"] = np.bincount(routes[:, 0], minlength=len(lengths))
+            columns["routes"] = np.ascontiguousarray(routes[np.argsort(routes[:, 0], kind="stable"), 1:])
+        save_file(columns, self.weights / f"inputs-{record.version}.safetensors")
 
     def _own_routes(self) -> dict[int, np.ndarray]:
         """Routes that the trainer's routers chose by themselves, of each update in which they were watched.
@@ -391,7 +409,7 @@ def _noise_of(kind: type[Any], name: str, version: int, gaps: Sequence[float]) -
 
 
 def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:
-    """Record of one row of `step_hf.judge_steps`; `owners` is None where the family has no layout."""
+    """Record of one row of `policy_hf.judge_updates`; `owners` is None where the family has no layout."""
     fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
     for key, how in GAPS.items():
         if key not in row:

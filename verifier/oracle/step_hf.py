@@ -1,40 +1,18 @@
-"""The oracle of a training step: transformers' own gradients, and Adam in float64."""
+"""Parts of the oracle of a training step: distributions of tokens, what rounds them, and Adam in float64."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from verifier.launch.child import give_memory_back
-from verifier.oracle.batches_hf import batches, choosing_in, slices_of
-from verifier.oracle.gradients_hf import (
-    Distances,
-    Greatest,
-    Spread,
-    beside,
-    clip_of,
-    distances,
-    greatest,
-    greatest_of,
-    measured,
-    parts_of,
-    rounded_anew,
-    spooled,
-    tensors_of,
-)
+from verifier.oracle.batches_hf import slices_of
+from verifier.oracle.gradients_hf import Greatest, greatest, greatest_of, parts_of
 from verifier.oracle.logprob_hf import entropy_of, moved
-from verifier.oracle.routes_hf import Route
-from verifier.oracle.streaming_hf import StreamedModel, Take, Tape
+from verifier.oracle.streaming_hf import StreamedModel, Tape
 
-Batch = Sequence[tuple[Sequence[int], Sequence[bool], float, Sequence[float]]]
-"""Per sequence: token ids; for each token whether it is in the loss; the reward; for each token the engine's nats."""
-Routes = Sequence[Sequence[Route]]
-"""Per sequence the routes of its tokens; or nothing."""
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 """Ends of the names of embeddings and outputs."""
 HALF_UNIT = 2.0**-24
@@ -47,93 +25,6 @@ ROUNDINGS = 3
 
 Noise = Callable[[torch.Tensor], torch.Tensor]
 """Gets a gradient of the last hidden state, and gives what another kernel may have made of it."""
-
-
-def judge_steps(
-    _: object,
-    source: str,
-    work: str,
-    batches: Sequence[Batch],
-    rule: Mapping[str, float],
-    routes: Sequence[Routes],
-    first: int,
-    offsets: Mapping[str, float] | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every step of a run against the oracle; a request of an engine server.
-
-    Args:
-        source: checkpoint of version 0.
-        work: folder with ``gradients-v`` and ``weights-v``, the checkpoint, for each version v; of an adapter also for
-            version 0.
-        batches: the sequences of each step.
-        rule: the fields of `OptimizerRule` and of `Objective`, by name.
-        routes: of each step, the routes that its routers are given; nothing where they choose by themselves.
-        first: version of the first step; 0 has a learning rate of 0, and only its gradients are measured.
-        offsets: of each tensor that the trainer holds shifted, by how much; none is by default.
-
-    Returns:
-        Per version and tensor the fields of `GradientRecord`, by name; "gradient" and "step" are a greatest gap and its
-        index. What has no gradient has a scale and a gap of 0, and may only decay; what the trainer gives
-        none stays as it is.
-    """
-    folder = Path(work)
-    adam = Adam(rule["beta_1"], rule["beta_2"], rule["epsilon"])
-
-    def judged(version: int, batch: Batch, given: Routes, past: int) -> Iterator[dict[str, Any]]:
-        before, after = (folder / f"weights-{each}" for each in (version - 1, version))
-        before = before if before.is_dir() else Path(source)
-        if not (folder / f"gradients-{version}").is_dir() or (version and not after.is_dir()):
-            return
-        old, new = tensors_of(before), tensors_of(after) if version else {}
-        told = {**rule, "factor": 1.0 if version % 2 else rule["every_second"]}
-        stored = [tensor.dtype for tensor in old.values()]
-        dtype = max(set(stored), key=stored.count)
-
-        def run(take: Take, kind: torch.dtype, draw: int = 0) -> tuple[torch.Tensor, float]:
-            return gradients(before, batch, told, given, take, kind, draw)
-
-        def take(name: str, parts: Sequence[torch.Tensor]) -> None:
-            exact[name] = spooled(folder, parts[0])
-
-        def again(draw: int) -> Distances:
-            return distances(exact, lambda take: run(take, dtype, draw))[0]
-
-        in_float32, exact, passed = dtype == torch.float32, dict[str, torch.Tensor](), Distances()
-        nats, rounding = run(take, torch.float64 if in_float32 else torch.float32)
-        rounded_nats = nats
-        if not in_float32:
-            passed, (rounded_nats, _) = distances(exact, lambda take: run(take, dtype))
-        noise = (rounded_nats - nats).abs()
-        actual = tensors_of(folder / f"gradients-{version}")
-        found = beside(exact, actual)
-        roundings = rounded_anew(found, {}, again) if in_float32 else {}
-        norm, scale = clip_of(actual, rule["clip_grad"])
-        spread = Spread.of(found, passed, again)
-        exact.clear()  # it is as large as the model in float64, and so is what passes leave
-        give_memory_back()
-        whole = {
-            "version": version, "gradient_norm": norm, "gradient_noise": spread.noise, "noise_passes": spread.passes,
-            "loss": float(nats.mean()), "loss_scale": float(nats.abs().mean()), "num_tokens": len(nats),
-            "loss_noise": float(noise.mean()) + rounding,
-            "loss_noise_error": float(noise.std(correction=0)) / max(len(noise), 1) ** 0.5,
-        }  # fmt: skip
-        for row, reduced in measured(old, found, spread.groups, actual):
-            name = row["name"]
-            row["gradient_rounding"] = roundings.get(name, 0.0)
-            if version and reduced is not None:
-                rates = _rates(rule, past, name) | ({} if name in actual else {"decay": 0.0})
-                shift = (offsets or {}).get(name, 0.0)
-                row["step"] = adam.gap(name, old[name], new[name], reduced, version, clip=scale, offset=shift, **rates)
-            yield {**row, **whole}
-
-    records, past = list[dict[str, Any]](), 0
-    for version, (batch, given) in enumerate(zip(batches, routes, strict=True), start=first):
-        rows = [*judged(version, batch, given, past)]
-        if not rows:
-            break
-        records += rows
-        past += len(batch) if version else 0
-    return records
 
 
 @contextlib.contextmanager
@@ -185,47 +76,6 @@ def chosen(
     parts = slices_of(model, len(labels))
     labels = labels.to(model.device)
     return torch.cat([tape.call(model.head_unit, told, hidden[part], labels[part]) for part in parts], dim=1)
-
-
-def gradients(
-    checkpoint: Path,
-    batch: Batch,
-    rule: Mapping[str, float],
-    routes: Routes,
-    take: Take,
-    dtype: torch.dtype = torch.float32,
-    draw: int = 0,
-) -> tuple[torch.Tensor, float]:
-    """Each token's loss by transformers, one sequence at a time; `take` gets the gradient of their mean.
-
-    Per token: -reward * logprob - entropy weight * entropy + drift weight / 2 * (logprob - engine's logprob)^2, all of
-    the softmax of logits / temperature, in float64 from the logits on; times the step's factor. `draw`: see
-    `rounding_anew`.
-
-    Returns:
-        [N] float64, nats, one for each token in the loss; and the greatest change of the mean by rounding of
-        log-probabilities to float32, nats.
-    """
-    model = StreamedModel(checkpoint, dtype)
-    tape = Tape(model)
-    num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
-    found, rounding = [], 0.0
-    for at, (tokens, mask, reward, engine) in enumerate(batch):
-        (alone,) = batches([tokens], [routes[at]] if routes else ())
-        kept = torch.tensor(mask[1:])
-        with tape.sequence(choosing_in(model, alone)), rounding_anew(model, draw, at) as noise:
-            hidden = model.hidden(alone.tokens)[0, :-1][kept]
-            told = chosen(tape, hidden, alone.tokens[0, 1:][kept], rule["temperature"], [0.0], noise)
-        logprob, log_sum, entropy = told
-        reported = torch.tensor(list(engine)[1:], dtype=torch.float32)[kept].double()
-        drift = rule["drift_weight"] / 2 * (logprob - reported).square()
-        nats = rule["factor"] * (-reward * logprob - rule["entropy_weight"] * entropy + drift)
-        found.append(nats.detach())
-        slope = rule["factor"] * (rule["drift_weight"] * (logprob - reported) - reward).detach()
-        rounding += float((slope.abs() * rounding_of(log_sum.detach())).sum()) / num_tokens
-        (nats.sum() / num_tokens).backward()
-    tape.backward(1, take)
-    return torch.cat(found), rounding
 
 
 def rounding_of(log_sum: torch.Tensor) -> torch.Tensor:
@@ -298,7 +148,7 @@ class Adam:
         return greatest_of(found, live.shape, self._device)
 
 
-def _rates(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
+def rates_of(rule: Mapping[str, float], past: int, name: str) -> dict[str, float]:
     """Learning rate and weight decay of a tensor in the step after `past` rollouts; see `OptimizerRule`."""
     group = "embedding_learning_rate" if name.endswith(_EMBEDDINGS) else "learning_rate"
     warm_up, end = rule["warm_up"], rule["num_rollouts"]

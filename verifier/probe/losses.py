@@ -205,7 +205,8 @@ class LossRecorder(AnswerRecorder):
         Args:
             step: number of the step, after its `advantages`.
             logprobs: [B, T] the log-probability that each token's loss is computed from, nats.
-            losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these.
+            losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these. Or
+                pairs of a factor and such a tensor, for terms that the loop averages apart: the policy's, KL, entropy.
             ids: of the rollout of each row.
             mask: [B, T] tokens in the loss, of each row those of its rollout in order; by default the row has a place
                 for each token of the response, or of the rollout, or for all but the first, from the left.
@@ -219,12 +220,15 @@ class LossRecorder(AnswerRecorder):
             UsageError: an unknown rollout, shapes that do not fit, or a tensor without a gradient.
         """
         own = self.opened(step)
-        kind = str(losses.dtype).removeprefix("torch.")
-        if kind not in WIDE or str(logprobs.dtype).removeprefix("torch.") not in WIDE:
+        terms = [(1.0, losses)] if hasattr(losses, "shape") else list(losses)
+        factor, losses = terms[0]
+        kinds = {str(item.dtype).removeprefix("torch.") for item in (logprobs, losses)}
+        if narrow := kinds - {*WIDE}:
             for record in (LossRows, LossColumns, UpdateRatios):
-                self.unbounded(record, f"the loss is computed in {kind}")
+                self.unbounded(record, f"the loss is computed in {min(narrow)}")
             return
-        if not (losses.requires_grad and logprobs.requires_grad) or losses.shape != logprobs.shape:
+        shapes = {item.shape for _, item in terms}
+        if not (losses.requires_grad and logprobs.requires_grad) or shapes != {logprobs.shape}:
             raise UsageError("`token_losses` takes tensors of one shape that the loss is differentiated by")
         shape = tuple(losses.shape)
         rows = np.zeros(shape, bool) if mask is None else row_of(mask, np.int64).reshape(shape) != 0
@@ -243,13 +247,15 @@ class LossRecorder(AnswerRecorder):
                 values = np.asarray(on_host(given).double(), np.float64)
                 columns[key] = np.broadcast_to(values.reshape(shape[0], -1), shape)[rows]
         micro = _Micro(np.concatenate(sentinel or [np.zeros(0, np.int64)]), rows, columns, scale)
+        columns["loss"] = sum(each * np.asarray(on_host(item).double(), np.float64)[rows] for each, item in terms)
         told = {"current": logprobs, "loss": losses, "entropy": entropies}
         for key, tensor in told.items():
             if tensor is None:
                 continue
-            micro.columns[key] = np.asarray(on_host(tensor).double(), np.float64)[rows]
+            micro.columns.setdefault(key, np.asarray(on_host(tensor).double(), np.float64)[rows])
             if tensor.requires_grad:
-                tensor.register_hook(lambda found, key=key: _keep(micro.gradients, key, found))
+                times = factor if key == "loss" else 1.0
+                tensor.register_hook(lambda found, key=key, times=times: _keep(micro.gradients, key, found / times))
         self._micros.setdefault(step, []).append(micro)
 
     def flush_passes(self, step: int, own: OpenStep) -> None:
@@ -307,7 +313,7 @@ class LossRecorder(AnswerRecorder):
         kinds = {"sentinel": np.int64, "mask": bool}
         rows = {key: np.concatenate(parts).astype(kinds.get(key, np.float32)) for key, parts in joined.items()}
         self.emit(LossRows(name=name, version=step, coordinate=str(self.rank)), rows)
-        weight = np.zeros(len(tokens.mask))
+        weight = np.where(tokens.mask, np.nan, 0.0)  # NaN: the token came to no loss
         at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
         weight[at] = rows["weight"].astype(np.float64) / count
         if (terms := own.terms) is not None:

@@ -92,12 +92,12 @@ class OptimizerRecorder(LossRecorder):
         self._owned: list[_Torch] = []
         self._unowned: tuple[str, ...] = ()
         self._settings: dict[str, Any] = {}
-        self._clip_grad, self._divisor = 0.0, 1.0
+        self._clip_grad, self._divisor, self._updates_per_rate = 0.0, 1.0, 1
         self._passes: dict[str, Part] = {}
         self._last: UpdateSample | None = None
         self._updates: dict[int, _Update] = {}
         self._reports: dict[int, tuple[float, int, float]] = {}
-        self._taken = 0
+        self._taken, self._is_idle = 0, False
         self.world_size = 1
 
     def optimizer(
@@ -105,7 +105,7 @@ class OptimizerRecorder(LossRecorder):
         asked: Mapping[str, Any] | None = None, scheduler: Any = None,
         schedule: Literal["constant", "linear", "cosine", ""] = "", learning_rate: float = 0.0, warmup_steps: int = 0,
         total_steps: int = 0, least_learning_rate: float = 0.0, weight_decay: float = 0.0, first_rate_step: int = 0,
-        vectors_decay: bool | None = None, divisor: float | None = None,
+        vectors_decay: bool | None = None, divisor: float | None = None, updates_per_rate: int = 1,
     ) -> None:  # fmt: skip
         """Watch an optimizer of torch from now on, one step of it in each step of the loop.
 
@@ -126,6 +126,8 @@ class OptimizerRecorder(LossRecorder):
             vectors_decay: whether norms and biases decay as matrices do; None where that is not judged.
             divisor: of the sum of all ranks' gradients in what the optimizer gets; by default the number of ranks, and
                 for the weights of tokens (ADV001) that of ranks with rollouts of their own.
+            updates_per_rate: optimizer steps in each step of the schedule and of `scheduler`, as verl's in a batch of
+                several mini-batches or epochs.
 
         Raises:
             UsageError: an optimizer is watched already.
@@ -134,6 +136,7 @@ class OptimizerRecorder(LossRecorder):
             raise UsageError("an optimizer is watched already: one process has one")
         self._optimizer, self._scheduler, self._clip_grad = optimizer, scheduler, clip_grad
         self._divisor, self.gradient_divisor = float(self.world_size if divisor is None else divisor), divisor
+        self._updates_per_rate = updates_per_rate
         self._asked = {key: _said(value) for key, value in (asked or {}).items()}
         groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
         named = [(name, item) for name, item in named_parameters if item.requires_grad]
@@ -153,6 +156,7 @@ class OptimizerRecorder(LossRecorder):
                 "weight_decay": weight_decay,
                 "clip_grad": clip_grad,
                 "behind": 1 - first_rate_step,
+                "updates_per_rate": updates_per_rate,
                 "vectors_decay": vectors_decay,
             }
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -244,6 +248,7 @@ class OptimizerRecorder(LossRecorder):
         from verifier.stages.train.probe_adam_elements import greatest_moment, group_of
 
         step = self.current
+        self._is_idle = all(not float(group["lr"]) for group in self._optimizer.param_groups)  # a scheduler moves on
         update = self._updates.setdefault(step, _Update(self._number()))
         if update.fields:
             self.unbounded(TrainerStep, "the optimizer takes several steps in one of the loop")
@@ -294,7 +299,7 @@ class OptimizerRecorder(LossRecorder):
         update.fields |= {
             "optimizer_steps": steps if counted else update.number,
             "scheduler_steps": None if self._scheduler is None else int(self._scheduler.last_epoch),
-            "scheduler_ahead": -1,
+            "scheduler_ahead": (steps - 1) // self._updates_per_rate - steps,
         }
         if self._asked:
             self.emit(KnobsAsked(name="optimizer", version=step, values=self._asked))
@@ -360,7 +365,7 @@ class OptimizerRecorder(LossRecorder):
 
     def is_idle(self) -> bool:
         """Tell whether the optimizer's last step had a rate of 0."""
-        return self._optimizer is not None and all(not float(group["lr"]) for group in self._optimizer.param_groups)
+        return self._optimizer is not None and self._is_idle
 
 
 def _said(value: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from verifier.config_json import text_model, texts_of
+from verifier.config_json import texts_of
 from verifier.core import store
 from verifier.core.manifest import Manifest, MeshSizes
 from verifier.core.reader import MANIFEST
@@ -31,7 +31,7 @@ from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sharded import Named, is_sharded, pairs_of
-from verifier.probe.state import EngineRecorder
+from verifier.probe.state import HEAD, EngineRecorder, tied_head
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor
@@ -46,7 +46,6 @@ from verifier.stages.train.records import (
 )
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
-HEAD = "lm_head.weight"
 JOIN_S = 60.0
 """Seconds that a process waits for the one that makes the trace."""
 
@@ -227,10 +226,10 @@ class LoopRecorder(EngineRecorder):
         from verifier.model.checkpoint import open_checkpoint
 
         source = open_checkpoint(self.model)
-        is_tied = text_model(source.config).get("tie_word_embeddings") and HEAD not in source.names()
+        tied = tied_head(source)
         for item in source_tensors(source):
             self.emit(item)
-            if is_tied and item.name.endswith("embed_tokens.weight"):  # a state_dict has both names
+            if item.name == tied:  # a state_dict has both names
                 self.emit(replace(item, name=HEAD, copy_of=item.name))
 
     def _passing(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verifier.config_json import texts_of
+from verifier.config_json import text_model, texts_of
 from verifier.errors import UsageError
 from verifier.plan.digest import described
 from verifier.probe.optimizer import OptimizerRecorder
@@ -55,6 +55,7 @@ MOMENTS: dict[str, Any] = {
     "idle step": ShardAfterIdleStep,
     "adapter step": FrozenShard,
 }
+HEAD = "lm_head.weight"
 WRITTEN = 64
 """Elements of a tensor that are compared with the files of a checkpoint, at most."""
 STATE_FILE = "verifier-state.json"
@@ -95,11 +96,13 @@ class StateRecorder(OptimizerRecorder):
 
             source = open_checkpoint(self.model)
             copies = copies_of(source.config)
-            for name in source.names():
-                if name in dtypes or name not in copies:
-                    read = source.read(name)
-                    facts = described(read.to(dtypes.get(name, read.dtype)))
-                    self.emit(ExpectedShard(name=name, coordinate="", **facts))
+            files = {name: name for name in source.names() if name in dtypes or name not in copies}
+            if HEAD in dtypes and (tied := tied_head(source)):
+                files[HEAD] = tied
+            for name, own in files.items():
+                read = source.read(own)
+                facts = described(read.to(dtypes.get(name, read.dtype)))
+                self.emit(ExpectedShard(name=name, coordinate="", **facts))
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
         """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
@@ -309,3 +312,9 @@ def _elements(tensor: Any) -> np.ndarray:
         bits: np.ndarray = values.float().numpy().view(np.int32).astype(np.int64)
         return bits
     return np.asarray(values.to(dtype=values.dtype).numpy(), np.int64)
+
+
+def tied_head(source: Any) -> str:
+    """Name of the embedding that is a checkpoint's head, too, and stands for it: a state_dict has both names."""
+    is_tied = text_model(source.config).get("tie_word_embeddings") and HEAD not in source.names()
+    return next((name for name in source.names() if is_tied and name.endswith("embed_tokens.weight")), "")

@@ -23,7 +23,7 @@ from verifier.stages.advantage.records import ESTIMATORS, Advantages, PolicyColu
 from verifier.stages.data.records import Drops, SamplingAsked
 from verifier.stages.load.records import Unbounded
 from verifier.stages.logprob.records import TrainerLogprobs
-from verifier.stages.loss.records import FORMULAS, GradientRecord, LossTerms
+from verifier.stages.loss.records import FORMULAS, KL_KINDS, GradientRecord, LossTerms
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.rollout.records import SampledTokens
 from verifier.stages.train.records import StepReport
@@ -57,6 +57,7 @@ class OpenStep:
     ends: tuple[int, ...] = ()
     truncated: tuple[bool, ...] = ()
     penalties: tuple[float, ...] = ()
+    others: tuple[tuple[Any, ...], ...] = ()
     numbers: dict[str, int] = field(default_factory=dict)
     terms: LossTerms | None = None
     is_first: bool = True
@@ -280,6 +281,7 @@ class StepRecorder(ABC):
         self, step: int, values: Rows | Sequence[float], *, estimator: str = "", reasons: Sequence[str] = (),
         ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
         ddof: int | None = None, penalties: Sequence[float] = (), kl_weight: float = 0.0, kl_kind: str = "k3",
+        others: Sequence[tuple[Any, float, float, int]] = (),
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -299,6 +301,8 @@ class StepRecorder(ABC):
                 estimates `kl_kind`, of `trainer_logprobs` to its `reference`, over the tokens in the loss.
             kl_weight: see `penalties`; 0 where the KL is in the loss or nowhere.
             kl_kind: "k1", "k2" or "k3".
+            others: rollouts that the estimator had and the step does not train on, such as those of other mini-batches
+                or ranks: group, reward less its penalty, advantage, tokens in the loss.
 
         Raises:
             UsageError: the step has no rollouts or no rewards, rows are of other lengths, or an argument is none of
@@ -323,6 +327,7 @@ class StepRecorder(ABC):
         if all(np.ndim(on_host(row)) == 0 for row in values):
             values = [np.full(len(part), float(row)) for row, part in zip(values, tokens.responses, strict=True)]
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
+        own.others = tuple((str(group), *map(float, values), int(size)) for group, *values, size in others)
         own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
         own.denominator = {
             "dtype": dtype or _narrowest(own.advantage),
@@ -340,28 +345,31 @@ class StepRecorder(ABC):
     def loss(
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
-        kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
+        kl_limit: float | None = None, kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
         steepness: tuple[float, float] = (1.0, 1.05),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
-        `name` is "cross_entropy", "importance" (ratio times advantage), "clipped", "gspo", "cispo", "sapo", with its
-        `steepness` for positive advantages and others, or "sequence": clipped by the product of a rollout's ratios.
-        Others are not judged. `aggregation` is "token_mean", "sequence_mean" or "prompt_mean", over all tokens in the
-        loss of all micro-batches and ranks. `divisor`, one for all ranks, is what the sum over tokens, or over means,
-        of all ranks is divided by where that is not the number of those with tokens in the loss. With `kl_ratio` each
-        token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv 2512.02556). With `parts`,
-        one of each rollout such as its micro-batch, "prompt_mean" is of the means of these.
+        `name` is "cross_entropy", "reinforce" (log-probability times advantage), "importance" (ratio times it),
+        "clipped", "gspo", "cispo", "sapo", with its `steepness` for positive advantages and others, or "sequence":
+        clipped by the product of a rollout's ratios. Others are not judged. `aggregation` is "token_mean",
+        "sequence_mean" or "prompt_mean", over all tokens in the loss of all micro-batches and ranks. `divisor`, one for
+        all ranks, is what the sum over tokens, or over means, of all ranks is divided by where that is not the number
+        of those with tokens in the loss. `kl_kind` is one of `KL_KINDS`, at most `kl_limit`, where it has no gradient.
+        With `kl_ratio` each token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv
+        2512.02556). With `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of their means.
 
         Raises:
-            UsageError: an unknown name.
+            UsageError: an unknown mean or estimate.
         """
+        if kl_kind not in KL_KINDS:
+            raise UsageError(f"the estimate `{kl_kind}` is none of {', '.join(KL_KINDS)}")
         if aggregation not in ("token_mean", "sequence_mean", "prompt_mean"):
             raise UsageError(f"the aggregation `{aggregation}` is none of token_mean, sequence_mean, prompt_mean")
         own = self.opened(step)
         own.terms = LossTerms(
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
-            kl_weight=kl_weight, kl_kind=kl_kind, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
+            kl_weight=kl_weight, kl_kind=kl_kind, kl_limit=kl_limit, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
             temperature=own.tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)), steepness=steepness,
         )  # fmt: skip
         self.emit(own.terms)
@@ -437,10 +445,13 @@ class StepRecorder(ABC):
         if own.estimator not in ESTIMATORS and any((part != part[0]).any() for part in inside):
             return  # one of each token, for which no check has a formula
         counts = tuple(int(mask.sum()) for mask in masks)
+        groups, rewards, values, sizes = zip(*own.others, strict=True) if own.others else ((), (), (), ())
+        ids = (*tokens.ids, *(f"beside step {step}/{at}" for at in range(len(groups))))
         made = Advantages(
-            name="advantages", version=step, estimator=own.estimator, ids=tokens.ids, groups=tokens.groups,
-            trajectories=tokens.ids, rewards=tokens.rewards, penalties=own.penalties, token_counts=counts,
-            advantages=tuple(real(part[-1]) for part in inside), **own.denominator,
+            name="advantages", version=step, estimator=own.estimator, ids=ids, groups=(*tokens.groups, *groups),
+            trajectories=ids, rewards=(*tokens.rewards, *rewards), penalties=(*own.penalties, *(0.0 for _ in groups)),
+            token_counts=(*counts, *sizes),
+            advantages=(*(real(part[-1]) for part in inside), *map(real, values)), **own.denominator,
         )  # fmt: skip
         self.emit(made)
         self.emit(

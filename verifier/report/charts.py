@@ -1,6 +1,6 @@
 """Charts as inline SVG without script: dots and lines over one pair of axes, coloured by the page's style sheet.
 
-By hand, since plotly's charts need its script to be read, and matplotlib's colours do not follow the page's scheme.
+By hand, since charts of plotly need a script to be read, and colours of matplotlib do not follow the page's scheme.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any, get_args
 
 from verifier.core import store
 from verifier.core.finding import Outcome, Verdict
+from verifier.core.ledger import read_rows
 from verifier.core.outputs import read_as
 from verifier.core.reader import has_evidence
 from verifier.core.trace import Trace
@@ -300,20 +300,8 @@ Row = Mapping[str, Any]
 
 
 def metrics_of(run: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """Lines of a run's metrics, or of another of its files of JSON lines; none where it has no such file.
-
-    A last line that was cut off is left out.
-    """
-    file = run / name
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    """Lines of a run's metrics, or of another of its files of JSON lines; none where it has no such file."""
+    return read_rows(run / name, dict[str, Any])
 
 
 def run_charts(rows: Sequence[Row]) -> tuple[Chart, ...]:

@@ -23,11 +23,45 @@ from verifier.launch.failures import LaunchError
 from verifier.launch.fork_launcher import ForkJob, Launcher, require_ranks
 from verifier.launch.rank import LOOPBACK, JobSpec
 from verifier.launch.watchdog import Vigil
-from verifier.runs.node_servers import EngineNode, TrainerNode, identity
+from verifier.runs.node_servers import EngineNode, TrainerNode, identity, raylet_end
 
 _ACTOR_S = 120.0
 """Seconds that an actor may take to start, and to answer beyond what its request takes."""
 _END_S = 20.0
+
+
+class Raylets:
+    """The raylets of nodes, each of which a task on its node watches; Ray itself misses one after 15 s."""
+
+    def __init__(self) -> None:
+        self._watches: dict[Any, str] = {}
+
+    def watch(self, node: Mapping[str, Any], name: str) -> None:
+        """Watch the raylet of a node, which errors call `name`."""
+        self._watches[_on(node, raylet_end, max_retries=0).remote()] = name
+
+    def wait(self, reference: Any, within_s: float) -> bool:
+        """Wait for an answer; False if there is none in time.
+
+        Raises:
+            LaunchError: a raylet has ended.
+        """
+        while ready := ray.wait([*self._watches, reference], timeout=within_s, fetch_local=False)[0]:
+            if ready[0] not in self._watches:
+                return True
+            try:
+                why = ray.get(ready[0])
+            except RayError:  # the watch died, with the raylet or without
+                del self._watches[ready[0]]
+            else:
+                raise LaunchError(f"{self._watches[ready[0]]} ended by itself: {why}")
+        return False
+
+
+def _on(node: Mapping[str, Any], what: Any, **options: Any) -> Any:
+    """An actor's class or a task's function, to be run on a node."""
+    place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=place, **options)(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +70,7 @@ class Actor:
 
     handle: Any
     name: str
+    raylets: Raylets
     patience_s: float = _ACTOR_S
     """Seconds that an answer may take beyond what its request does."""
 
@@ -47,12 +82,12 @@ class Actor:
         """Wait for an answer.
 
         Raises:
-            LaunchError: the actor died.
+            LaunchError: the actor or a raylet died.
             InternalError: no answer in time, or an error that is not ours.
             VerifierError: what the method raised.
         """
         try:
-            return ray.get(reference, timeout=within_s)
+            return ray.get(reference, timeout=within_s if self.raylets.wait(reference, within_s) else 0)
         except RayTaskError as error:
             if isinstance(error.cause, VerifierError):
                 raise error.cause from None
@@ -154,6 +189,7 @@ class Cluster(Launcher):
         self.ranks_here = len(self._on_host(0, world_size))
         addresses = [str(node["NodeManagerAddress"]) for node in nodes]
         self._addresses = addresses if len(set(addresses)) > 1 else [LOOPBACK] * len(nodes)
+        self._raylets = Raylets()
         self._trainers: list[Actor] = []
         self._engines: list[Actor] = []
 
@@ -164,9 +200,11 @@ class Cluster(Launcher):
     def load(self, preload: str, deadline_s: float, vigil: Vigil | None = None) -> None:
         """Start the trainer's actors and their launchers, which import while the caller goes on.
 
-        A death of what a vigil watches on this host ends a job.
+        A death of what a vigil watches on this host ends a job, and that of a raylet the wait for any actor.
         """
         self._vigil = vigil or Vigil()
+        for place, node in enumerate(self._nodes):
+            self._raylets.watch(node, f"the raylet on {self._name(place)}")
         self._trainers = self.actors(TrainerNode, "trainer")
         for actor in self._trainers:
             actor.ask("load", preload, deadline_s)
@@ -223,10 +261,7 @@ class Cluster(Launcher):
     def _actor(self, kind: type, role: str, node: Mapping[str, Any]) -> Actor:
         """Start an actor on a node, and give it what the driver's children would have."""
         name = f"the {role}'s actor on {self._name(self._nodes.index(node))}"
-        options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind).options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        )
-        actor = Actor(options.remote(), name)
+        actor = Actor(_on(node, kind, max_restarts=0, max_task_retries=0).remote(), name, self._raylets)
         self._stack.callback(actor.end, "close")
         there, here = actor.ask("adopt", *self._adopted), identity()
         for item in here:

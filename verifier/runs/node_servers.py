@@ -12,12 +12,14 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from verifier.engine.api import EngineConfig
 from verifier.engine.process import EngineProcess, engine_fork_server
 from verifier.errors import UsageError
+from verifier.launch.child import described
 from verifier.launch.fork_launcher import ForkLauncher
 from verifier.launch.node_ranks import NodeRanks
 from verifier.launch.rank import JobSpec
@@ -42,6 +44,20 @@ def identity() -> dict[str, str]:
     """Versions of Python and of pinned libraries, and a digest of this package's files."""
     versions = {name: installed(name) or "absent" for name in PINS}
     return {"python": platform.python_version(), **versions, "verifier's files": code_digest()}
+
+
+def raylet_end() -> str:
+    """Wait on a node for the end of its raylet, which has started this process; how it ended, in words.
+
+    Source:
+        proc_pid_stat(5): field 52 has the exit status of a process that nobody has collected.
+    """
+    raylet = os.getppid()
+    connection.wait([os.pidfd_open(raylet)])
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()
+        return described(os.waitstatus_to_exitcode(int(fields[49])))
+    return "without an exit status that is known"
 
 
 class NodeServer:

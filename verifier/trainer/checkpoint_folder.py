@@ -159,6 +159,8 @@ def _settle(path: Path) -> None:
         os.close(descriptor)
 
 
+RESUMES = "resumes.log"
+"""File in a run's folder with a line for each time that it went on, and for each checkpoint that it passed over."""
 Call = Callable[..., list[Any]]
 """Calls a method of all ranks by its name and arguments."""
 
@@ -187,7 +189,7 @@ class Continuation:
         """
         at, refused = self._checkpoints.last_whole()
         for reason in refused.values():
-            self._progress(reason)
+            self._tell(reason)
         if at is None and refused:
             raise UsageError(
                 f"no checkpoint of `{self._folder.path}` is whole ({refused[max(refused)]}): choose another --run, or "
@@ -206,11 +208,17 @@ class Continuation:
         self._checkpoints.remove_after(step)
         metrics = self._folder.rewind(step)
         if at is not None:
-            self._progress(f"continuing from the checkpoint `{path}`: {step} steps are done")
+            self._tell(f"continuing from the checkpoint `{path}`: {step} steps are done")
         elif (self._folder.path / "config.yaml").exists():
-            self._progress("the run has no whole checkpoint: it begins anew")
+            self._tell("the run has no whole checkpoint: it begins anew")
         self._at = at
         return step, metrics
+
+    def _tell(self, text: str) -> None:
+        """Say how the run goes on, and leave the line in its folder."""
+        self._progress(text)
+        with (self._folder.path / RESUMES).open("a", encoding="utf-8") as stream:
+            stream.write(f"{text}\n")
 
     @property
     def updates(self) -> int:

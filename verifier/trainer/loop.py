@@ -186,6 +186,8 @@ class StepLoop:
         return ragged.split(values, lengths)
 
     def _evaluate(self, step: int) -> dict[str, float]:
+        if self.rollouts is not None or self.held_out is not None:
+            self.progress(f"step {step}: evaluating")
         if self.rollouts is not None:
             return self.rollouts.evaluate(step)
         if self.held_out is None:

@@ -6,7 +6,6 @@ No engine, sampling or scoring: the recorded columns of each batch are taken. Th
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from verifier.config.training import (
     TrainConfig,
     VerifyOptions,
 )
+from verifier.core.ledger import read_rows
 from verifier.core.outputs import work_folder
 from verifier.errors import UsageError
 from verifier.launch.fork_launcher import Launcher
@@ -192,11 +192,8 @@ def _require_replayable(
 
 def _last_step(run: Path) -> int:
     """Last step that the run has ended, with or without an update."""
-    file, last = run / "metrics.jsonl", 0
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):  # cut while it was written
-            last = json.loads(line)["step"]
-    return last
+    rows = read_rows(run / "metrics.jsonl", dict[str, Any])
+    return rows[-1]["step"] if rows else 0
 
 
 def _first_difference(

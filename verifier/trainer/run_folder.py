@@ -12,6 +12,7 @@ profiles/step-3-rank-0.json.gz   chrome trace of torch.profiler, with profile.st
 oracle/000003/         what the oracle computes a step from, while it does
 metrics.jsonl          one line a step
 samples.jsonl          some sampled texts of each step, with their rewards
+resumes.log            how it was continued, and the checkpoints that were passed over
 checkpoints/000020/    state after a step, see `checkpoint_folder`
 hf_model/              the trained weights and the tokenizer
 knobs.json             values that the command must share to continue it
@@ -37,6 +38,7 @@ import xxhash
 from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
 from verifier.core.archive import OF_BATCHES, members
+from verifier.core.ledger import append_rows
 from verifier.core.outputs import locked_folder, write_whole
 from verifier.core.reader import ARCHIVE, BATCHES, has_evidence
 from verifier.errors import UsageError
@@ -111,20 +113,12 @@ class RunFolder:
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; a UsageError says that it cannot be written."""
-        self._append("metrics.jsonl", [values])
+        append_rows(self.path / "metrics.jsonl", [values])
 
     def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append sampled texts to samples.jsonl, a line each, likewise."""
         if samples:
-            self._append(SAMPLES, samples)
-
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        file = self.path / name
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write("".join(json.dumps(row) + "\n" for row in rows))
-        except OSError as problem:
-            raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
+            append_rows(self.path / SAMPLES, samples)
 
     def last_metrics(self, count: int) -> list[dict[str, Any]]:
         """Metrics of the last steps, so many at most, the newest last."""

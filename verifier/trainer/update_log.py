@@ -5,12 +5,12 @@ A replay takes the same updates from the lines, and compares the digests of thei
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import msgspec
 
-from verifier.core.outputs import full_disk_refused, write_whole
+from verifier.core.ledger import append_rows, lines_of, read_rows
+from verifier.core.outputs import write_whole
 
 FOLDER = "ranks"
 
@@ -41,23 +41,17 @@ def file_of(run: Path, rank: int) -> Path:
 def append(run: Path, rank: int, update: RankUpdate) -> None:
     """Append the line of an update."""
     file = file_of(run, rank)
-    with full_disk_refused(file):
-        file.parent.mkdir(exist_ok=True)
-        with file.open("ab") as stream:
-            stream.write(msgspec.json.encode(update) + b"\n")
+    file.parent.mkdir(exist_ok=True)
+    append_rows(file, [update])
 
 
 def read(run: Path, rank: int) -> list[RankUpdate]:
     """Return the updates of a rank, in order; a line that was cut is left out, and a rank without a file has none."""
-    file, found = file_of(run, rank), []
-    for line in file.read_bytes().splitlines() if file.exists() else ():
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.json.decode(line, type=RankUpdate))
-    return found
+    return read_rows(file_of(run, rank), RankUpdate)
 
 
 def rewind(run: Path, step: int) -> None:
     """Remove the updates after a step."""
     for file in sorted((run / FOLDER).glob("*.jsonl")):
         kept = [item for item in read(run, int(file.stem)) if item.step <= step]
-        write_whole(file, "".join(msgspec.json.encode(item).decode() + "\n" for item in kept))
+        write_whole(file, lines_of(kept))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verifier.campaign.sweep.summary import SweepRow, answer, as_json, opened_rows, table
+from verifier.campaign.sweep.summary import SweepRow, answer, as_json, opened_rows, page, table
 from verifier.config import SweepConfig
 from verifier.errors import UsageError
 from verifier.report.gate_result import LeftOut
@@ -111,3 +111,11 @@ def test_the_summary_names_fastest_layout_and_largest_budget(tmp_path):
 def test_nothing_ran(tmp_path):
     assert answer(ROWS[-1:]) == ""
     assert json.loads(as_json(config(tmp_path), "cpu", ROWS[-1:], []))["fastest"] is None
+
+
+def test_the_page_has_a_card_of_each_layout_with_what_did_not_run():
+    text = page("tiny:qwen3, float32, CPU", ROWS)
+    assert text.index("<span>dp2</span>") < text.index("<span>1 rank</span>") < text.index("<span>tp2</span>")
+    assert "4,096 tokens, out_of_memory</dt><dd>rank 0: it did not fit" in text
+    assert text.count("did not run</title>") == 6
+    assert "<script" not in text

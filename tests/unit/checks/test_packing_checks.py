@@ -83,3 +83,14 @@ def test_a_token_out_of_the_loss_may_have_no_label() -> None:
         arrays = {**ARRAYS, "tokens": {**TOKENS, **prompt}, "ledger": ledger}
         assert run_check(REGISTRY["PCK001"], Trace(MANIFEST, clean(), arrays.__getitem__)).verdict is verdict
     assert judged(label=np.array([-100, 3, -100, -100, 5, -100])).verdict is Verdict.VIOLATED
+
+
+def test_a_row_that_predicts_nothing_has_any_label_where_a_mask_keeps_it_out() -> None:
+    """As verl rolls the tokens of a pack: the last of a sequence has the next one's first for a label."""
+    label = np.where(LEDGER["sentinel"] == 0, 7, LEDGER["label"])
+    assert (label != LEDGER["label"]).any()
+    assert judged(label=label).verdict is Verdict.HOLDS
+    assert judged(label=label, mask=np.ones(len(label), bool)).verdict is Verdict.VIOLATED
+    rows = {name: column for name, column in LEDGER.items() if name != "mask"}
+    arrays = {**ARRAYS, "ledger": {**rows, "label": label}}
+    assert run_check(REGISTRY["PCK001"], Trace(MANIFEST, clean(), arrays.__getitem__)).verdict is Verdict.VIOLATED

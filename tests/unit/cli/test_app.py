@@ -203,12 +203,27 @@ def sleep(*_, **__):
 cli.judge_trace = sleep
 cli.main(["replay", "somewhere"])
 """
+DEAF = (
+    SLEEPER.replace("        time.sleep(60)", "        Deaf()\n        time.sleep(60)")
+    .replace('        print("ready", flush=True)\n', "")
+    .replace(
+        "def sleep",
+        """class Deaf:
+    def __del__(self):
+        print("ready", flush=True)
+        time.sleep(1)
+
+def sleep""",
+    )
+)
+"""A finalizer runs when the signal comes, and Python drops what it raises."""
 
 
+@pytest.mark.parametrize("program", [SLEEPER, DEAF], ids=["", "in a finalizer"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_in_order(signum):
+def test_a_signal_ends_a_command_in_order(signum, program):
     process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,21 @@ OWNER = (
     "import time; from verifier.core.outputs import WorkFolder\n"
     "folder = WorkFolder('run'); (folder.path / 'file').touch(); print(folder.path, flush=True); time.sleep(60)\n"
 )
+
+SHARING = """
+import multiprocessing, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from verifier.core.outputs import WorkFolder, share_as
+folder = WorkFolder("run")
+if sys.argv[1] == "ours":
+    share_as(folder.path)
+memory = shared_memory.SharedMemory(create=True, size=64)
+lock = multiprocessing.get_context("spawn").Lock()
+print(resource_tracker._resource_tracker._pid, memory._name, "/sem." + lock._semlock.name[1:], flush=True)
+time.sleep(60)
+"""
+"""A program with shared memory and a semaphore, which has them from multiprocessing."""
 
 
 @pytest.fixture
@@ -86,3 +102,49 @@ def test_one_in_another_folder_is_gone_afterwards_and_not_swept(temporary, tmp_p
     (under / "verifier-run-left").mkdir()
     assert sweep() == []
     assert [item.name for item in under.iterdir()] == ["verifier-run-left"]
+
+
+@contextlib.contextmanager
+def sharing(temporary: Path, whose: str) -> Iterator[tuple[Callable[[], None], list[Path]]]:
+    """A program that shares memory: how it is killed, with the process that would clean up, and its files."""
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", SHARING, whose]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        tracker, *names = program.stdout.readline().split()
+        files = [Path(f"/dev/shm{name}") for name in names]
+
+        def kill() -> None:
+            os.kill(int(tracker), signal.SIGKILL)
+            program.kill()
+            program.wait()
+
+        try:
+            yield kill, files
+        finally:
+            kill()
+            for file in files:
+                file.unlink(missing_ok=True)
+
+
+def test_shared_memory_and_semaphores_of_a_dead_owner_are_swept_and_of_no_other(temporary):
+    """`psm_*` and `sem.mp-*` by the names that multiprocessing gives them, which say nothing of an owner."""
+    with (
+        sharing(temporary, "ours") as (kill, left),
+        sharing(temporary, "ours") as (_, of_living),
+        sharing(temporary, "others") as (kill_other, of_others),
+    ):
+        kill()
+        kill_other()
+        assert {file.name.partition("_")[0] for file in of_others} == {"psm", "sem.mp-" + of_others[1].name[7:]}
+        assert all(file.exists() for file in (*left, *of_living, *of_others))
+        sweep()
+        assert [file.exists() for file in (*left, *of_living, *of_others)] == [False] * 2 + [True] * 4
+
+
+def test_shared_memory_goes_with_its_folder(temporary):
+    with work_folder("run") as path:
+        (named := Path(f"/dev/shm/{path.name}-0")).touch()
+        (other := Path(f"/dev/shm/{path.name}")).touch()
+    assert (named.exists(), other.exists()) == (False, True)
+    other.unlink()

@@ -73,8 +73,8 @@ def test_steps_are_judged_by_all_that_was_dumped(oracle: Oracle, client: Client,
     (tmp_path / "two" / "gradients-1" / "model.safetensors").write_text("others")
     for name in ("one", "one", "two"):
         read = [source, *sorted((tmp_path / name).iterdir())]
-        oracle.ask("step_hf:judge_steps", [source, tmp_path / name], [], {}, [], read=read)
-    assert [asked[2] for asked in client.asked] == [str(tmp_path / "one"), str(tmp_path / "two")]
+        oracle.ask("policy_hf:judge_updates", [tmp_path / name], {}, {}, [], read=read)
+    assert [asked[1] for asked in client.asked] == [str(tmp_path / "one"), str(tmp_path / "two")]
 
 
 def test_large_weights_are_not_recognised(oracle: Oracle, client: Client, tmp_path: Path, monkeypatch: Any) -> None:

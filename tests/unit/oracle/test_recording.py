@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from verifier.core import store
 from verifier.core.manifest import Facts, Manifest
@@ -57,6 +58,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.steps: tuple[Any, ...] = ()
+        self.inputs: dict[str, dict[str, np.ndarray]] = {}
         self.read: list[str] = []
         self.choices: list[tuple[Any, ...]] = []
 
@@ -80,11 +82,12 @@ class Asked:
             self.choices.append((*paths, *arguments))
             facts = {"num_tokens": 3, "shortfall": 0.25, "noise": 0.5, "closed": 0, "closed_in_dtype": 1}
             return [{"layer": 2, "place": [1, 2], **facts}]
-        assert function == "step_hf:judge_steps"
+        assert function == "policy_hf:judge_updates"
         self.steps, self.read = arguments, [path.name for path in read]
+        self.inputs = {file.stem: load_file(file) for file in paths[0].glob("inputs-*")}
         return [
             {
-                "name": "w", "version": 1, "gradient_scale": 1.0, "gradient_norm": float("nan"), "loss": 1.0,
+                "name": "w", "update": 1, "gradient_scale": 1.0, "gradient_norm": float("nan"), "loss": 1.0,
                 "loss_scale": 1.0, "num_tokens": 4,
             }
         ]  # fmt: skip
@@ -95,8 +98,8 @@ def source(tmp_path: Path) -> Checkpoint:
     return open_checkpoint(write_tiny("qwen3", tmp_path / "source"))
 
 
-def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int]]]) -> Asked:
-    """A trace as ranks and engine leave it, with routes of a step, and what the oracle adds."""
+def record(trace: Path, source: Checkpoint, *more: tuple[Record, Any]) -> Asked:
+    """A trace as ranks and engine leave it, with more of a step, and what the oracle adds."""
     store.create(
         trace,
         Manifest(model="tiny:qwen3", dtype="float32", tier="cpu", facts=Facts(judges_gradients=True), config=CONFIG),
@@ -110,8 +113,8 @@ def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int
     trainer.emit(*record_of_rollouts("trained", 1, ROLLOUTS))
     trainer.emit(RULE)
     trainer.emit(OBJECTIVE)
-    for item, rows in routes:
-        trainer.emit(item, np.array(rows, np.int32))
+    for item, rows in more:
+        trainer.emit(item, rows if isinstance(rows, dict) else np.array(rows, np.int32))
     trainer.close()
     engine = store.Recorder(trace, "engine", 0)
     sampled = SampledTokens(
@@ -121,6 +124,8 @@ def record(trace: Path, source: Checkpoint, *routes: tuple[Record, list[list[int
     engine.emit(sampled, np.zeros(2, np.float32))
     engine.emit(DrawnTokens(name="drawn", prompt=(1, 2, 3, 4), tokens=(5,), temperature=1.5), np.zeros(1, np.float32))
     engine.close()
+    for name in ("weights-1", "gradients-1"):
+        (trace.parent / name).mkdir(exist_ok=True)
     asked = Asked()
     record_oracle(asked, trace, trace.parent, source, "cpu", layout_of(source.config))  # type: ignore[arg-type]
     return asked
@@ -144,26 +149,39 @@ def test_what_was_scored_and_sampled_is_read_from_the_trace(tmp_path: Path, sour
 
 
 def test_steps_are_judged_by_the_recorded_rollouts_objective_and_rule(tmp_path: Path, source: Checkpoint) -> None:
-    (batches, rule, routes, first, *_) = record(tmp_path / "trace", source).steps
-    assert batches == [
-        [
-            [[5, 6, 7, 8, 9, 3], [False, False, False, True, False, True], 0.25, [0, 0, 0, -1.5, -2.5, -3.5]],
-            [[4, 2, 2], [False, True, True], -1.0, [0, -0.5, -0.25]],
-        ]
-    ]
-    assert routes == [[]]
-    assert first == 1
+    asked = record(tmp_path / "trace", source)
+    rule, objective, updates, *_, from_first = asked.steps
+    inputs = {name: values.tolist() for name, values in asked.inputs["inputs-1"].items()}
+    assert inputs["tokens"] == [5, 6, 7, 8, 9, 3, 4, 2, 2]
+    assert inputs["mask"] == [0, 0, 0, 1, 0, 1, 0, 1, 1]
+    assert inputs["advantage"] == [0.25] * 6 + [-1.0] * 3
+    assert inputs["reference"] == inputs["divisor"] == [0, 0, 0, -1.5, -2.5, -3.5, 0, -0.5, -0.25]
+    assert inputs["weight"] == [1 / 4] * 9
+    assert inputs["lengths"] == [6, 3]
+    assert "routes" not in inputs
+    assert (updates, from_first) == ([{"number": 1, "past": 0}], True)
     assert (rule["learning_rate"], rule["beta_2"], rule["clip_grad"]) == (1e-6, 0.999, 0.5)
-    assert (rule["temperature"], rule["drift_weight"]) == (0.9, 0.3)
+    assert (objective["temperature"], objective["kl_weight"]) == (0.9, 0.3)
     (gradient,) = read(tmp_path / "trace").of(GradientRecord)
-    assert gradient.gradient_norm == "nan"
+    assert (gradient.gradient_norm, gradient.version, gradient.update) == ("nan", 1, 0)
+
+
+def test_steps_are_judged_up_to_the_first_that_was_not_dumped(tmp_path: Path, source: Checkpoint) -> None:
+    (tmp_path / "weights-2").mkdir()
+    trained = record_of_rollouts("trained", 2, ROLLOUTS)
+    asked = record(tmp_path / "trace", source, trained)
+    assert [*asked.inputs] == ["inputs-1"]
+    (tmp_path / "gradients-2").mkdir()
+    asked = record(tmp_path / "again", source, trained)
+    assert asked.steps[2] == [{"number": 1, "past": 0}, {"number": 2, "past": 2}]
+    assert asked.inputs["inputs-2"]["weight"][0] == OBJECTIVE.every_second / 4
 
 
 def test_what_is_known_of_steps_depends_on_all_that_was_dumped(tmp_path: Path, source: Checkpoint) -> None:
     dumped = [f"{kind}-{version}" for kind in ("weights", "gradients") for version in (1, 2)]
     for name in dumped:
         (tmp_path / name).mkdir()
-    assert record(tmp_path / "trace", source).read == [source.path.name, *dumped]
+    assert record(tmp_path / "trace", source).read == [tmp_path.name, "weights-0", *dumped]
 
 
 OWN = [
@@ -176,10 +194,11 @@ OWN = [
 def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Path, source: Checkpoint) -> None:
     elsewhere = GivenRoutes(name="sentinel routes", version=0, rollouts=()), [[0, 0, 2, 6, 7]]  # of a pass that scores
     asked = record(tmp_path / "trace", source, elsewhere, *OWN)
-    _, _, routes, *_ = asked.steps
-    assert routes == [[[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]]
-    tokens = [[5, 6, 7, 8, 9, 3], [4, 2, 2]]
-    assert asked.choices == [(source.path, tokens, routes[0], "float32")]
+    inputs = asked.inputs["inputs-1"]
+    assert inputs["routes"].tolist() == [[0, 2, 4, 7], [1, 2, 1, 5], [2, 2, 0, 3]]
+    assert inputs["route_counts"].tolist() == [2, 1]
+    told = [[5, 6, 7, 8, 9, 3], [4, 2, 2]], [[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]
+    assert asked.choices == [(tmp_path / "weights-0", *told, "float32")]
     (choices,) = read(tmp_path / "trace").of(RouterChoices)
     assert (choices.name, choices.version, choices.layer, choices.place) == ("trained", 1, 2, (1, 2))
     assert (choices.shortfall, choices.noise, choices.closed_in_dtype) == (0.25, 0.5, 1)
@@ -187,15 +206,14 @@ def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Pat
 
 def test_routes_that_rollouts_carry_are_told(tmp_path: Path, source: Checkpoint) -> None:
     given = GivenRoutes(name="sentinel routes", version=1, rollouts=()), [[1, 0, 2, 6, 7]]
-    _, _, routes, *_ = record(tmp_path / "trace", source, given).steps
-    assert routes == [[[], [[0, 2, 6, 7]]]]
+    inputs = record(tmp_path / "trace", source, given).inputs["inputs-1"]
+    assert (inputs["routes"].tolist(), inputs["route_counts"].tolist()) == ([[0, 2, 6, 7]], [0, 1])
 
 
 def test_routes_of_too_few_experts_are_not_told(tmp_path: Path, source: Checkpoint) -> None:
     """A router that drops experts of a token differs from transformers then, which chooses by itself."""
     dropped = (UsedRoutes(name=OWN_ROUTES, version=1, coordinate="tp=1"), [[1, 0, 2, 4, -1]])
-    _, _, routes, *_ = record(tmp_path / "trace", source, *OWN, dropped).steps
-    assert routes == [[]]
+    assert "routes" not in record(tmp_path / "trace", source, *OWN, dropped).inputs["inputs-1"]
 
 
 def test_noise_of_weights_that_are_not_finite_is_not_finite() -> None:

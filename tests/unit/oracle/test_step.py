@@ -22,7 +22,7 @@ from verifier.oracle.gradients_hf import (
     spooled,
 )
 from verifier.oracle.oracle import DRAWS
-from verifier.oracle.step_hf import Adam, _rates, half_step, rounding_anew
+from verifier.oracle.step_hf import Adam, half_step, rates_of, rounding_anew
 from verifier.runs.scenario import RULE
 
 LEARNING_RATE = 1e-3
@@ -132,10 +132,10 @@ def test_experts_of_a_layer_are_one_group_and_a_factor_shows_in_its_length() -> 
 )  # fmt: skip
 def test_rates_warm_up_fall_and_end(past: int, learning_rate: float, of_embeddings: float, decay: float) -> None:
     rule = msgspec.structs.asdict(RULE)
-    found = _rates(rule, past, "model.layers.0.mlp.up_proj.weight")
+    found = rates_of(rule, past, "model.layers.0.mlp.up_proj.weight")
     assert found == pytest.approx({"learning_rate": learning_rate, "decay": decay})
     for name in ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight"):
-        assert _rates(rule, past, name) == pytest.approx({"learning_rate": of_embeddings, "decay": decay})
+        assert rates_of(rule, past, name) == pytest.approx({"learning_rate": of_embeddings, "decay": decay})
 
 
 @pytest.mark.parametrize("magnitude", [0.05, 4.0, 40.0])

@@ -6,11 +6,15 @@ What this does not exercise: Ray, ranks and engines (tests/dist/test_train_ray.p
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.meta.sources import ROOT
 from verifier.errors import UsageError
 from verifier.runs.node_servers import NodeServer, forwarded, identity
 
@@ -40,3 +44,16 @@ def test_a_node_that_does_not_see_the_folder_of_the_run_is_refused(
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(UsageError, match=r"does not see .* put both on storage that all nodes share"):
         NodeServer().adopt(forwarded(os.environ), [], str(tmp_path), str(tmp_path / "absent"))
+
+
+def test_a_task_says_which_signal_ended_the_raylet_that_started_it() -> None:
+    waits = "from verifier.runs.node_servers import raylet_end; print('waits', flush=True); print(raylet_end())"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {waits!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    raylet = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, env=environment)
+    with raylet.stdout:  # type: ignore[union-attr]
+        assert raylet.stdout.readline() == "waits\n"  # type: ignore[union-attr]
+        time.sleep(0.5)
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert raylet.stdout.read().startswith("killed by SIGKILL")  # type: ignore[union-attr]
+    assert raylet.wait() == -signal.SIGKILL

@@ -71,3 +71,4 @@ def test_a_run_none_of_whose_checkpoints_is_whole_is_refused_and_keeps_them(tmp_
             resumed.rewind()
     assert len([*(tmp_path / "checkpoints").glob("*/state.json")]) == 2
     assert len(said) == 2
+    assert (tmp_path / "resumes.log").read_text().splitlines()[-2:] == said

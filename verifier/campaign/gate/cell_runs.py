@@ -30,6 +30,7 @@ from verifier.faults.catalog import CATALOG
 from verifier.faults.training_trial import DeferredJudge
 from verifier.faults.trial import Trials
 from verifier.launch.channel import Channel, ChannelClosed
+from verifier.launch.stopping import stop_at
 from verifier.probes.training.run_evidence import RunEvidence
 from verifier.report import report_of
 from verifier.report.gate_result import WORDS, Cell, CellResult, CheckVerdict, GateFinding, Status, check_verdicts
@@ -46,7 +47,7 @@ _HEAVY = ("checkpoints", "hf_model", "oracle", "batches")
 
 def serve(channel_fd: str, folder: str) -> None:
     """Be a worker until the other side closes the channel."""
-    signal.signal(signal.SIGTERM, _stop)
+    stop_at(signal.SIGTERM)
     channel = Channel(connection.Connection(int(channel_fd)))
 
     def progress(text: str) -> None:
@@ -59,10 +60,6 @@ def serve(channel_fd: str, folder: str) -> None:
             order = channel.receive()
             cell = msgspec.convert(order["cell"], Cell)
             channel.send({"result": msgspec.to_builtins(worker.run(cell, order["deadline_s"]))})
-
-
-def _stop(signum: int, frame: object) -> None:
-    raise Stopped(signum)
 
 
 class CellRuns:

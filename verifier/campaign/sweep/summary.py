@@ -7,14 +7,15 @@ trials.jsonl    first what the sweep is of, then a line a trial
 trials/         logs of the ranks of the last trial
 config.json     of the model
 sweep.json      summary
-sweep.html      plot
+sweep.html      page with charts
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,10 @@ from verifier.core.ledger import append_line, decode_line, read_lines
 from verifier.core.outputs import locked_folder
 from verifier.errors import UsageError
 from verifier.knob import flat
+from verifier.report.charts import Chart, Series
 from verifier.report.gate_result import LeftOut
 from verifier.report.progress import framed
+from verifier.report.render_html import Card, Page, html
 
 Status = Literal["ok", "out_of_memory", "failed"]
 FREE = ("ranks", "meshes", "recompute", "least_tokens", "most_tokens", "timeout_s", "trial_timeout_s", "run")
@@ -254,34 +257,31 @@ def next_budget(tried: Mapping[int, bool], *, least: int, most: int, multiple: i
     return (runs + fails) // 2 // multiple * multiple
 
 
-_SYMBOLS = {"ok": "circle", "out_of_memory": "x", "failed": "triangle-up"}
-"""Status -> mark of its rows."""
-
-
 def page(title: str, rows: Sequence[SweepRow]) -> str:
-    """Return the page: tokens a second and peak of memory against the budget, a line per layout.
+    """Return the page: tokens a second and peak of memory of each layout against the budget, the fastest first."""
+    cards = tuple(_card(item, rows) for item in summaries(rows))
+    reasons = tuple(answer(rows).splitlines())
+    return html(
+        Page(
+            title=f"sweep of {title}", decision="PASS" if reasons else "FAIL", reasons=reasons,
+            summary=f"{len(rows):,} trials of {len(cards):,} layouts", groups={"layouts": cards},
+        )
+    )  # fmt: skip
 
-    What did not run has a mark without a speed, and the peak that was seen before its end.
-    """
-    from plotly.graph_objects import Scatter
-    from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06)
-    for number, layout in enumerate(dict.fromkeys(row.layout for row in rows)):
-        own = sorted((row for row in rows if row.layout == layout), key=lambda row: row.max_tokens)
-        shared: dict[str, Any] = {
-            "x": [row.max_tokens for row in own], "mode": "lines+markers", "name": layout, "legendgroup": layout,
-            "text": [row.reason or row.status for row in own], "marker_symbol": [_SYMBOLS[row.status] for row in own],
-            "line_color": f"hsl({number * 137 % 360}, 65%, 42%)", "marker_size": 8,
-        }  # fmt: skip
-        speeds = [row.tokens_per_s or 0.0 for row in own]
-        peaks = [None if row.peak_bytes is None else row.peak_bytes / 2**30 for row in own]
-        figure.add_trace(Scatter(y=speeds, **shared), row=1, col=1)
-        figure.add_trace(Scatter(y=peaks, showlegend=False, **shared), row=2, col=1)
-    figure.update_xaxes(type="log", title="tokens of a micro-batch", row=2, col=1)
-    figure.update_xaxes(type="log", row=1, col=1)
-    figure.update_yaxes(title="tokens/s, 0: did not run", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title="peak of a rank, GiB", rangemode="tozero", row=2, col=1)
-    figure.update_layout(title=title, template="plotly_white", height=900)
-    text: str = figure.to_html(include_plotlyjs=True, full_html=True)
-    return text
+def _card(item: LayoutSummary, rows: Sequence[SweepRow]) -> Card:
+    own = sorted((row for row in rows if row.layout == item.layout), key=lambda row: row.max_tokens)
+    names = {math.log2(row.max_tokens): f"{row.max_tokens:,}" for row in own}
+
+    def chart(unit: str, value: Callable[[SweepRow], float | None]) -> Chart:
+        known = [(row.status == "ok", (math.log2(row.max_tokens), y)) for row in own if (y := value(row)) is not None]
+        ran, stopped = (tuple(point for ok, point in known if ok is kind) for kind in (True, False))
+        series = Series(name="ran", points=ran), Series(name="did not run", points=stopped, kind="dots", colour=4)
+        return Chart(title=unit, x="tokens of a micro-batch", y=unit, names=names, series=series)
+
+    peak = chart("peak of a rank, GiB", lambda row: None if row.peak_bytes is None else row.peak_bytes / 2**30)
+    facts = [(f"{row.max_tokens:,} tokens, {row.status}", row.reason) for row in own if row.status != "ok"]
+    return Card(
+        title=item.layout, verdict="PASS" if item.fastest else "FAIL", note=f"{speed(item.fastest):,.0f} tokens/s",
+        facts=tuple(facts), charts=(chart("tokens/s", speed), peak),
+    )  # fmt: skip

@@ -364,8 +364,11 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
         rows = {name: (old[own.astype(bool)], reference[own.astype(bool)]) for name, old, reference, own in parts}
         for item in trace.of(Advantages, version=policy.version):
             for name, actual in zip(item.ids, item.penalties, strict=True):
-                old, reference = (side.tolist() for side in rows[name])
-                estimates, size = _estimates(old, reference, item.kl_kind)
+                if name not in rows:  # a recorded loop's, of another mini-batch or rank
+                    continue
+                old, reference = (np.maximum(side.astype(np.float64), FLOOR) for side in rows[name])
+                estimates = kl_estimates(item.kl_kind, old - reference)
+                size = float(np.abs(old - reference).sum() + np.abs(estimates).sum())
                 right = item.kl_weight * math.fsum(estimates)
                 rounding = 0.0 if item.dtype == "float64" else (len(old) + TERMS) * ROUNDOFFS[item.dtype]
                 most = max(PENALTY.absolute, rounding) * item.kl_weight * size + 1e-300
@@ -374,21 +377,15 @@ def penalty_differs_from_divergence(trace: Trace) -> Iterator[Comparison]:
                 yield compare_value(item, name, actual, right, subject=subject, says=says, allowed=PENALTY, bound=most)
 
 
-def _estimates(old: Sequence[float], reference: Sequence[float], kind: str) -> tuple[list[float], float]:
-    """Estimate of KL(old || reference) at each token, nats, and the sum of the magnitudes that rounding is of."""
-    found, size = [], 0.0
-    for own, other in zip(old, reference, strict=True):
-        distance = max(own, FLOOR) - max(other, FLOOR)
-        if kind == "k1":
-            value = distance
-        elif kind == "k2":
-            value = 0.5 * distance**2
-        else:
-            bounded = min(max(distance, -LIMIT), LIMIT)
-            value = math.expm1(-bounded) + bounded
-        found.append(value)
-        size += abs(distance) + abs(value)
-    return found, size
+def kl_estimates(kind: str, distance: np.ndarray, limit: float | None = None) -> np.ndarray:
+    """Estimates of the KL divergence by current less reference log-probabilities, up to a limit, float64, nats.
+
+    Source:
+        http://joschu.net/blog/kl-approx.html
+    """
+    near = np.clip(distance, -LIMIT, LIMIT)
+    kinds = {"k1": distance, "abs": np.abs(distance), "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
+    return np.asarray(np.minimum(kinds[kind.removesuffix("+")], math.inf if limit is None else limit))
 
 
 WEIGHT = Tolerance(
@@ -410,15 +407,16 @@ def weight_differs_from_aggregation(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: 1e-12 of the weight; float64, two divisions. Of a recorded loop, whose weights are the
     derivatives of its loss by each token's, 16 roundings in the loss's dtype.
     Where to look: the denominators, and whether they are those of the whole batch.
-    What it does not catch: a mask that is wrong itself (PCK001), and what ranks make of the weights (LSS001).
+    What it does not catch: a mask that is wrong itself (PCK001), tokens that came to no loss of a recorded loop
+    (PCK004), and what ranks make of the weights (LSS001).
     References: AReaL#1730, verl#3741, verl#7200, trl#3231.
     """
     for item in trace.of(LossColumns):
         masks = ragged.split(trace.array(item, "mask").astype(bool), item.lengths)
         weights = ragged.split(trace.array(item, "weight").astype(np.float64), item.lengths)
         for name, weight, mask, right in zip(item.ids, weights, masks, _on_rank(trace, item, masks), strict=True):
-            wanted = np.where(mask, right, 0.0)
-
+            wanted = np.where(mask & ~np.isnan(weight), right, 0.0)
+            weight = np.nan_to_num(weight)
             at = int(np.abs(weight - wanted).argmax()) if len(weight) else 0
             actual, asked = (float(side[at]) if len(side) else 0.0 for side in (weight, wanted))
             subject = f"the weight of token {at} of `{name}`"

@@ -65,7 +65,10 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
 
 
 class LossColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/columns"):
-    """Inputs of the loss per token, made once for the whole batch. Arrays [N] float64 over all tokens, by name."""
+    """Inputs of the loss per token, made once for the whole batch. Arrays [N] float64 over all tokens, by name.
+
+    The ``weight`` of a token that came to no loss of a recorded loop is NaN.
+    """
 
     owed = (Owed(anyone, per_update),)
 

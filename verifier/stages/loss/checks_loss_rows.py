@@ -12,7 +12,7 @@ import numpy as np
 from verifier.core import ragged
 from verifier.core.check import LOOP, At, Comparison, Given, Stage, Tolerance, Trace, check, compare_value, owner_of
 from verifier.core.condition import condition, knob, on, recorded
-from verifier.stages.advantage.checks import LIMIT
+from verifier.stages.advantage.checks import LIMIT, kl_estimates
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.checks_conditions import GRPO, UPDATED
 from verifier.stages.checks_parts import Part, parts_of
@@ -30,18 +30,6 @@ TERM = Tolerance(
 NATS = 2e-6
 """Error of a difference of two log-probabilities in float32: numbers of up to 20, each 1e-6 off."""
 
-
-def kl_estimates(kind: str, distance: np.ndarray) -> np.ndarray:
-    """Estimates of the KL divergence by current less reference log-probabilities, float64, nats.
-
-    Source:
-        http://joschu.net/blog/kl-approx.html
-    """
-    near = np.clip(distance, -LIMIT, LIMIT)
-    kinds = {"k1": distance, "k2": distance**2 / 2, "k3": np.expm1(-near) + near}
-    return np.asarray(kinds[kind])
-
-
 FORMULA = condition(
     "the loss has no second formula", lambda run: knob(run, "algorithm") == "sft" or knob(run, "grpo.loss") in FORMULAS
 )  # fmt: skip
@@ -58,8 +46,8 @@ def loss_differs_from_formula(trace: Trace) -> Iterator[Comparison]:
     What it checks: per rollout of an update, the loss of each token and the derivatives of the summed loss by its
     log-probability and its entropy, against the formula in float64 of the log-probability that the ranks computed and
     of the weight, divisor, advantage and reference that the controller computed: cross-entropy, clipped with dual clip,
-    GSPO over the whole sequence, CISPO, SAPO, importance sampling, KL and entropy. And the loss that a rank reports: of
-    a recorded loop that of its own tokens, or of all.
+    GSPO over the whole sequence, CISPO, SAPO, importance sampling, REINFORCE, KL and entropy. And the loss that a rank
+    reports: of a recorded loop that of its own tokens, or of all.
     Why it matters: a clip that is read and not applied, a KL term of the wrong sign or without a gradient, a ratio that
     is always 1, a sequence's mean over one context-parallel shard: the curve looks plausible.
     Evidence: loss/rows, loss/terms, advantage/columns, advantage/policy, train/done.
@@ -155,8 +143,9 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
     """Loss of each row, its derivative by the log-probability, and whether a clip's edge is too near to tell."""
     current = update.rows["current"].astype(np.float64)
     edge = np.zeros(len(current), bool)
-    if terms.loss == "cross_entropy":
-        value, slope = -current, np.full(len(current), -1.0)
+    if terms.loss in ("cross_entropy", "reinforce"):
+        slope = np.full(len(current), -1.0) if terms.loss == "cross_entropy" else -update.given["advantage"]
+        value = slope * current
     else:
         difference, advantage = update.log_ratios(terms.loss), update.given["advantage"]
         beyond = np.abs(difference) > LIMIT
@@ -188,10 +177,17 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
         near = np.clip(distance, -LIMIT, LIMIT)
         slopes = {
             "k1": np.ones_like(distance), "k2": distance, "k3": np.where(near == distance, -np.expm1(-near), 0.0),
+            "abs": np.sign(distance),
         }  # fmt: skip
         if terms.kl_kind == "k3":
             edge |= _at_limit(distance)
-        divergence, rate = kl_estimates(terms.kl_kind, distance), slopes[terms.kl_kind]
+        if terms.kl_kind == "abs":
+            edge |= np.abs(distance) < NATS
+        divergence = kl_estimates(terms.kl_kind, distance, terms.kl_limit)
+        rate = slopes["k2" if terms.kl_kind.endswith("+") else terms.kl_kind]
+        if terms.kl_limit is not None and not terms.kl_kind.endswith("+"):
+            edge |= np.abs(kl_estimates(terms.kl_kind, distance) / terms.kl_limit - 1) < TERM.absolute
+            rate = np.where(divergence < terms.kl_limit, rate, 0.0)
         if terms.kl_ratio:
             times, own = np.exp(np.clip(difference, -LIMIT, LIMIT)), update.shared(divergence, terms.loss)
             divergence, rate = times * divergence, times * (update.sizes(terms.loss) * own + rate)
@@ -210,8 +206,8 @@ def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.nda
     if not terms.kl_weight:
         return np.zeros(len(update.place)), np.zeros(len(update.place))
     distance = np.abs(update.rows["current"] - update.given["reference"])
-    lever = np.ones(len(distance)) if terms.kl_kind == "k1" else distance + NATS
-    of_slope = np.full(len(distance), 0.0 if terms.kl_kind == "k1" else NATS)
+    lever = np.ones(len(distance)) if terms.kl_kind in ("k1", "abs", "k1+", "abs+") else distance + NATS
+    of_slope = np.full(len(distance), 0.0 if terms.kl_kind in ("k1", "abs") else NATS)
     if terms.kl_ratio:  # by the product rule
         times = np.exp(np.clip(update.log_ratios(terms.loss), -LIMIT, LIMIT)) * update.sizes(terms.loss)
         further = kl_estimates(terms.kl_kind, update.rows["current"] - update.given["reference"])

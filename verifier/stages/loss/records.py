@@ -20,8 +20,10 @@ from verifier.core.owed import (
 from verifier.core.record import ArrayRecord, Count, Dtype, Lengths, Measurement, Real, Record
 from verifier.stages.logprob.records import ActivationRecord
 
-FORMULAS = ("cross_entropy", "clipped", "gspo", "sequence", "sapo", "cispo", "importance")
+FORMULAS = ("cross_entropy", "clipped", "gspo", "sequence", "sapo", "cispo", "importance", "reinforce")
 """Losses of a token that a check and the oracle have a formula of."""
+KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
+"""Estimates of a KL divergence; one with a plus has its value and the gradient of k2."""
 
 
 class ActivationGradient(ActivationRecord, frozen=True, kw_only=True, tag="loss/activation"):
@@ -77,6 +79,8 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     kl_weight: float = 0.0
     """Weight of the KL estimate in the loss; 0 where it is in the reward."""
     kl_kind: str = "k3"
+    kl_limit: float | None = None
+    """Greatest KL estimate, beyond which it has no gradient, nats."""
     kl_ratio: bool = False
     """The KL estimate is multiplied by the token's ratio."""
     entropy_weight: float = 0.0

@@ -64,7 +64,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
     """Compare what the loss consumed with the rollouts: every token once, and every field its own.
 
     The first token of a rollout has no row that predicts it; all others must be there exactly once. A row that predicts
-    nothing must be out of the loss, and one out of the loss may have no label.
+    nothing must be out of the loss: by its mask, or without masks by its label. One out of the loss may have no label.
     `rollouts` and their arrays stand in the order in which sentinels were given. Sorted by rollout and position.
 
     Raises:
@@ -88,7 +88,7 @@ def audit(rollouts: Rollouts, tokens: Mapping[str, np.ndarray], rows: Rows) -> l
         real = block["sentinel"] != 0
         found += _strays(block, real & ~known, "row", "sentinel", 0)
         for field, value in (("label", NO_LABEL), ("mask", False), ("sampled", False), ("version", NO_VERSION)):
-            if field not in block:  # a recorded loop has those that its batches have
+            if field not in block or (field == "label" and "mask" in block):  # a loop has those that its batches have
                 continue
             found += _strays(block, ~real & (block[field] != value), field, field, value)
         flat = starts[which] + position

@@ -251,7 +251,7 @@ def _schedule_asked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rate(settings: OptimizerSettings, step: int) -> float:
     high, low, warmup = settings.learning_rate, settings.least_learning_rate, settings.warmup_steps
-    step -= settings.behind
+    step = -(-step // settings.updates_per_rate) - settings.behind
     if step <= warmup and warmup:
         return high * step / warmup
     if settings.schedule == "constant":

@@ -135,6 +135,8 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, tag="train/optimizer"
     epsilon: float
     behind: Count = 0
     """Steps that the schedule is behind: 1 where the first one has the rate of step 0, as in transformers."""
+    updates_per_rate: Count = 1
+    """Optimizer steps in each step of the schedule, as where it counts batches of several mini-batches."""
     vectors_decay: bool | None = False
     """Parameters of one dimension decay as others do; None where nobody says."""
 

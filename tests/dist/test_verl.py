@@ -1,0 +1,451 @@
+"""verl's worker, FSDP engine, losses and estimators, recorded by `verifier.probe`: they hold, planted bugs are caught.
+
+What this does not exercise: GPUs, Ray, FSDP1 (which needs a GPU), Megatron, engines of verl's rollout, critics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import verifier.checks  # noqa: F401 - fills the registry
+from tests.meta.sources import ROOT
+from verifier.core.finding import Verdict
+from verifier.core.stage import Stage
+from verifier.core.store import read
+from verifier.model.tiny import write_tiny
+from verifier.oracle.oracle import Oracle
+from verifier.probe.loop_oracle import add_oracle
+from verifier.report import Report, render_text, report_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: docs/probe.md"),
+]
+SCRIPT = Path(__file__).with_name("verl_loop.py")
+FOLDERS = [str(ROOT / "docs" / "examples"), str(SCRIPT.parent)]
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+MANY = {"steps": 1, f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.ppo_mini_batch_size": 2}
+"""Four optimizer steps on one batch."""
+KL = {**MANY, f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.05}
+
+
+def loss(name: str, **more: Any) -> dict[str, Any]:
+    return {**MANY, f"{ACTOR}.policy_loss.loss_mode": name, **more}
+
+
+def estimator(name: str) -> dict[str, Any]:
+    return {"steps": 1, "algorithm.adv_estimator": name}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "dual clip": {**MANY, f"{ACTOR}.clip_ratio_c": 1.02},
+    "warm-up and cosine": {
+        **MANY, "steps": 3, f"{ACTOR}.optim.lr_warmup_steps": 1, f"{ACTOR}.optim.total_training_steps": 3,
+        f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1,
+    },
+    **{
+        mode: {"steps": 1, f"{ACTOR}.loss_agg_mode": mode}
+        for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+    },
+    **{name: loss(name) for name in ("gspo", "cispo", "sapo", "gpg")},
+    **{f"KL {kind}": {**KL, f"{ACTOR}.kl_loss_type": kind} for kind in ("k1", "k2", "low_var_kl", "k3+", "abs")},
+    "entropy": {**MANY, f"{ACTOR}.entropy_coeff": 0.01},
+    "entropy and KL": {**KL, f"{ACTOR}.entropy_coeff": 0.01},
+    "KL in the reward": {"algorithm.use_kl_in_reward": True},
+    **{name: estimator(name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    "not divided by the deviation": {"steps": 1, "algorithm.norm_adv_by_std_in_grpo": False},
+    "padded": {"steps": 1, f"{MODEL}.use_remove_padding": False},
+    "packs of a size": {**MANY, f"{ACTOR}.pad_to_length": True, f"{ACTOR}.fsdp_config.pad_to_length_bucket": 64},
+    "micro-batches by tokens": {**MANY, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 60},
+    "shuffled": {**MANY, f"{ACTOR}.shuffle": True},
+    "hotter": {"steps": 1, "actor_rollout_ref.rollout.temperature": 1.3},
+    "bf16 autocast": {
+        "steps": 1, "dtype": "bfloat16", f"{ACTOR}.fsdp_config.mixed_precision": {**FLOAT32, "param_dtype": "bf16"},
+    },
+}  # fmt: skip
+HELD = {
+    "ADV001", "ADV002", "ADV003", "CFG001", "DAT004", "DAT008", "ENG001", "ENG004", "ENG009", "LGP001", "LGP003",
+    "LGP006", "LGP009", "LSS001", "LSS002", "LSS003", "LSS004", "PCK001", "PCK002", "PCK004", "PLN001", "PLN002",
+    "TPT001", "TPT002", "TRN001", "TRN002", "TRN003", "TRN005", "TRN006", "WGT001", "WGT004", "WGT005", "WGT006",
+    "WGT008", "WGT016",
+}  # fmt: skip
+Judged = Callable[..., Report]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("add", tmp_path_factory.mktemp("verl") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Iterator[Oracle]:
+    with Oracle(checkpoint, 120.0) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """This process as the one of verl's workers."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        for name, value in {**place, "VERL_ENGINE_DEVICE": "cuda"}.items():
+            patch.setenv(name, value)
+        for folder in FOLDERS:
+            patch.syspath_prepend(folder)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo")
+        yield
+        torch.distributed.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(alone: None, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> Judged:
+    """Train by the loop, with planted faults where some are; the report."""
+
+    def judged(settings: dict[str, Any]) -> Report:
+        import verl_loop
+
+        trace = tmp_path / f"trace-{len(list(tmp_path.iterdir()))}"
+        with (tmp_path / "said").open("w") as said, contextlib.redirect_stdout(said):
+            verl_loop.train(checkpoint, trace, **settings)
+        return report(trace, checkpoint, oracle)
+
+    return judged
+
+
+def report(trace: Path, checkpoint: Path, oracle: Oracle) -> Report:
+    add_oracle(trace, checkpoint, oracle)
+    return report_of(read(trace), "trace")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_right_loop_holds(name: str, run: Judged) -> None:
+    found = run(SETTINGS[name])
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert not found.not_judged
+    less = {"PCK002"} if name == "padded" else set()
+    more = {"LGP012"} if "entropy" in name else set()
+    more |= {"LGP010"} if "KL" in name else set()
+    more |= {"ADV004"} if name == "KL in the reward" else set()
+    assert {item.code for item in found.outcomes} == HELD - less | more
+
+
+@pytest.mark.parametrize("settings", [{}, KL, {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}])
+def test_two_processes_hold(settings: dict[str, Any], checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    found = in_two_processes("", settings, checkpoint, oracle, tmp_path)
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} >= (HELD | {"WGT002"}) - {"WGT016"}
+
+
+def in_two_processes(
+    planted: str, settings: dict[str, Any], checkpoint: Path, oracle: Oracle, folder: Path
+) -> Report:  # fmt: skip
+    script, trace = folder / "planted.py", folder / "trace"
+    script.write_text(
+        "from pathlib import Path\nimport torch\nimport verl_loop as v\nfrom verl_loop import *\n"
+        f"{planted}v.train(Path({str(checkpoint)!r}), Path({str(trace)!r}), **{settings!r})\n"
+    )
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *FOLDERS, *sys.path]),
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    subprocess.run(launch, env=environment, check=True, timeout=300)
+    return report(trace, checkpoint, oracle)
+
+
+def caught(found: Report, stage: Stage, code: str) -> None:
+    assert found.violated, render_text(found)
+    first = found.violated[0].finding
+    assert first is not None
+    assert first.first_bad_stage is stage, render_text(found)
+    assert code in [item.code for item in found.violated]
+    assert not [item.code for item in found.outcomes if item.error]
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def responses_cut_late(patch: pytest.MonkeyPatch) -> None:
+    """The loss has the log-probabilities of the token after each."""
+    from verl.workers.utils import losses
+
+    real = losses.no_padding_2_padding
+
+    def wrong(tensor: torch.Tensor, data: Any) -> torch.Tensor:
+        values = tensor.values() if tensor.is_nested else tensor
+        ends = data["input_ids"].offsets()
+        return real(torch.nested.nested_tensor_from_jagged(values.roll(-1, 0), ends), data)
+
+    patch.setattr(losses, "no_padding_2_padding", wrong)
+
+
+def rows_not_restored(patch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities stay in the order of the micro-batches."""
+    from verl.workers.engine import utils
+
+    patch.setattr(utils, "restore_dynamic_batch", lambda data, indices: data)
+
+
+def stale_old(patch: pytest.MonkeyPatch) -> None:
+    """The log-probabilities before the step are those of the batch before."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    real, kept = RayPPOTrainer._compute_old_log_prob, []
+
+    def wrong(self: Any, batch: Any) -> Any:
+        kept.append(real(self, batch))
+        found, flops = kept[-1]
+        if len(kept) > 1:
+            found.batch["old_log_probs"] = kept[-2][0].batch["old_log_probs"].clone()
+        return found, flops
+
+    patch.setattr(RayPPOTrainer, "_compute_old_log_prob", wrong)
+
+
+def groups_of_others(patch: pytest.MonkeyPatch) -> None:
+    """Advantages are those of groups that begin a row later."""
+    import numpy as np
+    from verl.trainer.ppo import core_algos
+
+    real = core_algos.compute_grpo_outcome_advantage
+    patch.setattr(
+        core_algos, "compute_grpo_outcome_advantage", lambda index, **told: real(index=np.roll(index, 1), **told)
+    )
+
+
+def penalty_of_the_other_sign(patch: pytest.MonkeyPatch) -> None:
+    """A KL in the loss that drives away from the reference."""
+    from verl.workers.utils import losses
+
+    real = losses.kl_penalty
+    patch.setattr(
+        losses,
+        "kl_penalty",
+        lambda logprob, ref_logprob, kl_penalty: real(2 * ref_logprob - logprob, ref_logprob, kl_penalty),
+    )
+
+
+def policy(change: Callable[[dict[str, Any]], None], name: str = "vanilla") -> Plant:
+    """A bug in what a policy loss of verl reads."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        import verl_loop  # noqa: F401 - which sets verl's platform
+        from verl.trainer.ppo import core_algos
+
+        real = core_algos.POLICY_LOSS_REGISTRY[name]
+
+        def wrong(**given: Any) -> Any:
+            change(given)
+            return real(**given)
+
+        patch.setitem(core_algos.POLICY_LOSS_REGISTRY, name, wrong)
+
+    return plant
+
+
+def no_dual_clip(given: dict[str, Any]) -> None:
+    import copy
+
+    given["config"] = copy.copy(given["config"])
+    object.__setattr__(given["config"], "clip_ratio_c", 100.0)
+
+
+def mean(**changed: Any) -> Plant:
+    """A bug in the denominators of verl's means."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from verl.trainer.ppo import core_algos
+        from verl.workers.utils import losses
+
+        real = core_algos.agg_loss
+
+        def wrong(loss_mat: Any, loss_mask: Any, loss_agg_mode: str, **told: Any) -> Any:
+            return real(loss_mat, loss_mask, loss_agg_mode, **{**told, **changed})
+
+        for module in (core_algos, losses):
+            patch.setattr(module, "agg_loss", wrong)
+
+    return plant
+
+
+def sent_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    real, kept = FSDPEngine.optimizer_step, {}
+
+    def step(self: Any) -> Any:
+        kept.update((name, value.full_tensor().clone()) for name, value in self.module.state_dict().items())
+        return real(self)
+
+    given = FSDPEngine.get_per_tensor_param
+    patch.setattr(FSDPEngine, "optimizer_step", step)
+    patch.setattr(
+        FSDPEngine,
+        "get_per_tensor_param",
+        lambda self, **told: (iter(kept.items()), None) if kept else given(self, **told),
+    )
+
+
+def positions_of_the_pack(patch: pytest.MonkeyPatch) -> None:
+    """Positions count on over the sequences of a pack, in training."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    real = FSDPEngineWithLMHead.prepare_model_inputs
+
+    def wrong(self: Any, micro_batch: Any) -> Any:
+        inputs, told = real(self, micro_batch)
+        if torch.is_grad_enabled():
+            inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
+        return inputs, told
+
+    patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
+
+
+def labels_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """Each place is to predict the token before it, in training."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    real = FSDPEngineWithLMHead.prepare_model_inputs
+
+    def wrong(self: Any, micro_batch: Any) -> Any:
+        inputs, told = real(self, micro_batch)
+        if torch.is_grad_enabled():
+            told["input_ids_rmpad_rolled"] = inputs["input_ids"][0].roll(1)
+        return inputs, told
+
+    patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
+
+
+def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
+    from verl.workers.engine.fsdp import transformer_impl
+
+    real = transformer_impl.prepare_micro_batches
+
+    def wrong(**told: Any) -> Any:
+        parts, indices = real(**told)
+        return (parts[:-1] if torch.is_grad_enabled() else parts), indices
+
+    patch.setattr(transformer_impl, "prepare_micro_batches", wrong)
+
+
+def gradients_of_the_last(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are zeroed before each micro-batch."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    real = FSDPEngineWithLMHead.forward_step
+
+    def wrong(self: Any, *args: Any, **told: Any) -> Any:
+        self.optimizer_zero_grad()
+        return real(self, *args, **told)
+
+    patch.setattr(FSDPEngineWithLMHead, "forward_step", wrong)
+
+
+def not_clipped(patch: pytest.MonkeyPatch) -> None:
+    """The norm is reported, and no gradient is clipped by it."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    real = transformer_impl.fsdp2_clip_grad_norm_
+    patch.setattr(transformer_impl, "fsdp2_clip_grad_norm_", lambda given, max_norm: real(given, 1e9))
+
+
+def scheduler_each_step(patch: pytest.MonkeyPatch) -> None:
+    """The schedule counts mini-batches."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    real = FSDPEngine.optimizer_step
+
+    def step(self: Any) -> Any:
+        norm = real(self)
+        self.lr_scheduler.step()
+        return norm
+
+    patch.setattr(FSDPEngine, "optimizer_step", step)
+
+
+def temperature_left_out(patch: pytest.MonkeyPatch) -> None:
+    """The trainer scores at a temperature of 1."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    patch.setattr(transformer_impl, "_scale_logits_by_temperature", lambda logits, *_, **__: logits)
+
+
+PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
+    "responses cut a token late": (responses_cut_late, Stage.PACK, "PCK001", MANY),
+    "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001", MANY),
+    "positions of the pack": (positions_of_the_pack, Stage.PACK, "PCK001", MANY),
+    "micro-batch dropped": (micro_batch_dropped, Stage.PACK, "PCK001", MANY),
+    "rows not restored": (rows_not_restored, Stage.LOGPROB, "LGP001", SETTINGS["micro-batches by tokens"]),
+    "old of the batch before": (stale_old, Stage.LOGPROB, "LGP001", {}),
+    "temperature left out": (temperature_left_out, Stage.LOGPROB, "LGP001", SETTINGS["hotter"]),
+    "groups of others": (groups_of_others, Stage.ADVANTAGE, "ADV002", MANY),
+    "mean of the micro-batches' means": (mean(batch_num_tokens=None), Stage.ADVANTAGE, "ADV001", MANY),
+    "sequences counted by prompts": (
+        mean(global_batch_size=4), Stage.ADVANTAGE, "ADV001", SETTINGS["seq-mean-token-mean"],
+    ),
+    "no dual clip": (policy(no_dual_clip), Stage.LOSS, "LSS004", SETTINGS["dual clip"]),
+    "KL of the other sign": (penalty_of_the_other_sign, Stage.LOSS, "LSS004", KL),
+    "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001", MANY),
+    "norm reported, not clipped": (not_clipped, Stage.TRAIN, "TRN005", MANY),
+    "schedule by mini-batches": (scheduler_each_step, Stage.TRAIN, "TRN002", SETTINGS["warm-up and cosine"]),
+    "sent before the last step": (sent_before_the_last_step, Stage.EXPORT, "WGT005", MANY),
+}  # fmt: skip
+"""Bug -> how it is planted, first bad stage, a check that sees it there, settings."""
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_bug_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, stage, code, settings = PLANTED[name]
+    import verl_loop  # noqa: F401 - sets verl's platform before a fault imports verl
+
+    plant(monkeypatch)
+    caught(run(settings), stage, code)
+
+
+def test_geo_mean_grows_with_the_number_of_micro_batches(run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl 0.9.1's `geo_mean` takes the mean of each micro-batch, and the engine adds them up."""
+    import verl_loop
+
+    seen: list[float] = []
+    real = verl_loop.Loop.train_batch
+
+    def train_batch(self: Any, data: Any) -> Any:
+        found = real(self, data)
+        seen.append(verl_loop.tu.get(found, "metrics")["grad_norm"])
+        return found
+
+    monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
+    sizes = {8: 1, 4: 2, 2: 4}
+    for size in sizes:
+        whole = {f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size}
+        run(loss("geo_mean", **whole))
+    firsts = seen[::2]  # of two optimizer steps
+    assert firsts == pytest.approx([times * firsts[0] for times in sizes.values()], rel=1e-4)
+
+
+def test_a_mean_that_forgets_the_other_process_is_caught(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    planted = (
+        "real = core_algos.agg_loss\n"
+        "def wrong(**told):\n    return real(**{**told, 'dp_size': 1})\n"
+        "core_algos.agg_loss = losses.agg_loss = wrong\n"
+    )
+    found = in_two_processes(planted, {"steps": 1}, checkpoint, oracle, tmp_path)
+    caught(found, Stage.ADVANTAGE, "ADV001")
