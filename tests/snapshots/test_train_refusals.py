@@ -84,6 +84,7 @@ REFUSED = {
     "aux-loss-of-a-dense-model": f"{ADD} megatron.moe_load_balancing=aux_loss megatron.moe_aux_loss=0.001",
     "aux-loss-of-no-type": f"{MOE} megatron.moe_aux_loss=0.001",
     "balancing-without-coefficient": f"{MOE} megatron.moe_load_balancing=seq_aux_loss",
+    "further-loss-of-no-layer": f"{LATENT} megatron.mtp_loss_scaling_factor=0.3",
     "z-loss-below-zero": f"{MOE} megatron.moe_z_loss=-1",
     "bias-update-without-bias": f"{MOE} megatron.moe_bias_update_rate=0.001",
     "router-type-of-a-dense-model": f"{ADD} megatron.moe_router_dtype=fp32",

@@ -53,6 +53,9 @@ class MegatronOptions(Knobs):
     moe_aux_loss: float = knob("Coefficient of the balancing loss; bridges have up to 1e-3.", 0.0, least=0)
     moe_z_loss: float = knob("Coefficient of the routers' z-loss.", 0.0, least=0)
     moe_bias_update_rate: float = knob("Change of a router's score bias in a step; Megatron has 1e-3.", 0.0, least=0)
+    mtp_loss_scaling_factor: float = knob(
+        "Factor of the loss of a layer for a further token (MTP); bridges have 0.1 to 0.3.", 0.0, least=0
+    )
     moe_router_dtype: str | None = knob(
         "Type of the routers' scores; by default the bridge's.", None, choices=("fp32", "fp64")
     )

@@ -39,14 +39,18 @@ ReadLogits = Callable[[torch.Tensor, torch.Tensor, int, Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of one optimiser step; equal on every rank."""
+    """Result of one optimiser step, or of its passes alone; equal on every rank."""
 
     loss: float
     """Mean loss over all tokens in the loss mask, before the step; nats for the cross-entropy."""
-    grad_norm: float
-    """L2 norm of the gradient over all parameters, before clipping."""
     num_tokens: int
     """Number of tokens in the loss mask."""
+    grad_norm: float = 0.0
+    """L2 norm of the gradient over all parameters, before clipping; 0 of passes alone."""
+    further_loss: float = 0.0
+    """Mean cross-entropy of the tokens that a layer for a further token (MTP) is trained on, nats."""
+    num_further: int = 0
+    """Number of those tokens; 0 where the loss of such a layer is off."""
 
 
 def cross_entropy(logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch) -> torch.Tensor:
@@ -141,7 +145,7 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
     optimizer.zero_grad()
-    mean_loss, num_tokens = backward(
+    result = backward(
         trainer, rollouts, loss=loss, micro_batch_size=micro_batch_size, temperature=temperature, on_shards=on_shards,
         max_tokens=max_tokens, columns=columns,
     )  # fmt: skip
@@ -152,7 +156,7 @@ def train_step(
         raise ContractError("the optimiser skipped the step: a gradient is not finite")
     if scheduler is not None:
         scheduler.step(len(rollouts) if scheduler_step is None else scheduler_step)
-    return StepResult(loss=mean_loss, grad_norm=float(grad_norm), num_tokens=num_tokens)
+    return replace(result, grad_norm=float(grad_norm))
 
 
 def backward(
@@ -165,15 +169,12 @@ def backward(
     on_shards: OnShards | None = None,
     max_tokens: int | None = None,
     columns: Columns | None = None,
-) -> tuple[float, int]:
+) -> StepResult:
     """Compute the gradients of the mean token loss, reduced, in the model's gradient buffers. A collective.
 
     Arguments are those of `train_step`. One of the columns, inputs of the loss per token (`PackedBatch.columns`), may
     be named "weight": it multiplies the loss of its token, so a step of weights w * num_tokens has the loss
     sum(w * loss).
-
-    Returns:
-        (mean loss, number of tokens in the loss mask) over all ranks.
 
     Raises:
         UsageError: no token of any rollout is in the loss mask.
@@ -184,15 +185,22 @@ def backward(
         chunk.zero_grad_buffer()
     split = split_over_ranks(trainer, rollouts, micro_batch_size, max_tokens)
     _, shards = _micro_batches(trainer, rollouts, split, ledger=on_shards is not None, columns=columns)
-    finish = partial(_sum_loss, loss=loss)
-    forward = partial(_forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish)
+    finish = partial(_sums, loss=loss, further=bool(trainer.provider.mtp_loss_scaling_factor))
+    tokens, further = (sum(int(rollout.mask[begin:].sum()) for rollout in rollouts) for begin in (1, 2))
+    forward = partial(
+        _forward, trainer=trainer, temperature=temperature, entropy=True, finish=finish,
+        further=tokens / max(further, 1),
+    )  # fmt: skip
     with _seen(shards, on_shards), _mode(trainer, training=True):
         parts = _run(trainer, forward, shards, forward_only=False)
-    total = torch.zeros(2, dtype=torch.float64, device=device_of(trainer))
+    total = torch.zeros(4, dtype=torch.float64, device=device_of(trainer))
     if parts and _coordinate(trainer).tp == 0:
         total += torch.stack(parts).sum(0)
     dist.all_reduce(total)
-    return float(total[0] / total[1]), int(total[1])
+    loss, count, further, of_further = total.tolist()
+    return StepResult(
+        loss=loss / count, num_tokens=int(count), further_loss=further / max(of_further, 1), num_further=int(of_further)
+    )
 
 
 @contextlib.contextmanager
@@ -322,15 +330,20 @@ def _forward(
     entropy: bool,
     finish: Callable[..., Any],
     read: ReadLogits | None = None,
+    further: float = 0.0,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one packed micro-batch through one model chunk: Megatron's forward step.
 
-    The iterator yields each micro-batch twice: on the host and on the device.
+    The iterator yields each micro-batch twice: on the host and on the device. `further` is the number of tokens in the
+    step's loss, over that of those a layer for a further token (MTP) is trained on.
     """
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
     shard, moved = next(data_iterator)
+    provider = trainer.provider
+    factor = provider.mtp_loss_scaling_factor
+    provider.mtp_loss_scaling_factor = factor * _share_of_further(shard, further) if factor else factor
     output = model(
         input_ids=moved.tokens_T[None],
         position_ids=_positions(trainer, moved.positions_T),
@@ -347,9 +360,12 @@ def _forward(
             total_tokens=shard.num_whole_rows if trainer.provider.is_hybrid_model else None,
             pad_between_seqs=shard.has_padding_between,  # so that no layer waits for the device
         ),
+        # Megatron makes the labels of a layer for a further token of the input tokens, so its mask is of these too.
+        **({"loss_mask": moved.loss_mask_T.roll(1)[None]} if factor else {}),
         # In bf16 Megatron would widen all logits and their gradient; `vocab_parallel_logprob` widens chunk by chunk.
         **({"fp32_output": False} if trainer.provider.bf16 else {}),
     )
+    provider.mtp_loss_scaling_factor = factor
 
     def on_logits(logits: torch.Tensor, *, non_loss_data: bool = False) -> Any:
         first = _coordinate(trainer).tp * logits.shape[-1]
@@ -362,6 +378,15 @@ def _forward(
         return finish(logprob_T, entropy_T, moved)
 
     return output, on_logits
+
+
+def _share_of_further(shard: PackedBatch, further: float) -> float:
+    """Factor of a micro-batch's mean loss of further tokens (MTP), which makes a step's loss the mean over all of them.
+
+    Megatron weighs that mean by the tokens in the micro-batch's own loss: a mean of means, Megatron-LM #7452.
+    """
+    mask_T = shard.loss_mask_T
+    return further * int((mask_T & (shard.positions_T > 0)).sum()) / max(int(mask_T.sum()), 1)
 
 
 def _positions(trainer: TrainerModel, positions_T: torch.Tensor) -> torch.Tensor:
@@ -389,6 +414,20 @@ def _sum_loss(
     total = torch.where(mask_T, loss_T, 0).sum()
     num_tokens = mask_T.sum().int()
     return total, num_tokens, torch.stack([total.detach().double(), num_tokens.double()])
+
+
+def _sums(
+    logprob_T: torch.Tensor, entropy_T: torch.Tensor, shard: PackedBatch, *, loss: TokenLoss, further: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_sum_loss`, whose report goes on with the sum and the number of losses of further tokens in this micro-batch."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    total, num_tokens, report = _sum_loss(logprob_T, entropy_T, shard, loss=loss)
+    held, found = MTPLossLoggingHelper.tracker, report.new_zeros(2)
+    if further:  # the mean, and the number that it is of
+        found += torch.stack([(held["loss_values"] * held["total_values"]).sum(), held["total_values"].sum()])
+    held.clear()
+    return total, num_tokens, torch.cat([report, found])
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ _UNMAPPED = "No mapping found for megatron_param: "
 _FUSIONS = (
     "gradient_accumulation_fusion", "moe_permute_fusion", "persist_layer_norm",
     "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "moe_shared_expert_overlap",
-    "deallocate_pipeline_outputs",
+    "deallocate_pipeline_outputs", "cross_entropy_loss_fusion",
 )  # fmt: skip
 """Switches of the provider for fused kernels, and for memory, that need a GPU."""
 
@@ -179,6 +179,8 @@ def build(
         for name, value in (overrides or {}).items():
             setattr(provider, name, value)
         _require_rope(provider)
+        if provider.mtp_loss_scaling_factor and not provider.mtp_num_layers:
+            raise UsageError(f"megatron.mtp_loss_scaling_factor is given, and {path} has no weights of a layer for it")
         provider.finalize()
         provider.initialize_model_parallel(
             seed=stage_seed(seed, mesh, dist.get_rank()),
@@ -299,7 +301,7 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
 
         multiply_bfloat16_in_float32()
     if tier == "cpu":
-        fields |= {**dict.fromkeys(_FUSIONS, False), "cross_entropy_fusion_impl": "native"}
+        fields |= dict.fromkeys(_FUSIONS, False)
     else:
         from megatron.core.transformer.enums import AttnBackend
 

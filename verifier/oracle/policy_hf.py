@@ -69,6 +69,8 @@ class _Found:
     """Change of the loss by rounding of log-probabilities to float32, and of the sum that each is divided by, nats."""
     acting: int
     """Tokens whose loss has a gradient."""
+    further: Mapping[str, float]
+    """Fields of `GradientRecord` on the loss of further tokens."""
 
 
 def judge_updates(
@@ -94,7 +96,8 @@ def judge_updates(
             ``weights-n``.
         rule: "clip_grad", "beta_1", "beta_2", "epsilon", "weight_decay"; of a run all of `OptimizerRule`.
         objective: "loss", its name; "temperature"; and the fields of its options by name; and maybe "padding", a token
-            whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in.
+            whose embedding gets no gradient as an input (`padding_idx`), and the "dtype" that the trainer computes in,
+            and the factor of a "further" loss: the mean cross-entropy of all tokens in the loss but one ahead.
         updates: of each in order its "number", from 1, and "learning_rate"; of a run the rollouts "past", which its
             scheduler has counted, and maybe a first update 0, of a learning rate of 0, whose gradients alone are
             measured.
@@ -161,7 +164,7 @@ def judge_updates(
             "loss": float(right.nats.sum()), "loss_scale": float(right.nats.abs().sum()),
             "loss_noise": float(max(off)) + right.rounding,
             "loss_noise_error": float(noise.std(correction=0)) * len(noise) ** 0.5, "num_tokens": len(right.nats),
-            "acting": None if from_first else right.acting,
+            "acting": None if from_first else right.acting, **right.further,
         }  # fmt: skip
         moments = [tensors_of(path / f"{part}-{number}") for part in ("exp_avg", "exp_avg_sq") if has_moments]
         masters = tensors_of(path / f"master-{number}") if has_moments and dtype != torch.float32 else {}
@@ -237,7 +240,8 @@ def _loss(
     of a few tokens, some of which are off by far more than the rest, tells little of what another right side's loss
     is. And it says on which side of a clip's edge the token is. The gradient is taken at the model's own.
     """
-    model = StreamedModel(checkpoint, dtype, device)
+    factor = objective.get("further", 0.0)
+    model = StreamedModel(checkpoint, dtype, device, further=bool(factor))
     if (padding := objective.get("padding")) is not None:
         model.model.get_input_embeddings().register_forward_hook(
             lambda _, asked, found: torch.where((asked[0] == padding)[..., None], found.detach(), found)
@@ -251,6 +255,8 @@ def _loss(
     nats = [[torch.zeros(0, dtype=torch.float64)] * len(kept_rows) for _ in range(len(shifts) + bool(of_entropy))]
     told = [torch.zeros(0, dtype=torch.bool)] * len(kept_rows)
     rounding, acting = 0.0, 0
+    num_further = sum(int(row["mask"][2:].sum()) for row in rows) if factor else 0
+    of_further = torch.zeros(2, dtype=torch.float64)
     summed = SUMMED * model.config.get_text_config().vocab_size ** 0.5 if rounds else 0.0
     most = 1 if rounds or from_first else min(MAX_TOKENS, at_once(model))
     for batch in _batches(kept_rows, most):
@@ -259,8 +265,13 @@ def _loss(
         counts = kept.sum(1).tolist()
         columns = {name: values[kept].double() for name, values in stacked.items()}
         with tape.sequence(choosing_in(model, batch)), rounding_anew(model, draw, batch.places[0]) as noise:
-            hidden, labels = model.hidden(batch.tokens)[:, :-1][kept], batch.tokens[:, 1:][kept]
-            logprob, log_sum, *by_shift = chosen(tape, hidden, labels, objective["temperature"], moves, noise)
+            whole, labels = model.hidden(batch.tokens), batch.tokens[:, 1:]
+            logprob, log_sum, *by_shift = chosen(
+                tape, whole[:, :-1][kept], labels[kept], objective["temperature"], moves, noise
+            )
+            if later := int(kept[:, 1:].sum()) and bool(factor):
+                ahead = model.ahead(batch.tokens, whole)[:, :-2][kept[:, 1:]]
+                further_nats, further_sum = chosen(tape, ahead, labels[:, 1:][kept[:, 1:]], 1.0, [], noise)
         entropy = by_shift[0] if by_shift else torch.zeros(())
         own, near = logprob.detach(), torch.zeros(len(logprob), dtype=torch.bool)
         if "score" in columns:
@@ -288,22 +299,29 @@ def _loss(
         for index, part in zip(batch.places, near.split(counts), strict=True):
             told[index] = part
         change = torch.stack([slope - slopes[0] for slope in slopes]).abs().amax(0)
-        if not (slopes[0].any() or change.any() or objective["entropy_weight"]):
+        if not (slopes[0].any() or change.any() or objective["entropy_weight"] or later):
             continue  # an advantage of 0, as of a group of equal rewards: the gradient is 0 and right sides agree
-        tape.kind = 0
-        nats_of(logprob, entropy).sum().backward(retain_graph=rounds)
+        tape.kind, loss = 0, nats_of(logprob, entropy).sum()
+        if later:
+            loss = loss - factor / num_further * further_nats.sum()
+            shares = (rounding_of(further_sum.detach()) + summed) / num_further
+            of_further += torch.stack([-further_nats.detach().sum() / num_further, shares.sum()])
+        loss.backward(retain_graph=rounds)
         share = slopes[0].abs() * (rounding_of(log_sum.detach()) + summed)
         rounding += float(share.sum())
         acting += len(own) if objective["entropy_weight"] else int(slopes[0].count_nonzero())
         if rounds:
             doubt = (share * log_sum - change * logprob).sum() + (further.sum() if of_entropy else 0.0)
+            doubt = doubt + (factor * (shares * further_sum).sum() if later else 0.0)
             tape.kind = 1
             doubt.backward()
     tape.backward(2 if rounds else 1, take)
+    mean, of_rounding = of_further.tolist()
     joined = [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in nats]
     return _Found(
         nats=joined[0], told=torch.cat(told) if told else torch.zeros(0, dtype=torch.bool), shifted=tuple(joined[1:]),
         rounding=rounding, acting=acting,
+        further={"further_loss": mean, "further_noise": of_rounding, "num_further": num_further},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ first, for all sequences before the unit's weights are let go.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import re
 import weakref
@@ -23,10 +24,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verifier.errors import ContractError
 from verifier.model.adapted import Adapted
 from verifier.model.attention_hf import attend_in_slices
 from verifier.model.checkpoint import Checkpoint, open_checkpoint
-from verifier.model.families import is_served
+from verifier.model.families import copies_of, is_served
 from verifier.model.transformers_hf import checkpoint_places, compute_the_definition, load_model
 
 ROOM_BYTES = 2**30
@@ -73,12 +75,13 @@ class StreamedModel:
         path: checkpoint directory, or one of adapters (`Adapted`): then these alone have gradients.
         dtype: dtype of the weights, except those that the checkpoint stores in float32.
         device: where units are computed.
+        further: with the layer behind the last, which predicts a further token (MTP); see `ahead`.
 
     Raises:
-        ContractError: see `load_model`.
+        ContractError: see `load_model`; the weights of the layer for a further token are not those of its kin.
     """
 
-    def __init__(self, path: Path | str, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(self, path: Path | str, dtype: torch.dtype, device: str = "cpu", *, further: bool = False) -> None:
         self.device = torch.device(device)
         self.tape: Tape | None = None
         self._adapted, self._matrices = Adapted.of(Path(path)), open_checkpoint(Path(path))
@@ -86,14 +89,18 @@ class StreamedModel:
         if self._adapted is not None:
             path = self._adapted.base
             self.checkpoint = open_checkpoint(Path(path))
-        self.model = _without_weights(path, dtype, device)
+        self.model = _without_weights(path, dtype, device, further=further)
         places = checkpoint_places(self.model, self.checkpoint.names())
         base = getattr(self.model.base_model, "language_model", self.model.base_model)
-        ignored = [*self.model.all_tied_weights_keys, *(self.model._keys_to_ignore_on_load_unexpected or ())]
-        held = (name for name in self.checkpoint.names() if is_served(name, self.checkpoint.config))
+        unexpected = () if further else self.model._keys_to_ignore_on_load_unexpected or ()
+        ignored = [*self.model.all_tied_weights_keys, *unexpected, *copies_of(self.checkpoint.config)]
+        held = (name for name in self.checkpoint.names() if further or is_served(name, self.checkpoint.config))
         more = {name for name in held if not any(re.search(each, name) for each in ignored)}
         known = more == set(places)
         self.streams = known and isinstance(getattr(base, "layers", None), nn.ModuleList)
+        if further and not self.streams:
+            odd = sorted(more ^ set(places))[:1] or ["model.layers"]
+            raise ContractError(f"in a layer of {path} for a further token `{odd[0]}` is missing, or has no place")
         if not self.streams:
             self.model = load_model(path, dtype).to(device)
             places = checkpoint_places(self.model, self.checkpoint.names())
@@ -118,6 +125,11 @@ class StreamedModel:
         self._forward = self.model.base_model.forward
         self.units = [_unit(module) for module in self._modules(base)]
         self.head_unit = next(unit for unit in self.units if unit.module is self.head)
+        if further:
+            last, self._ahead = self.units[len(base.layers) - 2], self.units[len(base.layers) - 1]
+            self._forward_ahead = self._ahead.module.forward
+            self._given = given = dict[str, Any]()
+            last.module.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
         for unit in self.units:
             unit.module.forward = _Streamed(self, unit, unit.module.forward)  # type: ignore[method-assign]
 
@@ -159,6 +171,25 @@ class StreamedModel:
         found = self.model.base_model(**asked)
         self._kind = type(found)
         return found.last_hidden_state
+
+    def ahead(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] the head is given for the tokens but one ahead, on the tape, after `hidden`; of the last two none.
+
+        The layer is given the norm of the token that comes next, and the norm of what the head is given before it.
+
+        Source:
+            DeepSeek-V3 (arXiv 2412.19437), section 2.2, equation 21; which half of the projection is whose:
+            vLLM 0.21.0, models/deepseek_mtp.py, `DeepSeekMultiTokenPredictorLayer.forward`.
+        """
+        assert self.tape is not None
+        embedded = self.model.get_input_embeddings()(ids.to(self.device).roll(-1, 1))
+
+        def told(hidden: torch.Tensor, embedded: torch.Tensor, **given: Any) -> torch.Tensor:
+            layer: Any = self._ahead.module
+            both = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+            return layer.shared_head["norm"](self._forward_ahead(both, **given))
+
+        return self.tape.call(self._ahead, told, hidden, embedded, **self._given)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, V] logits of [N, H] of `hidden`, in the model's dtype and on its device."""
@@ -524,12 +555,22 @@ def _part(values: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return values.contiguous().as_strided(view.shape, view.stride(), view.storage_offset())
 
 
-def _without_weights(path: Path | str, dtype: torch.dtype, device: str) -> Any:
-    """A model whose weights have no values; buffers that no checkpoint has do."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+def _without_weights(path: Path | str, dtype: torch.dtype, device: str, *, further: bool = False) -> Any:
+    """A model whose weights have no values; buffers that no checkpoint has do.
+
+    A layer for a further token is like the last, which does not run with the others, and has norms and a linear more.
+    """
+    config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
     asked = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
+    config.num_hidden_layers += further
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **asked)
+        model: Any = AutoModelForCausalLM.from_config(config, **asked)
+        if further:
+            base, hidden = model.model, config.hidden_size
+            config.num_hidden_layers = base.config.num_hidden_layers = len(base.layers) - 1
+            base.layers[-1].enorm, base.layers[-1].hnorm, norm = (copy.deepcopy(base.norm) for _ in range(3))
+            base.layers[-1].eh_proj = nn.Linear(2 * hidden, hidden, bias=False, dtype=dtype)
+            base.layers[-1].shared_head = nn.ModuleDict({"norm": norm})
     for module in model.modules():
         module._is_hf_initialized = False
         for name in module._non_persistent_buffers_set & module._buffers.keys():

@@ -56,6 +56,8 @@ class RunFacts:
     """The engine reports the experts of each token."""
     training: bool = False
     """A run of `verifier train`."""
+    further: bool = False
+    """A layer for a further token (MTP) is trained with its loss."""
     balanced: bool = False
     """Score biases of routers move in each step."""
     fixes: tuple[str, ...] = ()
@@ -172,6 +174,7 @@ BRIDGE_ADAPTERS = "bridge-5840"
 BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
 MEGATRON_SINKS = "megatron-7452"
+MEGATRON_ROLLS = "megatron-6205"
 
 _vllm = partial(UpstreamFix, package="vllm", version="0.21.0")
 _transformers = partial(
@@ -280,6 +283,15 @@ FIXES: dict[str, UpstreamFix] = {
             names=r"tensors in the norm of update \d+ on rank \d+",
             checks=("TRN006",),
             applies=lambda model, run: run.steps > 0 and run.tp > 1 and _has_sinks(model),
+        ),
+        _megatron(
+            id=MEGATRON_ROLLS,
+            issue="Megatron-LM #6205",
+            summary="labels and mask of a layer for a further token (MTP) are shifted as if packed sequences had no "
+            "padding between them, and cross their boundaries",
+            names=r"(.*\.weight|reported loss of further tokens).*",
+            checks=("LSS001", "LSS002"),
+            applies=lambda model, run: run.further and run.tp > 1,
         ),
         _bridge(
             id=BRIDGE_ADAPTERS,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
 from verifier.errors import UsageError
 from verifier.platform.patch import Patch, apply, current
-from verifier.platform.upstream_fixes import BRIDGE_ADAPTERS, BRIDGE_POST_NORM, CUDNN_WIDTH, MEGATRON_COUNTS
+from verifier.platform.upstream_fixes import (
+    BRIDGE_ADAPTERS,
+    BRIDGE_POST_NORM,
+    CUDNN_WIDTH,
+    MEGATRON_COUNTS,
+    MEGATRON_ROLLS,
+)
 
 INITIAL = "megatron.bridge.peft.utils:ParallelLinearAdapter._get_init_fn"
 POST_NORM = "megatron.bridge.models.common.te_layers:TERowParallelLinearLayerNorm.__init__"
 KEEP_BIAS = "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias"
+ROLL = "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq"
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
 
 
@@ -29,6 +37,22 @@ def install(fixes: Collection[str]) -> None:
         apply([Patch(POST_NORM, _by_config(current(POST_NORM)), takes="self input_size output_size config kwargs")])
     if MEGATRON_COUNTS in fixes:
         apply([Patch(KEEP_BIAS, _counting(current(KEEP_BIAS)), takes="self")])
+    if MEGATRON_ROLLS in fixes:
+        apply([Patch(ROLL, _where_rows_are(current(ROLL)), takes="tensor shifts dims packed_seq_params cp_group")])
+
+
+def _where_rows_are(roll: Callable[..., Any]) -> Callable[..., Any]:
+    """Shift of packed rows by one within each sequence, which begins behind the padding of the one before.
+
+    Source:
+        Megatron-LM #6205, which reads these lengths too; tests/dist/test_further_tokens.py fails when this can go.
+    """
+
+    def shift(tensor: Any, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None) -> Any:
+        told = dataclasses.replace(packed_seq_params, cu_seqlens_q=packed_seq_params.cu_seqlens_q_padded)
+        return roll(tensor, shifts, dims, told, cp_group)
+
+    return shift
 
 
 def _by_config(make: Callable[..., None]) -> Callable[..., None]:

@@ -24,10 +24,7 @@ def notes_of(model: ModelUnderTest, launcher: Launcher, until: Deadline) -> tupl
     copies = copies_of(config)
     own: tuple[str, ...] = (row,) if row else ()
     if further := sum(predicts_further(name, config) for name in model.checkpoint.names() if name not in copies):
-        own += (
-            f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served; their "
-            "loss is off",
-        )
+        own += (f"{further:,} tensors of layers that predict further tokens (MTP) are exported and not served",)
     deadline_s = until.left("config.json was read")
     try:
         with work_folder("notes") as work, in_stage(Stage.LOAD):

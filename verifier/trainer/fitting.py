@@ -118,8 +118,21 @@ def _of_model(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> dict
         if module in _WITHOUT_OUTPUT
     }
     reason = misfit(sizes) if options.rope_fusion else ""
+    further = {
+        "but {model} has no layer for a further token behind its last, or several (num_nextn_predict_layers)": (
+            sizes.get("num_nextn_predict_layers") != 1
+        ),
+        "and {mesh.cp}, over whose ranks megatron-core shifts labels apart": mesh.cp > 1,
+        "and {mesh.vpp}: such a layer's loss was not judged with it": mesh.vpp > 1,
+        "and {lora.rank}: such a layer has no adapters": config.lora.rank,
+        "and {grpo.replay_routes}: such a layer's routers have no routes": replays,
+    }
     return {
         **of_mixtures,
+        **{
+            f"{{megatron.mtp_loss_scaling_factor}} {why}: leave it out": options.mtp_loss_scaling_factor and value
+            for why, value in further.items()
+        },
         "{grpo.replay_routes}, but {model} has no experts to route to: leave it out": replays and not has_experts,
         "{grpo.replay_routes}, but which layers of {model} have routers is unknown: leave it out": (
             replays and family is None

@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 Note = Mapping[str, Any]
 """Message of a controller's observer to those of the ranks, as JSON, which goes with a call."""
-SomeRollouts = Callable[[Sequence[int], "OnShards"], tuple[float, int, Mapping[str, Any]]]
-"""(places of rollouts of an update, viewer of their micro-batches) -> mean of their losses, weighted as there, their
-tokens, and the rows of the loss; reduced gradients are in the model's buffers."""
+SomeRollouts = Callable[[Sequence[int], "OnShards"], tuple["StepResult", Mapping[str, Any]]]
+"""(places of rollouts of an update, viewer of their micro-batches) -> their losses, weighted as there, and the rows of
+the loss; reduced gradients are in the model's buffers."""
 Stream = Iterator[tuple[str, "torch.Tensor"]]
 """Export stream: (checkpoint name, tensor)."""
 

@@ -78,6 +78,7 @@ FIELDS: tuple[UpstreamField, ...] = (
     UpstreamField("megatron.moe_aux_loss", "model", "moe_aux_loss_coeff"),
     UpstreamField("megatron.moe_z_loss", "model", "moe_z_loss_coeff", lambda c: c.megatron.moe_z_loss or None),
     UpstreamField("megatron.moe_bias_update_rate", "model", "moe_router_bias_update_rate"),
+    UpstreamField("megatron.mtp_loss_scaling_factor", "model", "mtp_loss_scaling_factor"),
     UpstreamField("megatron.moe_router_dtype", "model", "moe_router_dtype"),
     UpstreamField("grpo.replay_routes", "model", "moe_enable_routing_replay"),
     UpstreamField("megatron.distributed_optimizer", "ddp", "use_distributed_optimizer"),

@@ -36,7 +36,7 @@ from verifier.megatron import (
 )
 from verifier.megatron.offload_megatron import HostState, state_tensors
 from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
-from verifier.megatron.step_megatron import OnShards
+from verifier.megatron.step_megatron import OnShards, StepResult
 from verifier.megatron.vocab_logprob import shortfall
 from verifier.model import provider_megatron
 from verifier.model.checkpoint import open_checkpoint
@@ -228,24 +228,25 @@ class TrainerWorker:
         facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(self._trainer))
         watch.on_optimizer_step(result, meter, facts)
         found = update_facts_megatron.metrics_of_update(result, facts, policy=config.algorithm == "grpo")
-        return found | {
+        further = {"further_loss": result.further_loss} if config.megatron.mtp_loss_scaling_factor else {}
+        return found | further | {
             "learning_rate": rate, "tokens": sum(map(len, rollouts)), "peak_memory_gib": memory / 2**30,
         }  # fmt: skip
 
     def _some(
         self, update: Update, columns: Mapping[str, Sequence[Any]], places: Sequence[int], look: OnShards
-    ) -> tuple[float, int, Mapping[str, Any]]:
+    ) -> tuple[StepResult, Mapping[str, Any]]:
         """Compute the gradients that some rollouts have in an update, see `observer.SomeRollouts`."""
         rollouts, meter = [update.rollouts[at] for at in places], LossMeter(rows=True)
         picked = {name: [values[at] for at in places] for name, values in columns.items()}
         tokens, of_all = (sum(int(item.mask.sum()) for item in each) for each in (rollouts, update.rollouts))
         picked["weight"] = [values * (tokens / of_all) for values in picked["weight"]]  # by their own number divided
         with self._routes.during(rollouts, None, update.name, look) as routed:
-            loss, num_tokens = step_megatron.backward(
+            result = step_megatron.backward(
                 self._trainer, rollouts, loss=policy_loss(*self._loss, meter), columns=picked,
                 temperature=self._temperature, on_shards=routed, **self._batching,
             )  # fmt: skip
-        return loss, num_tokens, meter.rows()
+        return result, meter.rows()
 
     def connect(self, sockets: list[str], transport: str) -> str:
         """Connect to the engines that sample, or to their new processes; rank 0 returns why one is gone, if it is."""

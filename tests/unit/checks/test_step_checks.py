@@ -187,3 +187,24 @@ def test_a_loss_of_few_tokens_is_not_judged_by_their_noise() -> None:
     ]  # fmt: skip
     trace = Trace(replace(MANIFEST, dtype="bfloat16"), run, ARRAYS.__getitem__)
     assert run_check(REGISTRY["LSS002"], trace).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [
+        ({"further_loss": 4.0, "num_further": 20}, Verdict.HOLDS),
+        ({"further_loss": 4.001, "num_further": 20}, Verdict.VIOLATED),
+        ({"further_loss": 4.0, "num_further": 21}, Verdict.VIOLATED),
+        ({}, Verdict.VIOLATED),
+    ],
+)
+def test_the_loss_of_further_tokens_and_their_number_are_the_oracles(told: dict[str, float], verdict: Verdict) -> None:
+    run = [
+        replace(item, further_loss=4.0, further_noise=1e-6, num_further=20)
+        if type(item) is GradientRecord
+        else replace(item, **told)
+        if type(item) is StepReport
+        else item
+        for item in clean()
+    ]
+    assert run_check(REGISTRY["LSS002"], Trace(MANIFEST, run, ARRAYS.__getitem__)).verdict is verdict

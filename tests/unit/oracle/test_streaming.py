@@ -102,6 +102,63 @@ def test_every_number_is_that_of_the_whole_model(name):
     agree(resolve_model(name, cache_folder(), "float32"))
 
 
+def test_a_layer_for_a_further_token_has_the_gradients_of_its_definition(tmp_path):
+    """Against transformers' layers one by one, of a model with one more, and a slope that only autograd knows."""
+    path = resolve_model("tiny:deepseek_v3-mtp", cache_folder(), "float32")
+    stored = open_checkpoint(path)
+    last = stored.config["num_hidden_layers"]
+    own = f"model.layers.{last}."
+    apart = {name for name in stored.names() if name.startswith(own) and name.removesuffix(".weight")[len(own) :] in (
+        "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens",
+    )}  # fmt: skip
+    parts = ((name, stored.read(name)) for name in stored.names() if name not in apart)
+    longer = save_checkpoint(tmp_path, {**stored.config, "num_hidden_layers": last + 1}, parts)
+    model = load_model(longer, torch.float32).requires_grad_(True)
+    base, weights = model.model, {name: stored.read(name).requires_grad_(True) for name in apart}
+
+    def normed(hidden, leaf):
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        return weights[f"{own}{leaf}.weight"] * hidden * scale
+
+    streamed, found, told = StreamedModel(path, torch.float32, further=True), {}, []
+    tape = Tape(streamed)
+    for ids in sequences():
+        kept = {}
+        hook = base.layers[last].register_forward_pre_hook(
+            lambda _, args, given, kept=kept: kept.update(given, before=args[0]), with_kwargs=True
+        )
+        base(input_ids=ids, use_cache=False)
+        hook.remove()
+        embedded = normed(base.embed_tokens(ids[:, 1:]), "enorm")
+        hidden = normed(base.norm(kept.pop("before")), "hnorm")[:, :-1]
+        both = torch.cat([embedded, hidden], dim=-1) @ weights[f"{own}eh_proj.weight"].T
+        length = ids.shape[1] - 1
+        angles = tuple(part[:, :length] for part in kept["position_embeddings"])
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        ahead = base.layers[last](both, attention_mask=mask, position_embeddings=angles)
+        every = torch.log_softmax(model.lm_head(normed(ahead, "shared_head.norm")[0, :-1]), dim=-1)
+        weighted(every)[0].backward()
+        with tape.sequence():
+            whole = streamed.ahead(ids, streamed.hidden(ids))[0, :-2]
+            same = tape.call(streamed.head_unit, lambda some: torch.log_softmax(streamed.logits(some), dim=-1), whole)
+        weighted(same)[0].backward()
+        told.append((every, same))
+    tape.backward(1, lambda name, slopes: found.update({name: slopes[0].clone()}))
+    for every, same in told:
+        torch.testing.assert_close(every, same, rtol=0, atol=1e-5)
+    held = {name: _slope(model, *place) for name, place in checkpoint_places(model).items()}
+    held |= {name: weight.grad for name, weight in weights.items()}
+    for name, gradient in found.items():
+        if (expected := held[name]) is not None:
+            assert (gradient - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+    assert all(held[f"{own}{leaf}.weight"].any() for leaf in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+
+
+def _slope(model, holder, view):
+    gradient = dict(model.named_parameters()).get(holder, torch.zeros(0)).grad
+    return gradient if gradient is None else gradient.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
 @pytest.mark.parametrize("how", ["beside", "within"])
 def test_adapters_have_the_gradients_of_the_sum_and_the_base_has_none(how, tmp_path):
     """Three linears share one A, as those of a fused one do."""

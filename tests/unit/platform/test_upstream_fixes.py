@@ -56,6 +56,8 @@ def reach(model, **run):
         ({"model_type": "gemma3_text", "rms_norm_eps": 1e-5}, {}, [fixes.VLLM_HEADS]),
         (DENSE, {"lora_rank": 8, "tp": 2}, [fixes.BRIDGE_ADAPTERS]),
         (DENSE, {"lora_rank": 8}, []),
+        (DENSE, {"further": True, "tp": 2}, [fixes.MEGATRON_ROLLS]),
+        (DENSE, {"further": True}, []),
         (GEMMA, {"engine": "hf"}, [fixes.BRIDGE_POST_NORM]),
         ({**GEMMA, "rms_norm_eps": 1e-5}, {"engine": "hf"}, []),
         (LATENT, {"tier": "cpu"}, []),
@@ -91,7 +93,7 @@ def test_a_bug_reaches_some_runs(model, run, found):
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
     asked = (fixes.VLLM_BUFFERS, fixes.VLLM_HEADS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
-    asked += (fixes.MEGATRON_SINKS, fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
+    asked += (fixes.MEGATRON_SINKS, fixes.MEGATRON_ROLLS, fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
     assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {

@@ -67,6 +67,9 @@ def test_steps_that_are_sampled(knobs, steps):
          "no layout"),
         ((), {"judges_gradients": False}, "the gradients of tiny:add cannot be judged: its family has no layout"),
         (("megatron.moe_z_loss=0.5",), {}, "megatron.moe_z_loss is 0.5, which the oracle does not compute"),
+        (("megatron.mtp_loss_scaling_factor=0.3",), {}, ""),
+        (("megatron.mtp_loss_scaling_factor=0.3", "dtype=bf16"), {}, "megatron.mtp_loss_scaling_factor is 0.3, which "
+         "the oracle does not compute"),
         (("lora.rank=4", "dtype=bf16"), {}, ""),
     ],
 )  # fmt: skip

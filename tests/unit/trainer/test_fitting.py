@@ -39,6 +39,18 @@ def test_a_score_bias_is_updated_where_there_is_one():
         require_fit(asked, config_of("tiny:qwen3-moe"), "cpu")
 
 
+def test_a_layer_for_a_further_token_is_trained_where_there_is_one_and_it_is_judged():
+    words, sizes = "megatron.mtp_loss_scaling_factor=0.3", config_of("tiny:deepseek_v3-mtp")
+    require_fit(config(words, "mesh.tp=2", "mesh.pp=2"), sizes, "cpu")
+    for more, told in (("mesh.cp=2", "mesh.cp is 2"), ("lora.rank=4", "lora.rank is 4")):
+        with pytest.raises(UsageError, match=rf"megatron.mtp_loss_scaling_factor is 0.3 and {told}.*: leave it out$"):
+            require_fit(config(words, more), sizes, "cpu")
+    with pytest.raises(UsageError, match=r"is 0.3 and mesh.vpp is 2"):
+        require_fit(config(words, "mesh.pp=2", "mesh.vpp=2"), sizes, "cpu")
+    with pytest.raises(UsageError, match=r"is 0.3 and grpo.replay_routes is true"):
+        require_fit(config(words, "algorithm=grpo", "grpo.replay_routes=true"), sizes, "cpu")
+
+
 def test_rotary_embeddings_are_fused_where_the_kernel_fits():
     asked = config("megatron.rope_fusion=true")
     require_fit(asked, config_of("tiny:qwen3"), "cpu")

@@ -27,6 +27,7 @@ TURNED = {
     "megatron.moe_aux_loss": "megatron.moe_load_balancing=aux_loss megatron.moe_aux_loss=0.001",
     "megatron.moe_z_loss": "megatron.moe_z_loss=0.001",
     "megatron.moe_bias_update_rate": "megatron.moe_bias_update_rate=0.001",
+    "megatron.mtp_loss_scaling_factor": "megatron.mtp_loss_scaling_factor=0.3",
     "megatron.moe_router_dtype": "megatron.moe_router_dtype=fp64",
     "megatron.use_fsdp": "megatron.use_fsdp=true",
     "megatron.fsdp_sharding": "megatron.use_fsdp=true megatron.fsdp_sharding=optim",
@@ -69,7 +70,8 @@ def test_a_knob_that_is_turned_asks_for_another_value(knob):
 def test_the_provider_gets_what_the_run_had_before_there_were_knobs():
     assert provider_overrides(config()) == {
         "recompute_granularity": None, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0, "moe_enable_routing_replay": False,
+        "moe_z_loss_coeff": None, "moe_router_bias_update_rate": 0.0, "mtp_loss_scaling_factor": 0.0,
+        "moe_enable_routing_replay": False,
     }  # fmt: skip
 
 

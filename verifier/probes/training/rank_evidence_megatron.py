@@ -296,9 +296,9 @@ class UpdateEvidence(UpdateObserver):
             return
         with self._routed([self._update.rollouts[at] for at in self._some]) as watch:
             look = (lambda shards: None) if watch is None else watch.on_shards
-            loss, num_tokens, rows = compute(self._some, look)
+            result, rows = compute(self._some, look)
         self._hand_on.gradients(self._update.number, "sampled")
-        self._told = {"loss": real(loss), "num_tokens": num_tokens}
+        self._told = _losses_of(result)
         self._tell_scores(rows)
 
     @contextlib.contextmanager
@@ -352,7 +352,7 @@ class UpdateEvidence(UpdateObserver):
                 rank.close()
 
     def _record_step(self, result: StepResult) -> None:
-        told = {"loss": real(result.loss), "num_tokens": result.num_tokens, "grad_norm": real(result.grad_norm)}
+        grad_norm = real(result.grad_norm)
         self._probe.emit(
             TrainerStep(
                 name=self._name, version=self._version, step=self._update.number,
@@ -360,11 +360,12 @@ class UpdateEvidence(UpdateObserver):
                 weight_decay=max((item.weight_decay for item in self._groups), key=float),
                 groups=tuple(item for item in self._groups if item.vectors or item.others),
                 optimizer_steps=optimizer_megatron.steps_of(self._parts.optimizer),
-                scheduler_steps=int(self._parts.scheduler.num_steps), **told,
+                scheduler_steps=int(self._parts.scheduler.num_steps), loss=real(result.loss),
+                num_tokens=result.num_tokens, grad_norm=grad_norm,
             )
         )  # fmt: skip
         if self._hand_on is not None:
-            told |= self._told
+            told = {"grad_norm": grad_norm, **(self._told or _losses_of(result))}
             self._probe.emit(StepReport(name=self._name, version=self._version, update=self._update.number, **told))
 
     def _record_rows(self, meter: LossMeter) -> None:
@@ -389,6 +390,13 @@ class UpdateEvidence(UpdateObserver):
                 clamped=int(metrics["clamped"]),
             )
         )  # fmt: skip
+
+
+def _losses_of(result: StepResult) -> dict[str, Any]:
+    """Fields of `StepReport` of a step's losses."""
+    losses = {"loss": real(result.loss), "num_tokens": result.num_tokens}
+    further = {"further_loss": real(result.further_loss), "num_further": result.num_further}
+    return losses | further if result.num_further else losses
 
 
 @contextlib.contextmanager

@@ -143,11 +143,13 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
     """
     if not (model.judges_gradients or (derives and not config.lora.rank and may_derive(model))):
         return f"the gradients of {config.model} cannot be judged: its family has no layout", ""
-    options = config.megatron
+    options, rounded = config.megatron, config.dtype != "float32"
+    further, apart = options.mtp_loss_scaling_factor, any(name.startswith("mtp.") for name in model.checkpoint.metas)
     asked = {
         "distributed_optimizer": "false" if not options.distributed_optimizer else "",
-        "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and config.dtype != "float32" else "",
+        "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and rounded else "",
         **{name: f"{value:g}" if (value := getattr(options, name)) else "" for name in WITHOUT_ORACLE},
+        "mtp_loss_scaling_factor": f"{further:g}" if further and (rounded or apart) else "",
     }
     for name, text in asked.items():
         if text:
@@ -259,7 +261,8 @@ class SampledStep:
         for update in updates:
             self._save_inputs(update)
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
-        rule, objective = asdict(config.optimizer), objective_of(config)
+        further = config.megatron.mtp_loss_scaling_factor
+        rule, objective = asdict(config.optimizer), {**objective_of(config), "further": further}
         read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
         layout, lora, adapters = model.layout, config.lora, None
         if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:

@@ -67,7 +67,7 @@ def step_manifest(config: TrainConfig, model: ModelUnderTest, happened: Facts) -
         tier=model.tier, dtype=model.dtype, fixes=tuple(config.fixes), steps=1, lora_rank=config.lora.rank or 0,
         tp=config.mesh.tp, adapter_tp=engine.tp if adapted else 1, engine_ep=engine.ep, sleep_level=engine.sleep_level,
         quantization=engine.quantization, cuda_graphs=engine.replays_graphs(model.tier), training=True,
-        balanced=bool(config.megatron.moe_bias_update_rate),
+        balanced=bool(config.megatron.moe_bias_update_rate), further=bool(config.megatron.mtp_loss_scaling_factor),
     )  # fmt: skip
     live = config.algorithm == "grpo" and config.data.rollouts is None
     synced = live and bool(happened.updates)

@@ -42,6 +42,8 @@ OF_EPSILON = 2
 """Times what epsilon takes from each token's part of a scale of the residual stream, by magnitude: half at most."""
 NO_EPSILON = "the residual stream (the record does not tell what epsilon takes from each token)"
 NO_SIZE = "the last norm against the rows of the loss (the record does not tell the size of logits)"
+_FINAL_OF_FURTHER = re.compile(r"mtp\.layers\.\d+\.final_layernorm\.weight")
+"""Norms before the head of layers for further tokens (MTP)."""
 FINAL = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight")
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 NORM, SCORES, GATED, VALUES, STREAM, ROWS = "norm", "queries", "gated rows", "values", "residual stream", "last norm"
@@ -298,6 +300,7 @@ def _pairs(names: Collection[str]) -> Iterator[_Pair]:
 def _whole(names: Collection[str]) -> Iterator[_Pair]:
     """The same of what all layers share: the last norm and an untied head, and the residual stream."""
     final = _there(names, *FINAL)
+    final += tuple(name for name in names if final and _FINAL_OF_FURTHER.fullmatch(name))
     if final and HEAD in names:
         yield _Pair(NORM, final, (HEAD,))
     layers = [name for name in names if name.startswith("decoder.layers.")]

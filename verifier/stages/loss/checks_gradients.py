@@ -51,8 +51,9 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per checkpoint tensor that transformers has a gradient for, that the trainer has one, and the
     greatest element of their difference, against the tensor's greatest gradient. In less than fp32 also how long the
     trainer's gradient is along transformers': of each tensor, but of all experts of a layer together, which have few
-    tokens each. A mixture replays made-up routes in some steps, on both sides; with the step of learning rate 0 the
-    first four steps have every combination of replay and recomputation.
+    tokens each. A layer for a further token (MTP) is built of transformers' parts (docs/adr/0117). A mixture replays
+    made-up routes in some steps, on both sides; with the step of learning rate 0 the first four steps have every
+    combination of replay and recomputation.
     Why it matters: a hook that does not run, a gradient reduced twice or over the wrong group, means of means: the loss
     curve and the norm look the same.
     Evidence: loss/gradient (a measurement by the oracle's process, from the trainer's reduced gradients). On sampled
@@ -181,9 +182,10 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     What it checks: per step and rank, both numbers against transformers on the same tokens and weights. In less than
     fp32 the oracle's formula takes the trainer's own log-probability of each token, where it is within six times the
     greatest noise of one in the step. Of ranks of a recorded loop whose counts add up to the oracle's, the mean of
-    their losses, or their sum where gradients are summed.
+    their losses, or their sum where gradients are summed. Where a layer for a further token (MTP) is trained, also the
+    mean cross-entropy of its tokens and their number, by the layer that the oracle builds.
     Why it matters: what is logged is what people steer by; a sum over one group too many changes no gradient.
-    Evidence: train/step ("loss", "num_tokens"), loss/gradient ("loss", "loss_scale", "num_tokens").
+    Evidence: train/step ("loss", "num_tokens", "further_loss", "num_further"), loss/gradient (the same, "loss_scale").
     Tolerance and its source: the count is exact; the mean is within 1e-6 of the mean magnitude of a token's loss. In
     less than fp32 within twice the mean noise of a token's loss, with three standard errors of it, if that is more; in
     fp32 within twice what rounding, and of a loss with ratios 1e-5 nats of each log-probability, change it by, if that
@@ -214,8 +216,18 @@ def reported_loss_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
             allowed, why = by_noise, f"{LOSS_NOISES} times {noise}"
         if trace.manifest.dtype != "float32" and item.num_tokens < FEW_TOKENS:
             allowed, why = math.inf, f"fewer than {FEW_TOKENS} tokens do not tell their noise"
-        gap, what = abs(loss - right), f"reported loss on rank {report.rank}{of_update(report)}{some_of(item)}"
-        same = gap <= allowed and count == item.num_tokens
-        found, wanted = f"{loss:.6g} over {count:,} tokens", f"{right:.6g} over {item.num_tokens:,} tokens"
-        at, why = At(Stage.LOSS, report.version, owner_of(report)), f"{allowed:.3g}, {why}"
-        yield compare_value(at, what, found, wanted, same=same, allowed=why, bound=allowed, gap=gap)
+        numbers = [("reported loss", loss, right, count, item.num_tokens, allowed, why)]
+        if report.num_further or item.num_further:
+            loss, right = float(report.further_loss), float(item.further_loss)
+            allowed = max(LOSS.absolute * right, LOSS_NOISES * float(item.further_noise))
+            why = f"{LOSS}, or {LOSS_NOISES} times what rounding changes it by"
+            counts = (report.num_further, item.num_further)
+            numbers.append(("reported loss of further tokens", loss, right, *counts, allowed, why))
+        for what, loss, right, count, wanted, allowed, why in numbers:
+            gap, same = abs(loss - right), count == wanted and abs(loss - right) <= allowed
+            yield compare_value(
+                At(Stage.LOSS, report.version, owner_of(report)),
+                f"{what} on rank {report.rank}{of_update(report)}{some_of(item)}",
+                f"{loss:.6g} over {count:,} tokens", f"{right:.6g} over {wanted:,} tokens",
+                same=same, allowed=f"{allowed:.3g}, {why}", bound=allowed, gap=gap,
+            )  # fmt: skip

@@ -293,6 +293,12 @@ def routers_without_gradient(call: Call) -> Any:
 
 
 ROUTERS: dict[str, Any] = {**BACKWARD, "model": "tiny:add-moe", "caught_by": ("LSS006",)}
+FURTHER: dict[str, Any] = {
+    **BACKWARD, "model": "tiny:deepseek_v3-mtp", "caught_by": ("LSS001",),
+    "training": (
+        "algorithm=sft", "data.source=arithmetic", "verify.every=1", "megatron.mtp_loss_scaling_factor=0.3",
+    ),
+}  # fmt: skip
 BALANCED = ("megatron.moe_load_balancing=aux_loss", "megatron.moe_aux_loss=0.001")
 ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
 ATTACH_LOSS = (
@@ -313,6 +319,29 @@ def balancing_loss_without_gradient(call: Call) -> Any:
 def router_losses_times_micro_batches(call: Call) -> Any:
     """The routers' z-loss is not divided by the number of micro-batches, as the mean over the batch asks for."""
     return call.faulty(scale=call.scale * 3)
+
+
+@fault(
+    "NVIDIA/Megatron-LM#1532",
+    "megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.set_loss_scale(scale)", **FURTHER,
+)  # fmt: skip
+def loss_of_further_tokens_not_averaged(call: Call) -> Any:
+    """The loss of a layer for further tokens (MTP) is not divided by what the main loss is, here by three."""
+    return call.faulty(scale=call.scale * 3)
+
+
+@fault(
+    "NVIDIA/Megatron-LM#1661",
+    "megatron.core.transformer.multi_token_prediction:roll_tensor(tensor, shifts, dims, cp_group, packed_seq_params)",
+    **{**FURTHER, "caught_by": ("LSS001", "LSS002")},
+)  # fmt: skip
+def mask_of_further_tokens_not_rolled(call: Call) -> Any:
+    """The labels of a layer for further tokens (MTP) are those two tokens on, and its mask is that of the next."""
+    import torch
+
+    if call.tensor.dtype != torch.bool:
+        return call.original()
+    return call.wrong((call.tensor, call.tensor.sum()))
 
 
 @fault(

@@ -192,6 +192,12 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Standard error of `loss_noise`, nats."""
     num_tokens: Count
     """Tokens in the loss."""
+    further_loss: Real = 0.0
+    """Mean cross-entropy of the tokens that a layer for a further token (MTP) is trained on, by transformers, nats."""
+    further_noise: Real = 0.0
+    """Change of it by rounding of log-probabilities to float32, nats."""
+    num_further: Count = 0
+    """Number of those tokens; 0 where the loss of such a layer is off."""
     acting: Count | None = None
     """Tokens in the loss with a gradient of their own; None where nobody counted."""
     step: Measurement | None = None

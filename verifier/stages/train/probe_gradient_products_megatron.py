@@ -16,8 +16,8 @@ ELEMENTS = 2**24
 _NORM = re.compile(r"(layer_norm_weight|layernorm\.weight|final_norm\.weight)$")
 _FIRST = re.compile(r"linear_fc1\.(weight|bias)\d*$")
 _QKV = re.compile(r"linear_qkv\.(weight|bias)$")
-READS_STREAM = re.compile(r"(layer_norm_weight|(input|pre_mlp|final)_layernorm\.weight|final_norm\.weight)$")
-"""Names of norms whose input is the residual stream."""
+READS_STREAM = re.compile(r"(layer_norm_weight|(input|pre_mlp|final)_layernorm\.weight|(final_|\.[eh])norm\.weight)$")
+"""Names of norms whose input is the residual stream, or the embedding alone."""
 Mask = Callable[[torch.Tensor], torch.Tensor]
 """Indices in a flattened parameter -> True for those in rows of one kind."""
 

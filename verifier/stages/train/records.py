@@ -319,6 +319,10 @@ class StepReport(Record, frozen=True, kw_only=True, tag="train/step"):
     """L2 norm that the optimizer clipped by."""
     update: Count = 0
     """Number of the optimizer step in a training run, from 1; 0 where each version has one."""
+    further_loss: Real = 0.0
+    """Mean cross-entropy of the tokens that a layer for a further token (MTP) is trained on, nats."""
+    num_further: Count = 0
+    """Number of those tokens, over all ranks; 0 where the loss of such a layer is off."""
 
 
 class OptimizerRule(Record, frozen=True, kw_only=True, tag="train/rule"):
