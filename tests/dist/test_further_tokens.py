@@ -46,7 +46,7 @@ def train(tmp_path: Path, *words: str) -> tuple[int, str]:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> tuple[str, ...]:
-    """Of prompts of one token the second token is in the loss, and is no further token of any; lengths are odd too."""
+    """Texts of even and odd lengths."""
     rows = [{"prompt": "1", "response": DIGITS[: 2 + 5 * at]} for at in range(8)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return (f"data.source={tmp_path / 'texts.jsonl'}", "evaluation.num_problems=0", f"model={MODEL}", FURTHER)
@@ -65,11 +65,6 @@ def texts(tmp_path: Path) -> tuple[str, ...]:
 )
 def test_a_judged_training_run_holds(words: tuple[str, ...], tmp_path: Path) -> None:
     code, said = train(tmp_path, *words)
-    assert code == 0, said
-
-
-def test_the_mean_is_one_over_the_step_and_not_over_micro_batches(texts: tuple[str, ...], tmp_path: Path) -> None:
-    code, said = train(tmp_path, *SFT, *texts, "mesh.dp=2")
     assert code == 0, said
 
 
