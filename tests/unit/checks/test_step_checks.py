@@ -51,6 +51,17 @@ def test_a_gradient_that_is_longer_than_noise_makes_it_is_seen(length: float, pa
     assert [item.what for item in (outcome.finding.bad if outcome.finding else ())] == bad
 
 
+@pytest.mark.parametrize(
+    ("length", "noise", "verdict"),
+    [(0.0, 0.3, Verdict.VIOLATED), (1e-3, 0.3, Verdict.HOLDS), (0.0, 0.6, Verdict.HOLDS)],
+)
+def test_a_gradient_of_exactly_zero_is_no_rounding(length: float, noise: float, verdict: Verdict) -> None:
+    """A bias of keys has a gradient of nothing but noise, above its own length."""
+    facts = {"gradient_noise": 1.0, "group": "a", "group_length": length, "group_noise": noise}
+    outcome = run_check(REGISTRY["LSS001"], make_trace(change(GradientRecord, having(**facts), name="a")))
+    assert outcome.verdict is verdict
+
+
 @pytest.mark.parametrize(("command", "verdict"), [("probe", Verdict.HOLDS), ("roundtrip", Verdict.VIOLATED)])
 def test_a_loops_gradient_may_be_in_bf16(command: str, verdict: Verdict) -> None:
     """Weights in bf16 have such gradients in torch; a run of this package sums them in float32."""

@@ -27,6 +27,8 @@ LENGTH_NOISES = 6
 fp32."""
 LOSS_NOISES = 2
 """Times the mean noise of a token's loss that the loss may be off by, in a run of less than fp32."""
+KNOWN = 0.5
+"""Greatest noise of a gradient, of its length, up to which one of exactly zero is wrong: no rounding makes it so."""
 FEW_TOKENS = 10
 """Tokens below which noise of the loss, or of a gradient's length, is not known in a run of less than fp32."""
 LOSS_ERRORS = 3
@@ -71,7 +73,8 @@ def gradient_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     gradient is not near: a chance of 9e-10 a step where one direction dominates, 3e-5 at four times the variance
     (ADR 0109). A length may be off by six times the greatest noise of its kind, or of any tensor in the update,
     whichever is less; and where one pass did not show it to be near, by twelve times the greatest noise of the
-    tensor itself in all passes, as in fp32. It is not judged of fewer than ten tokens with a gradient. Near a
+    tensor itself in all passes, as in fp32. A length of exactly zero is wrong, unless a pass was off by half of the
+    length. It is not judged of fewer than ten tokens with a gradient. Near a
     clip's edge the trainer's own log-probability decides, by which LSS004 judges; where routers flip, transformers
     takes the trainer's experts.
     Where to look: the reduction of this parameter's gradient, the groups over which it is summed, and what divides the
@@ -134,8 +137,10 @@ def _lengths(trace: Trace) -> Iterator[Comparison]:
         if item.noise_passes > 1 and own > allowed:
             allowed = own
             source = f"the greatest noise of this tensor in {item.noise_passes} passes, times {ROUNDINGS:g}"
-        bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         length = float(item.group_length)
+        if length == 0.0 and float(item.group_noise) < KNOWN < allowed:
+            allowed, source = KNOWN, "no rounding makes a gradient exactly zero"
+        bound = Tolerance(absolute=allowed, unit="of the gradient's length", source=source)
         what = f"{name} (length)" + of_update(item) + some_of(item)
         subject = f"the length of the gradient of `{name}`"
         says = ("the trainer's", "along transformers' gradient, fp32")
