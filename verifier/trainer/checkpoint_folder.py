@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from verifier.config.training import TrainConfig
+from verifier.core.outputs import write_whole
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.observer import SILENT, Observer
@@ -159,8 +160,6 @@ def _settle(path: Path) -> None:
         os.close(descriptor)
 
 
-RESUMES = "resumes.log"
-"""File in a run's folder with a line for each time that it went on, and for each checkpoint that it passed over."""
 Call = Callable[..., list[Any]]
 """Calls a method of all ranks by its name and arguments."""
 
@@ -217,8 +216,9 @@ class Continuation:
     def _tell(self, text: str) -> None:
         """Say how the run goes on, and leave the line in its folder."""
         self._progress(text)
-        with (self._folder.path / RESUMES).open("a", encoding="utf-8") as stream:
-            stream.write(f"{text}\n")
+        file = self._folder.path / "resumes.log"
+        kept = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        write_whole(file, f"{kept}{text}\n")
 
     @property
     def updates(self) -> int:

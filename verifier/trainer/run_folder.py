@@ -156,7 +156,8 @@ class RunFolder:
 
     def rewind(self, step: int) -> dict[str, Any]:
         """Remove what the run did after a step; return the metrics of that step, empty for step 0."""
-        (self.path / FINISHED).unlink(missing_ok=True)
+        for file in (self.path / FINISHED, self.held_out):
+            file.unlink(missing_ok=True)
         for folder in ("batches", "steps"):
             for item in (self.path / folder).iterdir():
                 found = re.match(r"\.?(\d{6,})", item.name)  # one that begins with a dot was cut off
@@ -166,10 +167,8 @@ class RunFolder:
                     shutil.rmtree(item)
                 else:
                     item.unlink()
-        shutil.rmtree(self.export_trace, ignore_errors=True)
-        if (left := self.path / "oracle").exists():  # of a step that a stop cut off
-            for item in left.iterdir():
-                shutil.rmtree(item)
+        for left in (self.export_trace, self.path / "oracle"):  # the oracle's is of a step that a stop cut off
+            shutil.rmtree(left, ignore_errors=True)
         update_log.rewind(self.path, step)
         self._cut(SAMPLES, step)
         kept = self._cut("metrics.jsonl", step)

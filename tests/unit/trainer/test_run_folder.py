@@ -7,6 +7,8 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from verifier.core import store
 from verifier.core.manifest import Manifest
 from verifier.errors import UsageError
 from verifier.trainer import run_folder
+from verifier.trainer.loop import StepLoop
+from verifier.trainer.observer import SILENT
 from verifier.trainer.run_folder import CONFIG, KNOBS, RunFolder, opened
 
 
@@ -207,3 +211,20 @@ def test_a_pipe_in_a_run_folder_is_refused(name, tmp_path):
     os.mkfifo(file)
     said = "cannot be written: No such device or address" if name == "lock" else "is a pipe, a socket or a device"
     assert said in refusal(tmp_path / "run")
+
+
+def test_held_out_problems_are_those_of_the_command_and_not_of_the_run_before_it(tmp_path):
+    """They may be others, `evaluation.num_problems` is free, and the file may be damaged."""
+    begin(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.held_out.write_bytes(b"")
+    folder.rewind(0)
+    asked: list[int] = []
+    loop: Any = SimpleNamespace(
+        rollouts=None, folder=folder, progress=lambda text: None, observer=SILENT,
+        held_out=SimpleNamespace(save=lambda file: file.write_bytes(b"problems")),
+        call=lambda name, batch: asked.append(len(Path(batch).read_bytes())) or [[1.0]],
+    )  # fmt: skip
+    for step in (2, 4):
+        assert StepLoop._evaluate(loop, step)["accuracy"] == 1.0
+    assert asked == [8, 8]
