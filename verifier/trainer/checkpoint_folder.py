@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from verifier.config.training import TrainConfig
-from verifier.core.outputs import write_whole
+from verifier.core.outputs import remove
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.observer import SILENT, Observer
@@ -87,7 +87,7 @@ class Checkpoints:
         aside.rename(folder)
         _settle(self._folder)
         for step in self._steps()[: -self._keep]:
-            shutil.rmtree(self.path(step))
+            remove(self.path(step))
         return folder
 
     def last_whole(self, before: int | None = None) -> tuple[RunState | None, dict[int, str]]:
@@ -106,7 +106,7 @@ class Checkpoints:
         """Remove what was begun and never finished, and all checkpoints after a step."""
         for folder in self._folder.iterdir():
             if folder.suffix == ".partial" or (folder.name.isdigit() and int(folder.name) > step):
-                shutil.rmtree(folder)
+                remove(folder)
 
     def _steps(self) -> list[int]:
         return sorted(int(item.name) for item in self._folder.iterdir() if re.fullmatch(r"\d{6,}", item.name))
@@ -160,6 +160,8 @@ def _settle(path: Path) -> None:
         os.close(descriptor)
 
 
+RESUMES = "resumes.log"
+"""File in a run's folder with a line for each time that it went on, and for each checkpoint that it passed over."""
 Call = Callable[..., list[Any]]
 """Calls a method of all ranks by its name and arguments."""
 
@@ -216,9 +218,8 @@ class Continuation:
     def _tell(self, text: str) -> None:
         """Say how the run goes on, and leave the line in its folder."""
         self._progress(text)
-        file = self._folder.path / "resumes.log"
-        kept = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        write_whole(file, f"{kept}{text}\n")
+        with (self._folder.path / RESUMES).open("a", encoding="utf-8") as stream:
+            stream.write(f"{text}\n")
 
     @property
     def updates(self) -> int:

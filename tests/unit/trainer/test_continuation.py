@@ -72,15 +72,3 @@ def test_a_run_none_of_whose_checkpoints_is_whole_is_refused_and_keeps_them(tmp_
     assert len([*(tmp_path / "checkpoints").glob("*/state.json")]) == 2
     assert len(said) == 2
     assert (tmp_path / "resumes.log").read_text().splitlines()[-2:] == said
-
-
-def test_the_log_of_resumes_is_no_way_to_a_file_elsewhere(tmp_path):
-    config, _ = load(TrainConfig, overrides=["model=tiny:add", f"run={tmp_path}", "steps=4"])
-    theirs, log = tmp_path / "theirs", tmp_path / "resumes.log"
-    theirs.write_bytes(b"\xff of somebody else\n")
-    log.symlink_to(theirs)
-    (tmp_path / "config.yaml").touch()
-    folder = SimpleNamespace(path=tmp_path, rewind=lambda step: {})
-    Continuation(config, folder, lambda text: None).rewind()  # type: ignore[arg-type]
-    assert theirs.read_bytes() == b"\xff of somebody else\n"
-    assert log.read_text().splitlines()[-1] == "the run has no whole checkpoint: it begins anew"
