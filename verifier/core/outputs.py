@@ -61,6 +61,14 @@ def write_whole(file: Path, text: str) -> None:
         raise UsageError(f"`{file}` cannot be written: {problem.strerror}") from problem
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that it holds; or nothing, if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def json_text(value: Any) -> str:
     """A record as indented JSON, as `read_as` takes it again."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n"

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from verifier.core.archive import OF_BATCHES, members, write_archive
 from verifier.core.manifest import Manifest
+from verifier.core.outputs import remove
 from verifier.core.reader import ARCHIVE, BATCHES, FOLDERS, MANIFEST, digests_of, has_evidence, read, sealed
 from verifier.core.record import ONLY, Array, ArrayRecord, Record, Role, as_numpy
 from verifier.core.schema import encode
@@ -128,10 +129,7 @@ def require_room(path: Path) -> None:
         discard(path)
         return
     for made in path.iterdir():
-        if made.is_dir():
-            discard(made)
-        else:
-            made.unlink()
+        remove(made)
 
 
 def complete(path: Path, manifest: Manifest) -> None:

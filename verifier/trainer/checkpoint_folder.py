@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from verifier.config.training import TrainConfig
+from verifier.core.outputs import remove
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.observer import SILENT, Observer
@@ -86,7 +87,7 @@ class Checkpoints:
         aside.rename(folder)
         _settle(self._folder)
         for step in self._steps()[: -self._keep]:
-            shutil.rmtree(self.path(step))
+            remove(self.path(step))
         return folder
 
     def last_whole(self, before: int | None = None) -> tuple[RunState | None, dict[int, str]]:
@@ -105,7 +106,7 @@ class Checkpoints:
         """Remove what was begun and never finished, and all checkpoints after a step."""
         for folder in self._folder.iterdir():
             if folder.suffix == ".partial" or (folder.name.isdigit() and int(folder.name) > step):
-                shutil.rmtree(folder)
+                remove(folder)
 
     def _steps(self) -> list[int]:
         return sorted(int(item.name) for item in self._folder.iterdir() if re.fullmatch(r"\d{6,}", item.name))

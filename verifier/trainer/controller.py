@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from verifier.config.training import TrainConfig
-from verifier.core.outputs import full_disk_refused
+from verifier.core.outputs import full_disk_refused, remove
 from verifier.core.stage import Stage, in_stage
 from verifier.engine.client import EngineGone
 from verifier.launch.fork_launcher import ForkLauncher, Launcher
@@ -221,10 +220,10 @@ class Trainer:
         """Export the weights of the last step; they are the run's once the observer has let them pass."""
         folder, source = self._folder.exported, self._model.checkpoint.path
         aside = folder.with_name("hf_model.partial")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         note = self._observer.before_export(step)
         self._job.call("export", folder=str(aside), version=step, note=note)
         model_files.copy_files(source, aside)
         self._observer.on_export(step, source, aside)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         aside.rename(folder)

@@ -26,7 +26,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from verifier.config.load import load, resolved
 from verifier.config.training import TrainConfig
 from verifier.core.archive import OF_BATCHES, members
 from verifier.core.ledger import append_rows
-from verifier.core.outputs import locked_folder, write_whole
+from verifier.core.outputs import locked_folder, remove, write_whole
 from verifier.core.reader import ARCHIVE, BATCHES, has_evidence
 from verifier.errors import UsageError
 from verifier.knob import entries, flat
@@ -52,6 +51,9 @@ _OF_FILES = {".json", ".jsonl", ".yaml", ".log", ".safetensors", ".xz", ".gz"}
 _PIECE = 16 << 20
 """Bytes that are read at a time."""
 FINISHED, KNOBS, CONFIG, SAMPLES = "finished.json", "knobs.json", "config.yaml", "samples.jsonl"
+_LOGS, _FOLDERS = {"metrics.jsonl", SAMPLES, "resumes.log"}, {"batches", "export", "failure", "logs", "ranks", "steps"}
+_WRITTEN = _LOGS | _FOLDERS | {"profiles", "tensorboard"}
+"""What a run appends to in its folder, and folders in which it writes and removes."""
 
 
 class RunFolder:
@@ -156,20 +158,13 @@ class RunFolder:
 
     def rewind(self, step: int) -> dict[str, Any]:
         """Remove what the run did after a step; return the metrics of that step, empty for step 0."""
-        (self.path / FINISHED).unlink(missing_ok=True)
+        for left in (self.path / FINISHED, self.held_out, self.export_trace, self.path / "oracle"):
+            remove(left)  # what the oracle has is of a step that was cut off
         for folder in ("batches", "steps"):
             for item in (self.path / folder).iterdir():
                 found = re.match(r"\.?(\d{6,})", item.name)  # one that begins with a dot was cut off
-                if not found or int(found[1]) <= step:
-                    continue
-                if item.is_dir():
-                    shutil.rmtree(item)
-                else:
-                    item.unlink()
-        shutil.rmtree(self.export_trace, ignore_errors=True)
-        if (left := self.path / "oracle").exists():  # of a step that a stop cut off
-            for item in left.iterdir():
-                shutil.rmtree(item)
+                if found and int(found[1]) > step:
+                    remove(item)
         update_log.rewind(self.path, step)
         self._cut(SAMPLES, step)
         kept = self._cut("metrics.jsonl", step)
@@ -253,12 +248,12 @@ def opened(config: TrainConfig) -> Iterator[RunFolder]:
         for file in path.rglob("*"):
             if file.is_dir() and file.suffix in _OF_FILES:
                 raise UsageError(f"`{file}` is a folder where a run keeps a file: remove it")
+            if file.is_symlink() and file.relative_to(path).parts[0] in _WRITTEN:
+                raise UsageError(f"`{file}` is a link, and a run would write or remove what is there: remove the link")
             if not (file.is_file() or file.is_symlink() or file.is_dir()):
                 raise UsageError(f"`{file}` is a pipe, a socket or a device, whose reader would wait: remove it")
         _require_same_run(config)
         for name in ("batches", "steps"):
-            if (path / name).is_symlink():
-                raise UsageError(f"`{path / name}` is a link, and a run removes what is in it: make it a folder")
             (path / name).mkdir(exist_ok=True)
         yield folder
 

@@ -7,6 +7,8 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,9 @@ from verifier.core import store
 from verifier.core.manifest import Manifest
 from verifier.errors import UsageError
 from verifier.trainer import run_folder
+from verifier.trainer.checkpoint_folder import Checkpoints
+from verifier.trainer.loop import StepLoop
+from verifier.trainer.observer import SILENT
 from verifier.trainer.run_folder import CONFIG, KNOBS, RunFolder, opened
 
 
@@ -178,7 +183,38 @@ def test_what_the_run_did_not_write_is_neither_removed_nor_waited_for(tmp_path):
     foreign.mkdir()
     (run / "steps").rmdir()
     (run / "steps").symlink_to(foreign)
-    assert refusal(run).endswith("is a link, and a run removes what is in it: make it a folder")
+    assert refusal(run).endswith("is a link, and a run would write or remove what is there: remove the link")
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/rank000.log", "ranks", "tensorboard", "resumes.log", "steps/000001"])
+def test_a_link_at_which_a_run_would_write_elsewhere_is_refused(name, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    begin(run)
+    elsewhere.mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(elsewhere if "." not in name else elsewhere / "absent")
+    assert "is a link, and a run would write or remove what is there" in refusal(run)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "wandb/latest-run", "notes"])
+def test_a_link_to_a_folder_in_which_a_run_writes_checkpoints_or_nothing_is_taken(name, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    begin(run)
+    elsewhere.mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(elsewhere)
+    with opened(config_of(run)):
+        pass
+
+
+def test_a_later_checkpoint_that_is_a_link_goes_and_what_it_names_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    checkpoints.path(4).symlink_to(elsewhere)
+    assert [*checkpoints.last_whole()[1]] == [4]
+    checkpoints.remove_after(0)
+    assert (elsewhere.exists(), checkpoints.path(4).is_symlink()) == (True, False)
 
 
 def test_the_config_that_a_run_keeps_is_the_one_that_it_trains_by(tmp_path):
@@ -207,3 +243,20 @@ def test_a_pipe_in_a_run_folder_is_refused(name, tmp_path):
     os.mkfifo(file)
     said = "cannot be written: No such device or address" if name == "lock" else "is a pipe, a socket or a device"
     assert said in refusal(tmp_path / "run")
+
+
+def test_held_out_problems_are_those_of_the_command_and_not_of_the_run_before_it(tmp_path):
+    """They may be others, `evaluation.num_problems` is free, and the file may be damaged."""
+    begin(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.held_out.write_bytes(b"")
+    folder.rewind(0)
+    asked: list[int] = []
+    loop: Any = SimpleNamespace(
+        rollouts=None, folder=folder, progress=lambda text: None, observer=SILENT,
+        held_out=SimpleNamespace(save=lambda file: file.write_bytes(b"problems")),
+        call=lambda name, batch: asked.append(len(Path(batch).read_bytes())) or [[1.0]],
+    )  # fmt: skip
+    for step in (2, 4):
+        assert StepLoop._evaluate(loop, step)["accuracy"] == 1.0
+    assert asked == [8, 8]
