@@ -45,7 +45,7 @@ UNSEEN = {
     "rope-of-other-angles": "within the noise of log-probabilities of random weights",
     "residual-sums-cut": "within the noise of log-probabilities",
 }
-"""Bugs that nothing caught on one H200, and why as far as it is known; a test of one that is caught fails."""
+"""Bugs that nothing caught on one H200, and why as far as it is known; the test of one fails once it is caught."""
 
 pytestmark = [pytest.mark.h100(gpus=1, gib=GIB)]
 
@@ -88,10 +88,7 @@ def test_a_run_without_a_bug_holds(kind, runner, models, measured, tmp_path):
     assert judged >= JUDGED
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=UNSEEN[name], strict=True)] if name in UNSEEN else [])
-    for name in SIZED
-])  # fmt: skip
+@pytest.mark.parametrize("name", SIZED)
 def test_a_planted_bug_is_caught_in_its_stage(name, runner, models, measured, tmp_path):
     fault = SIZED[name]
     reports, fired, crashed = trained(runner.resources, sized_faults.written(fault.model, models), tmp_path, fault)
@@ -101,5 +98,8 @@ def test_a_planted_bug_is_caught_in_its_stage(name, runner, models, measured, tm
     caught = sorted({item.code for item in outcomes})
     measured(fault=name, fired=fired, caught=caught, first_bad_stage=first, crashed=crashed)
     assert fired
+    if name in UNSEEN:
+        assert not caught, f"{name} is seen: take it out of UNSEEN"
+        return
     assert set(fault.caught_by) <= set(caught)
     assert first == fault.stage.label
