@@ -53,7 +53,7 @@ _PIECE = 16 << 20
 FINISHED, KNOBS, CONFIG, SAMPLES = "finished.json", "knobs.json", "config.yaml", "samples.jsonl"
 _LOGS, _FOLDERS = {"metrics.jsonl", SAMPLES, "resumes.log"}, {"batches", "export", "failure", "logs", "ranks", "steps"}
 _WRITTEN = _LOGS | _FOLDERS | {"profiles", "tensorboard"}
-"""What a run appends to in its folder, and folders in which it writes and removes."""
+"""Files that a run appends to, and folders in which it writes files and removes some."""
 
 
 class RunFolder:
