@@ -46,7 +46,7 @@ from verifier.trainer import update_log
 
 FREE = ("steps", "timeout_s", "run", "mesh.", "verify.", "evaluation.", "checkpoint.", "profile.", "wandb", "ray.")
 """Knobs, and groups of them, in which a run may be continued with another value."""
-_OF_FILES = {".json", ".jsonl", ".yaml", ".log", ".safetensors", ".xz", ".gz"}
+_OF_FILES = {".json", ".jsonl", ".yaml", ".log", ".stack", ".safetensors", ".xz", ".gz"}
 """Suffixes of what is a file wherever it lies in a run's folder."""
 _PIECE = 16 << 20
 """Bytes that are read at a time."""

@@ -112,7 +112,9 @@ def _reads(run: Path) -> None:
         folder.rewind(1)
 
 
-@pytest.mark.parametrize("name", ["logs/rank000.log", "metrics.jsonl", "batches/000001-00.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["logs/rank000.log", "logs/rank000.stack", "metrics.jsonl", "batches/000001-00.safetensors"]
+)
 def test_a_folder_where_a_run_keeps_a_file_is_refused(name, tmp_path):
     begin(tmp_path / "run")
     (tmp_path / "run" / name).mkdir(parents=True)
