@@ -352,9 +352,13 @@ class RunEvidence(Observer):
         The verdicts of that step and of those after it say what nothing judges, and why.
         """
         self.run.progress(f"step {ended.step}: transformers computes no further step: {problem}")
+        folder = self.run.folder.oracle(ended.step)
+        if self._oracle is not None:
+            with contextlib.suppress(VerifierError):
+                self._oracle.ask("streaming_hf:release", [folder])
         self._oracle, self._no_room = None, problem.partition(";")[0]
         forget(ended.trace, "oracle")
-        shutil.rmtree(self.run.folder.oracle(ended.step), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         facts = replace(ended.manifest.facts, sampled=False, noise=False, why_unsampled=self._no_room)
         return replace(ended.manifest, facts=facts)
 
