@@ -49,6 +49,19 @@ def estimator(name: str) -> dict[str, Any]:
     return {"steps": 1, "algorithm.adv_estimator": name}
 
 
+STALE = {"steps": 3, "sync_every": 3}
+"""Three batches of one version, so that the trainer is away from the engine."""
+REJECTIONS = {
+    "token_k1": "0.5_2.5", "token_k3": 0.5, "seq_sum_k1": "0.3_30", "seq_mean_k1": "0.9_1.8", "seq_mean_k2": 0.3,
+    "seq_max_k2": 1.0, "token_k2,seq_mean_k3": "0.5,0.4",
+}  # fmt: skip
+
+
+def rejected(rule: str, bounds: str | float) -> dict[str, Any]:
+    correction = {"rollout_is": None, "rollout_rs": rule, "rollout_rs_threshold": bounds}
+    return {**STALE, "algorithm.rollout_correction": correction}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "dual clip": {**MANY, f"{ACTOR}.clip_ratio_c": 1.02},
@@ -73,6 +86,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         }
         for level in ("token", "sequence")
     },
+    "weights far from 1": {
+        **STALE, "algorithm.rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    },
+    **{f"rejected by {rule}": rejected(rule, bounds) for rule, bounds in REJECTIONS.items()},
     "padded": {"steps": 1, f"{MODEL}.use_remove_padding": False},
     "packs of a size": {**MANY, f"{ACTOR}.pad_to_length": True, f"{ACTOR}.fsdp_config.pad_to_length_bucket": 64},
     "micro-batches by tokens": {**MANY, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 60},
@@ -394,6 +411,36 @@ def temperature_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transformer_impl, "_scale_logits_by_temperature", lambda logits, *_, **__: logits)
 
 
+def weights_of_the_inverse(patch: pytest.MonkeyPatch) -> None:
+    """Importance weights are engine over trainer."""
+    from verl.trainer.ppo import rollout_corr_helper
+
+    real = rollout_corr_helper.compute_rollout_correction_weights
+    patch.setattr(
+        rollout_corr_helper,
+        "compute_rollout_correction_weights",
+        lambda log_ratio, **told: real(log_ratio=-log_ratio, **told),
+    )
+
+
+def rejection(change: Callable[..., torch.Tensor]) -> Plant:
+    """A bug in which tokens stay."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from verl.trainer.ppo import rollout_corr_helper
+
+        real = rollout_corr_helper.compute_rollout_rejection_mask
+
+        def wrong(log_ratio: torch.Tensor, response_mask: torch.Tensor, **told: Any) -> Any:
+            kept, metrics = real(log_ratio=log_ratio, response_mask=response_mask, **told)
+            other, _ = real(log_ratio=-log_ratio, response_mask=response_mask, **told)
+            return change(response_mask, kept, other), metrics
+
+        patch.setattr(rollout_corr_helper, "compute_rollout_rejection_mask", wrong)
+
+    return plant
+
+
 PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
     "responses cut a token late": (responses_cut_late, Stage.PACK, "PCK001", MANY),
     "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001", MANY),
@@ -407,6 +454,18 @@ PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
     "sequences counted by prompts": (
         mean(global_batch_size=4), Stage.ADVANTAGE, "ADV001", SETTINGS["seq-mean-token-mean"],
     ),
+    "rejected and kept": (
+        rejection(lambda given, kept, other: given), Stage.ADVANTAGE, "ADV003", SETTINGS["rejected by token_k1"],
+    ),
+    "rejected by the inverse ratio": (
+        rejection(lambda given, kept, other: other), Stage.ADVANTAGE, "ADV003",
+        {**SETTINGS["rejected by seq_mean_k1"], "steps": 2},
+    ),
+    "rejected with its sequence": (
+        rejection(lambda given, kept, other: kept * (kept == given).all(-1, keepdim=True)), Stage.ADVANTAGE, "ADV003",
+        SETTINGS["rejected by token_k3"],
+    ),
+    "weights of the inverse ratio": (weights_of_the_inverse, Stage.ADVANTAGE, "ADV003", SETTINGS["weights far from 1"]),
     "no dual clip": (policy(no_dual_clip), Stage.LOSS, "LSS004", SETTINGS["dual clip"]),
     "KL of the other sign": (penalty_of_the_other_sign, Stage.LOSS, "LSS004", KL),
     "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001", MANY),

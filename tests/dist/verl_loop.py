@@ -8,6 +8,7 @@ config, such as `actor_rollout_ref.actor.ppo_epochs=2`. In several processes eve
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -85,8 +86,10 @@ CONFIG = {
     "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
     "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
 }  # fmt: skip
-"""Settings beside verl's defaults; `steps` is that of the loop."""
+"""Settings beside verl's defaults; `steps` and `sync_every`, batches that one sync serves, are those of the loop."""
 STEPS = 2
+REJECTIONS = {"seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "greatest", "token": "token"}
+"""verl's level of rejection -> the probe's."""
 EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
 LOSSES = {"vanilla": "clipped", "gpg": "reinforce", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 """verl's name of a loss -> the probe's."""
@@ -152,6 +155,8 @@ class Loop:
     """verl's step by its own functions, with what `verifier.probe` is handed."""
 
     def __init__(self, checkpoint: Path, trace: Path, settings: Mapping[str, Any]) -> None:
+        self.sync_every = settings.get("sync_every", 1)
+        settings = {key: value for key, value in settings.items() if key != "sync_every"}
         self.config = config_of(checkpoint, settings)
         self.actor = self.config.actor_rollout_ref.actor
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -173,7 +178,7 @@ class Loop:
         self.engine = self.worker.actor.engine
         self.sampler = TransformersEngine(checkpoint, trace, rank=self.rank)
         self.worker.rollout = Rollout(self.sampler, self.sync)
-        self.trace, self.step, self.sampled_by = trace, 0, 0
+        self.trace, self.step, self.sampled_by, self.scored_by, self.batches = trace, 0, 0, 0, 0
         self.micro: dict[str, Any] = {}
 
     # What the probe watches.
@@ -217,7 +222,7 @@ class Loop:
             self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
         )  # fmt: skip
         self.record.weights_held(self.live(), self.step, after="step")
-        if not self.is_last_of_batch():
+        if not self.is_last_of_batch() or self.batches % self.sync_every:
             self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
         return found
 
@@ -247,10 +252,10 @@ class Loop:
         )
         cut = {
             key: [row[: len(own["response"])] for row, own in zip(data[key], rows, strict=True)]
-            for key in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
+            for key in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights", "rejected")
             if key in data
         }
-        record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by)
+        record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.scored_by)
         algorithm = self.config.algorithm
         told = dict(ESTIMATORS.get(algorithm.adv_estimator, {}))
         if told.get("estimator") == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
@@ -258,14 +263,16 @@ class Loop:
         whole = self.batch.batch
         sizes = whole["response_mask"].sum(-1).tolist()
         net = whole["token_level_rewards"].sum(-1).tolist()
-        ends = whole["advantages"].gather(1, whole["response_mask"].sum(-1, keepdim=True) - 1)[:, 0].tolist()
+        ends = whole["advantages"].gather(1, whole["response_mask"].argmax(-1, keepdim=True))[:, 0].tolist()
         told["others"] = [
             (self.batch_rows[row]["group"], net[at], ends[at], sizes[at])
             for at, row in enumerate(whole["row"].tolist())
             if row not in self.ids
         ]
+        correction = algorithm.get("rollout_correction", None)
+        if "rejected" in cut:
+            told |= {"rejected": cut["rejected"], "masks": self.masks(correction)}
         if "rollout_is_weights" in cut:
-            correction = algorithm.rollout_correction
             told |= {"weights": cut["rollout_is_weights"], "weight_level": correction.rollout_is}
             told["weight_cap"] = correction.rollout_is_threshold
         if algorithm.use_kl_in_reward:
@@ -275,6 +282,17 @@ class Loop:
             step, cut["advantages"], dtype="float32", max_staleness=step - 1 - self.sampled_by, **told
         )  # fmt: skip
         record.loss(step, **self.objective())
+
+    def masks(self, correction: Any) -> list[tuple[str, float, float]]:
+        """Rules by which verl's rollout correction rejects tokens: KL estimates of the engine, nats."""
+        options, bounds = correction.rollout_rs.split(","), str(correction.rollout_rs_threshold).split(",")
+        found = []
+        for option, own in zip(options, bounds * (len(options) if len(bounds) == 1 else 1), strict=True):
+            level, kind = option.rsplit("_", 1)
+            low, high = (*([] if "_" in own else [1 / float(own)]), *map(float, own.split("_")))
+            limits = (math.log(low), math.log(high)) if kind == "k1" else (0.0, high)
+            found.append((f"{REJECTIONS[level]}_{kind}", *limits))
+        return found
 
     def objective(self) -> dict[str, Any]:
         """The loss that verl documents."""
@@ -376,7 +394,7 @@ class Loop:
     def is_last_of_batch(self) -> bool:
         """The step is the last that trains on the batch."""
         size = self.actor.ppo_mini_batch_size * GROUP
-        return (self.step - self.sampled_by) == len(self.batch) // size * self.actor.ppo_epochs
+        return (self.step - self.scored_by) == len(self.batch) // size * self.actor.ppo_epochs
 
     # verl's driver.
 
@@ -424,6 +442,7 @@ class Loop:
     def train_step(self, number: int) -> None:
         """What `RayPPOTrainer.fit` does in a step."""
         trainer, algorithm = self.trainer, self.config.algorithm
+        self.scored_by = self.step
         batch = self.sampled(number)
         if self.config.trainer.balance_batch:
             trainer._balance_batch(batch, metrics={})
@@ -455,7 +474,10 @@ class Loop:
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         if correction is not None and not bypass:
+            sampled = batch.batch["response_mask"].clone()
             batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
+            if correction.get("rollout_rs", None):
+                batch.batch["rejected"] = sampled - batch.batch["response_mask"]
         batch = ray_trainer.compute_advantage(
             batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, GROUP,
             algorithm.norm_adv_by_std_in_grpo, algorithm,
@@ -466,12 +488,13 @@ class Loop:
 
     def send(self) -> None:
         """Send the weights by verl's worker."""
-        asyncio.run(self.worker.update_weights(self.step))
+        if self.batches % self.sync_every == 0:
+            asyncio.run(self.worker.update_weights(self.step))
+        self.batches += 1
 
 
-def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
-    """Train for some steps; settings of verl's config beside `CONFIG`."""
-    steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
+def join() -> None:
+    """Join the group of torch.distributed's variables, or be one of its own."""
     if not torch.distributed.is_initialized():
         if "RANK" not in os.environ:
             with socket.socket() as free:
@@ -479,6 +502,12 @@ def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
                 own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
                 os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
         torch.distributed.init_process_group("gloo")
+
+
+def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
+    """Train for some steps; settings of verl's config beside `CONFIG`."""
+    steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
+    join()
     with probe.open(trace, model=checkpoint, dtype=dtype, engine="hf", keep_every=1) as record:
         torch.distributed.barrier()
         loop = Loop(checkpoint, trace, settings)
