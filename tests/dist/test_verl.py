@@ -6,6 +6,7 @@ What this does not exercise: GPUs, Ray, FSDP1 (which needs a GPU), Megatron, eng
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import socket
@@ -142,12 +143,10 @@ def alone() -> Iterator[None]:
 def run(alone: None, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> Judged:
     """Train by the loop, with planted faults where some are; the report."""
 
-    def judged(settings: dict[str, Any]) -> Report:
-        import verl_loop
-
+    def judged(settings: dict[str, Any], loop: str = "verl_loop") -> Report:
         trace = tmp_path / f"trace-{len(list(tmp_path.iterdir()))}"
         with (tmp_path / "said").open("w") as said, contextlib.redirect_stdout(said):
-            verl_loop.train(checkpoint, trace, **settings)
+            importlib.import_module(loop).train(checkpoint, trace, **settings)
         return report(trace, checkpoint, oracle)
 
     return judged
@@ -177,12 +176,36 @@ def test_two_processes_hold(settings: dict[str, Any], checkpoint: Path, oracle: 
     assert {item.code for item in found.outcomes} >= (HELD | {"WGT002"}) - {"WGT016"}
 
 
+SFT = {
+    "sft": {}, "sft by tokens": {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 40},
+    "sft without warm-up": {"optim.lr_warmup_steps": 0, "optim.lr_scheduler_type": "constant"},
+    "sft in bf16 autocast": {"dtype": "bfloat16", "engine.mixed_precision": {**FLOAT32, "param_dtype": "bf16"}},
+}  # fmt: skip
+SFT_HELD = {
+    "CFG001", "LSS001", "LSS002", "PCK001", "PCK002", "TRN001", "TRN002", "TRN005", "TRN006", "WGT001", "WGT004",
+    "WGT005", "WGT006", "WGT008", "WGT016",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_fine_tuning_holds(name: str, run: Judged) -> None:
+    found = run(SFT[name], "verl_sft")
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} == SFT_HELD
+
+
+def test_fine_tuning_in_two_processes_holds(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    found = in_two_processes("", {}, checkpoint, oracle, tmp_path, "verl_sft")
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} >= SFT_HELD - {"WGT016"}
+
+
 def in_two_processes(
-    planted: str, settings: dict[str, Any], checkpoint: Path, oracle: Oracle, folder: Path
+    planted: str, settings: dict[str, Any], checkpoint: Path, oracle: Oracle, folder: Path, loop: str = "verl_loop"
 ) -> Report:  # fmt: skip
     script, trace = folder / "planted.py", folder / "trace"
     script.write_text(
-        "from pathlib import Path\nimport torch\nimport verl_loop as v\nfrom verl_loop import *\n"
+        f"from pathlib import Path\nimport torch\nimport {loop} as v\nfrom {loop} import *\n"
         f"{planted}v.train(Path({str(checkpoint)!r}), Path({str(trace)!r}), **{settings!r})\n"
     )
     environment = os.environ | {
@@ -483,6 +506,81 @@ def test_a_bug_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytes
 
     plant(monkeypatch)
     caught(run(settings), stage, code)
+
+
+def prompts_trained(patch: pytest.MonkeyPatch) -> None:
+    """The loss mask of an example has its question, too."""
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    real = MultiTurnSFTDataset.__getitem__
+
+    def wrong(self: Any, item: int) -> Any:
+        found = real(self, item)
+        return {**found, "loss_mask": torch.ones_like(found["loss_mask"])}
+
+    patch.setattr(MultiTurnSFTDataset, "__getitem__", wrong)
+
+
+def end_untrained(patch: pytest.MonkeyPatch) -> None:
+    """The last token of an example is out of the loss mask."""
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    real = MultiTurnSFTDataset.__getitem__
+
+    def wrong(self: Any, item: int) -> Any:
+        found = real(self, item)
+        found["loss_mask"][-1] = 0
+        return found
+
+    patch.setattr(MultiTurnSFTDataset, "__getitem__", wrong)
+
+
+def sft_loss(change: Callable[[dict[str, Any], Any], None]) -> Plant:
+    """A bug in what verl's loss of fine-tuning reads."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        from verl.workers.utils import losses
+
+        real = losses.sft_loss
+
+        def wrong(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            change(model_output, data)
+            return real(config, model_output, data, dp_group)
+
+        patch.setattr(losses, "sft_loss", wrong)
+
+    return plant
+
+
+def mask_not_shifted(model_output: dict[str, Any], data: Any) -> None:
+    rolled = data["loss_mask"].values().roll(1)
+    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(rolled, data["loss_mask"].offsets())
+
+
+def tokens_of_the_micro_batch(model_output: dict[str, Any], data: Any) -> None:
+    from verl.utils import tensordict_utils
+
+    tensordict_utils.assign_non_tensor(data, batch_num_tokens=int(data["loss_mask"].values().sum()))
+
+
+PLANTED_SFT: dict[str, tuple[Plant, Stage, str]] = {
+    "prompts trained": (prompts_trained, Stage.PACK, "PCK001"),
+    "end of an answer untrained": (end_untrained, Stage.PACK, "PCK001"),
+    "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001"),
+    "mask not shifted": (sft_loss(mask_not_shifted), Stage.LOSS, "LSS001"),
+    "mean of the micro-batches' means": (sft_loss(tokens_of_the_micro_batch), Stage.LOSS, "LSS001"),
+    "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001"),
+    "norm reported, not clipped": (not_clipped, Stage.TRAIN, "TRN005"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED_SFT)
+def test_a_bug_of_fine_tuning_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, stage, code = PLANTED_SFT[name]
+    import verl_sft  # noqa: F401 - sets verl's platform before a fault imports verl
+
+    plant(monkeypatch)
+    caught(run({"data.micro_batch_size_per_gpu": 4}, "verl_sft"), stage, code)
 
 
 def test_geo_mean_grows_with_the_number_of_micro_batches(run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
