@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -583,25 +583,64 @@ def test_a_bug_of_fine_tuning_is_caught_in_its_stage(name: str, run: Judged, mon
     caught(run({"data.micro_batch_size_per_gpu": 4}, "verl_sft"), stage, code)
 
 
-def test_geo_mean_grows_with_the_number_of_micro_batches(run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def norms(run: Judged, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
+    """Norm of the first gradient by rows of a micro-batch; `change` is made to each mini-batch."""
+
+    def found(settings: dict[str, Any], sizes: Sequence[int], change: Callable[[Any], None]) -> list[float]:
+        import verl_loop
+
+        seen: list[float] = []
+        real = verl_loop.Loop.train_batch
+
+        def train_batch(self: Any, data: Any) -> Any:
+            real_step = self.real["train_batch"]
+            self.real["train_batch"] = lambda own: real_step(change(own) or own)
+            answer = real(self, data)
+            self.real["train_batch"] = real_step
+            seen.append(verl_loop.tu.get(answer, "metrics")["grad_norm"])
+            return answer
+
+        monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
+        firsts = []
+        for size in sizes:
+            run({**settings, f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size})
+            firsts.append(seen[0])
+            seen.clear()
+        monkeypatch.setattr(verl_loop.Loop, "train_batch", real)
+        return firsts
+
+    return found
+
+
+def test_geo_mean_grows_with_the_number_of_micro_batches(norms: Callable[..., list[float]]) -> None:
     """verl 0.9.1's `geo_mean` takes the mean of each micro-batch, and the engine adds them up."""
-    import verl_loop
+    firsts = norms(loss("geo_mean"), (8, 4, 2), lambda data: None)
+    assert firsts == pytest.approx([firsts[0], 2 * firsts[0], 4 * firsts[0]], rel=1e-4)
 
-    seen: list[float] = []
-    real = verl_loop.Loop.train_batch
 
-    def train_batch(self: Any, data: Any) -> Any:
-        found = real(self, data)
-        seen.append(verl_loop.tu.get(found, "metrics")["grad_norm"])
-        return found
+NATS = ("old_log_probs", "advantages")
 
-    monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
-    sizes = {8: 1, 4: 2, 2: 4}
-    for size in sizes:
-        whole = {f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size}
-        run(loss("geo_mean", **whole))
-    firsts = seen[::2]  # of two optimizer steps
-    assert firsts == pytest.approx([times * firsts[0] for times in sizes.values()], rel=1e-4)
+
+@pytest.mark.parametrize("constant", [None, 8])
+def test_a_norm_by_length_is_of_each_micro_batch(constant: int | None, norms: Callable[..., list[float]]) -> None:
+    """In verl 0.9.1's v1 columns are nested, so the greatest length is that of a micro-batch, without a constant."""
+    from verl.utils import tensordict_utils
+
+    def nested(data: Any) -> None:
+        sizes = data["response_mask"].sum(-1)
+        columns = {key: [slice(0, size) for size in sizes] for key in ("responses", "response_mask", *NATS)}
+        columns["prompts"] = [slice(-size, None) for size in data["input_ids"].offsets().diff() - sizes]
+        for key, parts in columns.items():
+            rows = [row[part] for row, part in zip(data[key], parts, strict=True)]
+            data[key] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        tensordict_utils.pop(data, key="max_response_len")
+
+    settings = {
+        "steps": 1, f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": constant,
+    }  # fmt: skip
+    whole, rows = norms(settings, (16, 1), nested)
+    assert (whole == pytest.approx(rows, rel=1e-4)) == (constant is not None)
 
 
 def test_a_mean_that_forgets_the_other_process_is_caught(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:

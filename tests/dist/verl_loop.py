@@ -339,7 +339,9 @@ class Loop:
         real = inputs["attention_mask"]
         kept = flat[real.bool()] if real is not None else flat[0, : ends[-1]]
         nested = torch.nested.nested_tensor_from_jagged(kept, ends)
-        found = losses.no_padding_2_padding(nested, micro_batch)[micro_batch["response_mask"].bool()]
+        mask = micro_batch["response_mask"]
+        mask = mask.to_padded_tensor(0) if mask.is_nested else mask
+        found = losses.no_padding_2_padding(nested, micro_batch)[mask.bool()]
         return torch.zeros(given.numel(), dtype=torch.bool).index_fill(0, found, True).view(given.shape)
 
     def loss(self, real: Any, model_output: Any, data: Any, told: Any) -> Any:

@@ -6,7 +6,6 @@ config, such as `data.micro_batch_size_per_gpu=2`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
