@@ -52,6 +52,7 @@ def estimator(name: str) -> dict[str, Any]:
 
 STALE = {"steps": 3, "sync_every": 3}
 """Three batches of one version, so that the trainer is away from the engine."""
+LORA = {**MANY, "steps": 2, f"{MODEL}.lora_rank": 4, f"{MODEL}.lora_alpha": 8}
 REJECTIONS = {
     "token_k1": "0.5_2.5", "token_k3": 0.5, "seq_sum_k1": "0.3_30", "seq_mean_k1": "0.9_1.8", "seq_mean_k2": 0.3,
     "seq_max_k2": 1.0, "token_k2,seq_mean_k3": "0.5,0.4",
@@ -95,6 +96,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "packs of a size": {**MANY, f"{ACTOR}.pad_to_length": True, f"{ACTOR}.fsdp_config.pad_to_length_bucket": 64},
     "micro-batches by tokens": {**MANY, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 60},
     "shuffled": {**MANY, f"{ACTOR}.shuffle": True},
+    "LoRA": LORA,
+    "LoRA in layers": {
+        **LORA, "actor_rollout_ref.rollout.layered_summon": True,
+        "actor_rollout_ref.rollout.load_format": "safetensors",
+    },
     "hotter": {"steps": 1, "actor_rollout_ref.rollout.temperature": 1.3},
     "bf16 autocast": {
         "steps": 1, "dtype": "bfloat16", f"{ACTOR}.fsdp_config.mixed_precision": {**FLOAT32, "param_dtype": "bf16"},
@@ -163,7 +169,8 @@ def test_a_right_loop_holds(name: str, run: Judged) -> None:
     assert found.verdict is Verdict.HOLDS, render_text(found)
     assert not found.not_judged
     less = {"PCK002"} if name == "padded" else set()
-    more = {"LGP012"} if "entropy" in name else set()
+    less |= {"WGT016"} if "LoRA" in name else set()
+    more = {"LGP012"} if "entropy" in name else {"WGT013"} if "LoRA" in name else set()
     more |= {"LGP010"} if "KL" in name else set()
     more |= {"ADV004"} if name == "KL in the reward" else set()
     assert {item.code for item in found.outcomes} == HELD - less | more
@@ -464,6 +471,48 @@ def rejection(change: Callable[..., torch.Tensor]) -> Plant:
     return plant
 
 
+def scaled_by_root(patch: pytest.MonkeyPatch) -> None:
+    """The forward pass scales the adapter by the root of its rank: 8 / 2 for 8 / 4."""
+    from peft.tuners.lora import layer
+
+    real = layer.LoraLayer.update_layer
+
+    def wrong(self: Any, *args: Any, **told: Any) -> Any:
+        found = real(self, *args, **told)
+        self.scaling["default"] *= 2
+        return found
+
+    patch.setattr(layer.LoraLayer, "update_layer", wrong)
+
+
+def adapter_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    from verl.workers.engine.fsdp import transformer_impl
+
+    real, kept = transformer_impl.collect_lora_params, []
+
+    def wrong(module: Any, base_sync_done: bool, **told: Any) -> Any:
+        found = real(module=module, base_sync_done=base_sync_done, **told)
+        if base_sync_done:
+            kept.append({name: item.clone() for name, item in found.items()})
+            return kept[max(len(kept) - 2, 0)]
+        return found
+
+    patch.setattr(transformer_impl, "collect_lora_params", wrong)
+
+
+def adapter_of_the_other_side(patch: pytest.MonkeyPatch) -> None:
+    """The rows of each inward matrix are sent in reverse."""
+    from verl.workers.engine.fsdp import transformer_impl
+
+    real = transformer_impl.collect_lora_params
+
+    def wrong(**told: Any) -> Any:
+        found = real(**told)
+        return {name: item.flip(0) if "lora_A" in name else item for name, item in found.items()}
+
+    patch.setattr(transformer_impl, "collect_lora_params", wrong)
+
+
 PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
     "responses cut a token late": (responses_cut_late, Stage.PACK, "PCK001", MANY),
     "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001", MANY),
@@ -489,6 +538,10 @@ PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
         SETTINGS["rejected by token_k3"],
     ),
     "weights of the inverse ratio": (weights_of_the_inverse, Stage.ADVANTAGE, "ADV003", SETTINGS["weights far from 1"]),
+    "adapter scaled by the root of its rank": (scaled_by_root, Stage.LOSS, "LSS001", LORA),
+    "adapter before the last step": (adapter_before_the_last_step, Stage.EXPORT, "WGT013", LORA),
+    "rows of an adapter turned": (adapter_of_the_other_side, Stage.EXPORT, "WGT013", LORA),
+    "gradients of the last micro-batch, with LoRA": (gradients_of_the_last, Stage.LOSS, "LSS001", LORA),
     "no dual clip": (policy(no_dual_clip), Stage.LOSS, "LSS004", SETTINGS["dual clip"]),
     "KL of the other sign": (penalty_of_the_other_sign, Stage.LOSS, "LSS004", KL),
     "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001", MANY),

@@ -68,6 +68,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils import losses
 
 from verifier import probe
+from verifier.probe.recorder import plain
+from verifier.probe.sharded import whole
 
 LOGPROBS = transformer_impl.logprobs_from_logits
 transformer_impl.logprobs_from_logits = lambda logits, **told: LOGPROBS(logits.float(), **told)
@@ -138,6 +140,17 @@ class Group:
         return self.worker.update_actor(self._part(data))
 
 
+def with_adapter(base: Mapping[str, Any], adapter: Mapping[str, Any], scaling: float) -> dict[str, torch.Tensor]:
+    """Weights with an adapter in them."""
+    merged = {name: whole(item).clone() for name, item in base.items()}
+    sides = {plain(name): item for name, item in adapter.items()}
+    for name, inward in sides.items():
+        if name.endswith(".lora_A.weight"):
+            outward = sides[name.replace(".lora_A.", ".lora_B.")]
+            merged[name.replace(".lora_A.", ".")] += (outward @ inward) * scaling
+    return merged
+
+
 class Rollout:
     """Engine of verl's worker: transformers."""
 
@@ -145,10 +158,18 @@ class Rollout:
 
     def __init__(self, engine: TransformersEngine, sync: Any) -> None:
         self.engine, self.sync = engine, sync
+        self.base = {name: item.clone() for name, item in engine.model.state_dict().items()}
 
-    async def update_weights(self, weights: Any, global_steps: int = 0, **told: Any) -> None:
-        """Take weights, as verl sends them."""
-        self.sync(weights)
+    async def update_weights(
+        self, weights: Any, peft_config: Any = None, base_sync_done: bool = True, **_: Any
+    ) -> None:  # fmt: skip
+        """Take weights, as verl sends them: merged, or the base once and the adapter each time."""
+        if peft_config is None:
+            self.sync(weights)
+        elif not base_sync_done:
+            self.base = {name.replace(".base_layer", ""): tensor for name, tensor in weights}
+        else:
+            self.sync(self.base, dict(weights), peft_config["lora_alpha"] / peft_config["r"])
 
 
 class Loop:
@@ -158,7 +179,7 @@ class Loop:
         self.sync_every = settings.get("sync_every", 1)
         settings = {key: value for key, value in settings.items() if key != "sync_every"}
         self.config = config_of(checkpoint, settings)
-        self.actor = self.config.actor_rollout_ref.actor
+        self.actor, self.actor_lora = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.model
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         needs_reference = self.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
@@ -186,8 +207,9 @@ class Loop:
     def watch(self, record: Any) -> None:
         """Hooks on the worker, the engine and the losses."""
         self.record, engine, optim = record, self.engine, self.actor.optim
+        trained = [(name, value) for name, value in engine.module.named_parameters() if value.requires_grad]
         record.optimizer(
-            engine.optimizer, engine.module.named_parameters(), clip_grad=optim.clip_grad,
+            engine.optimizer, trained, clip_grad=optim.clip_grad,
             asked={"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}, scheduler=engine.lr_scheduler,
             schedule=optim.lr_scheduler_type, learning_rate=optim.lr, weight_decay=optim.weight_decay,
             warmup_steps=max(optim.lr_warmup_steps, 0), total_steps=max(optim.total_training_steps, 0),
@@ -203,14 +225,31 @@ class Loop:
         self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
         record.weights_held(self.live(), 0, after="load")
 
-    def sync(self, weights: Any) -> None:
-        """Weights that go to the sampler."""
+    def sync(self, weights: Any, adapter: Mapping[str, Any] | None = None, scaling: float = 1.0) -> None:
+        """Weights that go to the sampler, which adds an adapter to them."""
+        if adapter is not None:
+            weights = with_adapter(weights, adapter, scaling)
+            own = self.actor_lora
+            self.record.adapter_exported(
+                adapter, self.step, live=self.adapter(), scaling=scaling, live_scaling=own.lora_alpha / own.lora_rank
+            )
         self.sampler.sync(self.record.sending(weights, self.step, live=self.live()), self.step, self.trace)
+        if adapter is not None:
+            self.sampler.record.engine_views(self.step, {plain(name): item for name, item in adapter.items()})
         self.sampled_by = self.step
 
     def live(self) -> list[tuple[str, Any]]:
-        """Weights as the engine holds them."""
-        return list(self.engine.module.state_dict().items())
+        """Weights as the engine holds them, with an adapter in them."""
+        held = {plain(name): item for name, item in self.engine.module.state_dict().items()}
+        base = {name: item for name, item in held.items() if ".lora_" not in name}
+        adapter = self.adapter()
+        own = self.actor_lora
+        return list((with_adapter(base, adapter, own.lora_alpha / own.lora_rank) if adapter else base).items())
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """Matrices of the adapter as the engine holds them."""
+        held = self.engine.module.state_dict()
+        return {plain(name): whole(item) for name, item in held.items() if ".lora_" in name}
 
     def train_batch(self, data: Any) -> Any:
         """One optimizer step of verl's worker, on this process's part of a mini-batch."""
@@ -221,9 +260,15 @@ class Loop:
         self.record.step(
             self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
         )  # fmt: skip
-        self.record.weights_held(self.live(), self.step, after="step")
+        if not self.actor_lora.lora_rank:
+            self.record.weights_held(self.live(), self.step, after="step")
         if not self.is_last_of_batch() or self.batches % self.sync_every:
-            self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
+            sent = self.live() if self.actor_lora.lora_rank else self.engine.get_per_tensor_param()[0]
+            self.record.weights_exported(sent, self.step, live=self.live())
+            if adapter := self.adapter():
+                scaling = self.actor_lora.lora_alpha / self.actor_lora.lora_rank
+                told = {"live": adapter, "scaling": scaling, "live_scaling": scaling}
+                self.record.adapter_exported(adapter, self.step, **told)
         return found
 
     def record_rollouts(self, data: Any) -> None:
@@ -389,7 +434,7 @@ class Loop:
 
     def optimizer_step(self) -> float:
         """verl's clip and step."""
-        named = [(name, value.grad) for name, value in self.engine.module.named_parameters()]
+        named = [(name, own.grad) for name, own in self.engine.module.named_parameters() if own.requires_grad]
         self.record.gradients(self.step, named)
         return self.real["optimizer_step"]()
 
