@@ -6,12 +6,13 @@ What this does not exercise: GPUs, Ray, FSDP1 (which needs a GPU), Megatron, eng
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,35 @@ import pytest
 import torch
 
 import verifier.checks  # noqa: F401 - fills the registry
+from tests.dist.verl_bugs import (
+    Plant,
+    adapter_before_the_last_step,
+    adapter_of_the_other_side,
+    end_untrained,
+    gradients_of_the_last,
+    groups_of_others,
+    labels_rolled_back,
+    mask_not_shifted,
+    mean,
+    micro_batch_dropped,
+    no_dual_clip,
+    not_clipped,
+    penalty_of_the_other_sign,
+    policy,
+    positions_of_the_pack,
+    prompts_trained,
+    rejection,
+    responses_cut_late,
+    rows_not_restored,
+    scaled_by_root,
+    scheduler_each_step,
+    sent_before_the_last_step,
+    sft_loss,
+    stale_old,
+    temperature_left_out,
+    tokens_of_the_micro_batch,
+    weights_of_the_inverse,
+)
 from tests.meta.sources import ROOT
 from verifier.core.finding import Verdict
 from verifier.core.stage import Stage
@@ -49,6 +79,20 @@ def estimator(name: str) -> dict[str, Any]:
     return {"steps": 1, "algorithm.adv_estimator": name}
 
 
+STALE = {"steps": 3, "sync_every": 3}
+"""Three batches of one version, so that the trainer is away from the engine."""
+LORA = {**MANY, "steps": 2, f"{MODEL}.lora_rank": 4, f"{MODEL}.lora_alpha": 8}
+REJECTIONS = {
+    "token_k1": "0.5_2.5", "token_k3": 0.5, "seq_sum_k1": "0.3_30", "seq_mean_k1": "0.9_1.8", "seq_mean_k2": 0.3,
+    "seq_max_k2": 1.0, "token_k2,seq_mean_k3": "0.5,0.4",
+}  # fmt: skip
+
+
+def rejected(rule: str, bounds: str | float) -> dict[str, Any]:
+    correction = {"rollout_is": None, "rollout_rs": rule, "rollout_rs_threshold": bounds}
+    return {**STALE, "algorithm.rollout_correction": correction}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "dual clip": {**MANY, f"{ACTOR}.clip_ratio_c": 1.02},
@@ -73,10 +117,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         }
         for level in ("token", "sequence")
     },
+    "weights far from 1": {
+        **STALE, "algorithm.rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    },
+    **{f"rejected by {rule}": rejected(rule, bounds) for rule, bounds in REJECTIONS.items()},
     "padded": {"steps": 1, f"{MODEL}.use_remove_padding": False},
     "packs of a size": {**MANY, f"{ACTOR}.pad_to_length": True, f"{ACTOR}.fsdp_config.pad_to_length_bucket": 64},
     "micro-batches by tokens": {**MANY, f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 60},
     "shuffled": {**MANY, f"{ACTOR}.shuffle": True},
+    "LoRA": LORA,
+    "LoRA in layers": {
+        **LORA, "actor_rollout_ref.rollout.layered_summon": True,
+        "actor_rollout_ref.rollout.load_format": "safetensors",
+    },
     "hotter": {"steps": 1, "actor_rollout_ref.rollout.temperature": 1.3},
     "bf16 autocast": {
         "steps": 1, "dtype": "bfloat16", f"{ACTOR}.fsdp_config.mixed_precision": {**FLOAT32, "param_dtype": "bf16"},
@@ -125,12 +178,10 @@ def alone() -> Iterator[None]:
 def run(alone: None, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> Judged:
     """Train by the loop, with planted faults where some are; the report."""
 
-    def judged(settings: dict[str, Any]) -> Report:
-        import verl_loop
-
+    def judged(settings: dict[str, Any], loop: str = "verl_loop") -> Report:
         trace = tmp_path / f"trace-{len(list(tmp_path.iterdir()))}"
         with (tmp_path / "said").open("w") as said, contextlib.redirect_stdout(said):
-            verl_loop.train(checkpoint, trace, **settings)
+            importlib.import_module(loop).train(checkpoint, trace, **settings)
         return report(trace, checkpoint, oracle)
 
     return judged
@@ -147,7 +198,8 @@ def test_a_right_loop_holds(name: str, run: Judged) -> None:
     assert found.verdict is Verdict.HOLDS, render_text(found)
     assert not found.not_judged
     less = {"PCK002"} if name == "padded" else set()
-    more = {"LGP012"} if "entropy" in name else set()
+    less |= {"WGT016"} if "LoRA" in name else set()
+    more = {"LGP012"} if "entropy" in name else {"WGT013"} if "LoRA" in name else set()
     more |= {"LGP010"} if "KL" in name else set()
     more |= {"ADV004"} if name == "KL in the reward" else set()
     assert {item.code for item in found.outcomes} == HELD - less | more
@@ -160,12 +212,36 @@ def test_two_processes_hold(settings: dict[str, Any], checkpoint: Path, oracle: 
     assert {item.code for item in found.outcomes} >= (HELD | {"WGT002"}) - {"WGT016"}
 
 
+SFT = {
+    "sft": {}, "sft by tokens": {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 40},
+    "sft without warm-up": {"optim.lr_warmup_steps": 0, "optim.lr_scheduler_type": "constant"},
+    "sft in bf16 autocast": {"dtype": "bfloat16", "engine.mixed_precision": {**FLOAT32, "param_dtype": "bf16"}},
+}  # fmt: skip
+SFT_HELD = {
+    "CFG001", "LSS001", "LSS002", "PCK001", "PCK002", "TRN001", "TRN002", "TRN005", "TRN006", "WGT001", "WGT004",
+    "WGT005", "WGT006", "WGT008", "WGT016",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_fine_tuning_holds(name: str, run: Judged) -> None:
+    found = run(SFT[name], "verl_sft")
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} == SFT_HELD
+
+
+def test_fine_tuning_in_two_processes_holds(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    found = in_two_processes("", {}, checkpoint, oracle, tmp_path, "verl_sft")
+    assert found.verdict is Verdict.HOLDS, render_text(found)
+    assert {item.code for item in found.outcomes} >= SFT_HELD - {"WGT016"}
+
+
 def in_two_processes(
-    planted: str, settings: dict[str, Any], checkpoint: Path, oracle: Oracle, folder: Path
+    planted: str, settings: dict[str, Any], checkpoint: Path, oracle: Oracle, folder: Path, loop: str = "verl_loop"
 ) -> Report:  # fmt: skip
     script, trace = folder / "planted.py", folder / "trace"
     script.write_text(
-        "from pathlib import Path\nimport torch\nimport verl_loop as v\nfrom verl_loop import *\n"
+        f"from pathlib import Path\nimport torch\nimport {loop} as v\nfrom {loop} import *\n"
         f"{planted}v.train(Path({str(checkpoint)!r}), Path({str(trace)!r}), **{settings!r})\n"
     )
     environment = os.environ | {
@@ -186,214 +262,6 @@ def caught(found: Report, stage: Stage, code: str) -> None:
     assert not [item.code for item in found.outcomes if item.error]
 
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-def responses_cut_late(patch: pytest.MonkeyPatch) -> None:
-    """The loss has the log-probabilities of the token after each."""
-    from verl.workers.utils import losses
-
-    real = losses.no_padding_2_padding
-
-    def wrong(tensor: torch.Tensor, data: Any) -> torch.Tensor:
-        values = tensor.values() if tensor.is_nested else tensor
-        ends = data["input_ids"].offsets()
-        return real(torch.nested.nested_tensor_from_jagged(values.roll(-1, 0), ends), data)
-
-    patch.setattr(losses, "no_padding_2_padding", wrong)
-
-
-def rows_not_restored(patch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities stay in the order of the micro-batches."""
-    from verl.workers.engine import utils
-
-    patch.setattr(utils, "restore_dynamic_batch", lambda data, indices: data)
-
-
-def stale_old(patch: pytest.MonkeyPatch) -> None:
-    """The log-probabilities before the step are those of the batch before."""
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-    real, kept = RayPPOTrainer._compute_old_log_prob, []
-
-    def wrong(self: Any, batch: Any) -> Any:
-        kept.append(real(self, batch))
-        found, flops = kept[-1]
-        if len(kept) > 1:
-            found.batch["old_log_probs"] = kept[-2][0].batch["old_log_probs"].clone()
-        return found, flops
-
-    patch.setattr(RayPPOTrainer, "_compute_old_log_prob", wrong)
-
-
-def groups_of_others(patch: pytest.MonkeyPatch) -> None:
-    """Advantages are those of groups that begin a row later."""
-    import numpy as np
-    from verl.trainer.ppo import core_algos
-
-    real = core_algos.compute_grpo_outcome_advantage
-    patch.setattr(
-        core_algos, "compute_grpo_outcome_advantage", lambda index, **told: real(index=np.roll(index, 1), **told)
-    )
-
-
-def penalty_of_the_other_sign(patch: pytest.MonkeyPatch) -> None:
-    """A KL in the loss that drives away from the reference."""
-    from verl.workers.utils import losses
-
-    real = losses.kl_penalty
-    patch.setattr(
-        losses,
-        "kl_penalty",
-        lambda logprob, ref_logprob, kl_penalty: real(2 * ref_logprob - logprob, ref_logprob, kl_penalty),
-    )
-
-
-def policy(change: Callable[[dict[str, Any]], None], name: str = "vanilla") -> Plant:
-    """A bug in what a policy loss of verl reads."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        import verl_loop  # noqa: F401 - which sets verl's platform
-        from verl.trainer.ppo import core_algos
-
-        real = core_algos.POLICY_LOSS_REGISTRY[name]
-
-        def wrong(**given: Any) -> Any:
-            change(given)
-            return real(**given)
-
-        patch.setitem(core_algos.POLICY_LOSS_REGISTRY, name, wrong)
-
-    return plant
-
-
-def no_dual_clip(given: dict[str, Any]) -> None:
-    import copy
-
-    given["config"] = copy.copy(given["config"])
-    object.__setattr__(given["config"], "clip_ratio_c", 100.0)
-
-
-def mean(**changed: Any) -> Plant:
-    """A bug in the denominators of verl's means."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        from verl.trainer.ppo import core_algos
-        from verl.workers.utils import losses
-
-        real = core_algos.agg_loss
-
-        def wrong(loss_mat: Any, loss_mask: Any, loss_agg_mode: str, **told: Any) -> Any:
-            return real(loss_mat, loss_mask, loss_agg_mode, **{**told, **changed})
-
-        for module in (core_algos, losses):
-            patch.setattr(module, "agg_loss", wrong)
-
-    return plant
-
-
-def sent_before_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    real, kept = FSDPEngine.optimizer_step, {}
-
-    def step(self: Any) -> Any:
-        kept.update((name, value.full_tensor().clone()) for name, value in self.module.state_dict().items())
-        return real(self)
-
-    given = FSDPEngine.get_per_tensor_param
-    patch.setattr(FSDPEngine, "optimizer_step", step)
-    patch.setattr(
-        FSDPEngine,
-        "get_per_tensor_param",
-        lambda self, **told: (iter(kept.items()), None) if kept else given(self, **told),
-    )
-
-
-def positions_of_the_pack(patch: pytest.MonkeyPatch) -> None:
-    """Positions count on over the sequences of a pack, in training."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    real = FSDPEngineWithLMHead.prepare_model_inputs
-
-    def wrong(self: Any, micro_batch: Any) -> Any:
-        inputs, told = real(self, micro_batch)
-        if torch.is_grad_enabled():
-            inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
-        return inputs, told
-
-    patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
-
-
-def labels_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    """Each place is to predict the token before it, in training."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    real = FSDPEngineWithLMHead.prepare_model_inputs
-
-    def wrong(self: Any, micro_batch: Any) -> Any:
-        inputs, told = real(self, micro_batch)
-        if torch.is_grad_enabled():
-            told["input_ids_rmpad_rolled"] = inputs["input_ids"][0].roll(1)
-        return inputs, told
-
-    patch.setattr(FSDPEngineWithLMHead, "prepare_model_inputs", wrong)
-
-
-def micro_batch_dropped(patch: pytest.MonkeyPatch) -> None:
-    from verl.workers.engine.fsdp import transformer_impl
-
-    real = transformer_impl.prepare_micro_batches
-
-    def wrong(**told: Any) -> Any:
-        parts, indices = real(**told)
-        return (parts[:-1] if torch.is_grad_enabled() else parts), indices
-
-    patch.setattr(transformer_impl, "prepare_micro_batches", wrong)
-
-
-def gradients_of_the_last(patch: pytest.MonkeyPatch) -> None:
-    """Gradients are zeroed before each micro-batch."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    real = FSDPEngineWithLMHead.forward_step
-
-    def wrong(self: Any, *args: Any, **told: Any) -> Any:
-        self.optimizer_zero_grad()
-        return real(self, *args, **told)
-
-    patch.setattr(FSDPEngineWithLMHead, "forward_step", wrong)
-
-
-def not_clipped(patch: pytest.MonkeyPatch) -> None:
-    """The norm is reported, and no gradient is clipped by it."""
-    from verl.workers.engine.fsdp import transformer_impl
-
-    real = transformer_impl.fsdp2_clip_grad_norm_
-    patch.setattr(transformer_impl, "fsdp2_clip_grad_norm_", lambda given, max_norm: real(given, 1e9))
-
-
-def scheduler_each_step(patch: pytest.MonkeyPatch) -> None:
-    """The schedule counts mini-batches."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    real = FSDPEngine.optimizer_step
-
-    def step(self: Any) -> Any:
-        norm = real(self)
-        self.lr_scheduler.step()
-        return norm
-
-    patch.setattr(FSDPEngine, "optimizer_step", step)
-
-
-def temperature_left_out(patch: pytest.MonkeyPatch) -> None:
-    """The trainer scores at a temperature of 1."""
-    from verl.workers.engine.fsdp import transformer_impl
-
-    patch.setattr(transformer_impl, "_scale_logits_by_temperature", lambda logits, *_, **__: logits)
-
-
 PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
     "responses cut a token late": (responses_cut_late, Stage.PACK, "PCK001", MANY),
     "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001", MANY),
@@ -407,6 +275,22 @@ PLANTED: dict[str, tuple[Plant, Stage, str, dict[str, Any]]] = {
     "sequences counted by prompts": (
         mean(global_batch_size=4), Stage.ADVANTAGE, "ADV001", SETTINGS["seq-mean-token-mean"],
     ),
+    "rejected and kept": (
+        rejection(lambda given, kept, other: given), Stage.ADVANTAGE, "ADV003", SETTINGS["rejected by token_k1"],
+    ),
+    "rejected by the inverse ratio": (
+        rejection(lambda given, kept, other: other), Stage.ADVANTAGE, "ADV003",
+        {**SETTINGS["rejected by seq_mean_k1"], "steps": 2},
+    ),
+    "rejected with its sequence": (
+        rejection(lambda given, kept, other: kept * (kept == given).all(-1, keepdim=True)), Stage.ADVANTAGE, "ADV003",
+        SETTINGS["rejected by token_k3"],
+    ),
+    "weights of the inverse ratio": (weights_of_the_inverse, Stage.ADVANTAGE, "ADV003", SETTINGS["weights far from 1"]),
+    "adapter scaled by the root of its rank": (scaled_by_root, Stage.LOSS, "LSS001", LORA),
+    "adapter before the last step": (adapter_before_the_last_step, Stage.EXPORT, "WGT013", LORA),
+    "rows of an adapter turned": (adapter_of_the_other_side, Stage.EXPORT, "WGT013", LORA),
+    "gradients of the last micro-batch, with LoRA": (gradients_of_the_last, Stage.LOSS, "LSS001", LORA),
     "no dual clip": (policy(no_dual_clip), Stage.LOSS, "LSS004", SETTINGS["dual clip"]),
     "KL of the other sign": (penalty_of_the_other_sign, Stage.LOSS, "LSS004", KL),
     "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001", MANY),
@@ -426,25 +310,84 @@ def test_a_bug_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytes
     caught(run(settings), stage, code)
 
 
-def test_geo_mean_grows_with_the_number_of_micro_batches(run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+PLANTED_SFT: dict[str, tuple[Plant, Stage, str]] = {
+    "prompts trained": (prompts_trained, Stage.PACK, "PCK001"),
+    "end of an answer untrained": (end_untrained, Stage.PACK, "PCK001"),
+    "labels rolled back": (labels_rolled_back, Stage.PACK, "PCK001"),
+    "mask not shifted": (sft_loss(mask_not_shifted), Stage.LOSS, "LSS001"),
+    "mean of the micro-batches' means": (sft_loss(tokens_of_the_micro_batch), Stage.LOSS, "LSS001"),
+    "gradients of the last micro-batch": (gradients_of_the_last, Stage.LOSS, "LSS001"),
+    "norm reported, not clipped": (not_clipped, Stage.TRAIN, "TRN005"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED_SFT)
+def test_a_bug_of_fine_tuning_is_caught_in_its_stage(name: str, run: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, stage, code = PLANTED_SFT[name]
+    import verl_sft  # noqa: F401 - sets verl's platform before a fault imports verl
+
+    plant(monkeypatch)
+    caught(run({"data.micro_batch_size_per_gpu": 4}, "verl_sft"), stage, code)
+
+
+@pytest.fixture
+def norms(run: Judged, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
+    """Norm of the first gradient by rows of a micro-batch; `change` is made to each mini-batch."""
+
+    def found(settings: dict[str, Any], sizes: Sequence[int], change: Callable[[Any], None]) -> list[float]:
+        import verl_loop
+
+        seen: list[float] = []
+        real = verl_loop.Loop.train_batch
+
+        def train_batch(self: Any, data: Any) -> Any:
+            real_step = self.real["train_batch"]
+            self.real["train_batch"] = lambda own: real_step(change(own) or own)
+            answer = real(self, data)
+            self.real["train_batch"] = real_step
+            seen.append(verl_loop.tu.get(answer, "metrics")["grad_norm"])
+            return answer
+
+        monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
+        firsts = []
+        for size in sizes:
+            run({**settings, f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size})
+            firsts.append(seen[0])
+            seen.clear()
+        monkeypatch.setattr(verl_loop.Loop, "train_batch", real)
+        return firsts
+
+    return found
+
+
+def test_geo_mean_grows_with_the_number_of_micro_batches(norms: Callable[..., list[float]]) -> None:
     """verl 0.9.1's `geo_mean` takes the mean of each micro-batch, and the engine adds them up."""
-    import verl_loop
+    firsts = norms(loss("geo_mean"), (8, 4, 2), lambda data: None)
+    assert firsts == pytest.approx([firsts[0], 2 * firsts[0], 4 * firsts[0]], rel=1e-4)
 
-    seen: list[float] = []
-    real = verl_loop.Loop.train_batch
 
-    def train_batch(self: Any, data: Any) -> Any:
-        found = real(self, data)
-        seen.append(verl_loop.tu.get(found, "metrics")["grad_norm"])
-        return found
+NATS = ("old_log_probs", "advantages")
 
-    monkeypatch.setattr(verl_loop.Loop, "train_batch", train_batch)
-    sizes = {8: 1, 4: 2, 2: 4}
-    for size in sizes:
-        whole = {f"{ACTOR}.ppo_epochs": 1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": size}
-        run(loss("geo_mean", **whole))
-    firsts = seen[::2]  # of two optimizer steps
-    assert firsts == pytest.approx([times * firsts[0] for times in sizes.values()], rel=1e-4)
+
+@pytest.mark.parametrize("constant", [None, 8])
+def test_a_norm_by_length_is_of_each_micro_batch(constant: int | None, norms: Callable[..., list[float]]) -> None:
+    """In verl 0.9.1's v1 columns are nested, so the greatest length is that of a micro-batch, without a constant."""
+    from verl.utils import tensordict_utils
+
+    def nested(data: Any) -> None:
+        sizes = data["response_mask"].sum(-1)
+        columns = {key: [slice(0, size) for size in sizes] for key in ("responses", "response_mask", *NATS)}
+        columns["prompts"] = [slice(-size, None) for size in data["input_ids"].offsets().diff() - sizes]
+        for key, parts in columns.items():
+            rows = [row[part] for row, part in zip(data[key], parts, strict=True)]
+            data[key] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        tensordict_utils.pop(data, key="max_response_len")
+
+    settings = {
+        "steps": 1, f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": constant,
+    }  # fmt: skip
+    whole, rows = norms(settings, (16, 1), nested)
+    assert (whole == pytest.approx(rows, rel=1e-4)) == (constant is not None)
 
 
 def test_a_mean_that_forgets_the_other_process_is_caught(checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:

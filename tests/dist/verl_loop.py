@@ -8,6 +8,7 @@ config, such as `actor_rollout_ref.actor.ppo_epochs=2`. In several processes eve
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -67,6 +68,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils import losses
 
 from verifier import probe
+from verifier.probe.recorder import plain
+from verifier.probe.sharded import whole
 
 LOGPROBS = transformer_impl.logprobs_from_logits
 transformer_impl.logprobs_from_logits = lambda logits, **told: LOGPROBS(logits.float(), **told)
@@ -85,8 +88,10 @@ CONFIG = {
     "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
     "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
 }  # fmt: skip
-"""Settings beside verl's defaults; `steps` is that of the loop."""
+"""Settings beside verl's defaults; `steps` and `sync_every`, batches that one sync serves, are those of the loop."""
 STEPS = 2
+REJECTIONS = {"seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "greatest", "token": "token"}
+"""verl's level of rejection -> the probe's."""
 EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
 LOSSES = {"vanilla": "clipped", "gpg": "reinforce", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
 """verl's name of a loss -> the probe's."""
@@ -135,6 +140,17 @@ class Group:
         return self.worker.update_actor(self._part(data))
 
 
+def with_adapter(base: Mapping[str, Any], adapter: Mapping[str, Any], scaling: float) -> dict[str, torch.Tensor]:
+    """Weights with an adapter in them."""
+    merged = {name: whole(item).clone() for name, item in base.items()}
+    sides = {plain(name): item for name, item in adapter.items()}
+    for name, inward in sides.items():
+        if name.endswith(".lora_A.weight"):
+            outward = sides[name.replace(".lora_A.", ".lora_B.")]
+            merged[name.replace(".lora_A.", ".")] += (outward @ inward) * scaling
+    return merged
+
+
 class Rollout:
     """Engine of verl's worker: transformers."""
 
@@ -142,18 +158,28 @@ class Rollout:
 
     def __init__(self, engine: TransformersEngine, sync: Any) -> None:
         self.engine, self.sync = engine, sync
+        self.base = {name: item.clone() for name, item in engine.model.state_dict().items()}
 
-    async def update_weights(self, weights: Any, global_steps: int = 0, **told: Any) -> None:
-        """Take weights, as verl sends them."""
-        self.sync(weights)
+    async def update_weights(
+        self, weights: Any, peft_config: Any = None, base_sync_done: bool = True, **_: Any
+    ) -> None:  # fmt: skip
+        """Take weights, as verl sends them: merged, or the base once and the adapter each time."""
+        if peft_config is None:
+            self.sync(weights)
+        elif not base_sync_done:
+            self.base = {name.replace(".base_layer", ""): tensor for name, tensor in weights}
+        else:
+            self.sync(self.base, dict(weights), peft_config["lora_alpha"] / peft_config["r"])
 
 
 class Loop:
     """verl's step by its own functions, with what `verifier.probe` is handed."""
 
     def __init__(self, checkpoint: Path, trace: Path, settings: Mapping[str, Any]) -> None:
+        self.sync_every = settings.get("sync_every", 1)
+        settings = {key: value for key, value in settings.items() if key != "sync_every"}
         self.config = config_of(checkpoint, settings)
-        self.actor = self.config.actor_rollout_ref.actor
+        self.actor, self.actor_lora = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.model
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         needs_reference = self.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
@@ -173,7 +199,7 @@ class Loop:
         self.engine = self.worker.actor.engine
         self.sampler = TransformersEngine(checkpoint, trace, rank=self.rank)
         self.worker.rollout = Rollout(self.sampler, self.sync)
-        self.trace, self.step, self.sampled_by = trace, 0, 0
+        self.trace, self.step, self.sampled_by, self.scored_by, self.batches = trace, 0, 0, 0, 0
         self.micro: dict[str, Any] = {}
 
     # What the probe watches.
@@ -181,8 +207,9 @@ class Loop:
     def watch(self, record: Any) -> None:
         """Hooks on the worker, the engine and the losses."""
         self.record, engine, optim = record, self.engine, self.actor.optim
+        trained = [(name, value) for name, value in engine.module.named_parameters() if value.requires_grad]
         record.optimizer(
-            engine.optimizer, engine.module.named_parameters(), clip_grad=optim.clip_grad,
+            engine.optimizer, trained, clip_grad=optim.clip_grad,
             asked={"betas": tuple(optim.betas), "weight_decay": optim.weight_decay}, scheduler=engine.lr_scheduler,
             schedule=optim.lr_scheduler_type, learning_rate=optim.lr, weight_decay=optim.weight_decay,
             warmup_steps=max(optim.lr_warmup_steps, 0), total_steps=max(optim.total_training_steps, 0),
@@ -198,14 +225,31 @@ class Loop:
         self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
         record.weights_held(self.live(), 0, after="load")
 
-    def sync(self, weights: Any) -> None:
-        """Weights that go to the sampler."""
+    def sync(self, weights: Any, adapter: Mapping[str, Any] | None = None, scaling: float = 1.0) -> None:
+        """Weights that go to the sampler, which adds an adapter to them."""
+        if adapter is not None:
+            weights = with_adapter(weights, adapter, scaling)
+            own = self.actor_lora
+            self.record.adapter_exported(
+                adapter, self.step, live=self.adapter(), scaling=scaling, live_scaling=own.lora_alpha / own.lora_rank
+            )
         self.sampler.sync(self.record.sending(weights, self.step, live=self.live()), self.step, self.trace)
+        if adapter is not None:
+            self.sampler.record.engine_views(self.step, {plain(name): item for name, item in adapter.items()})
         self.sampled_by = self.step
 
     def live(self) -> list[tuple[str, Any]]:
-        """Weights as the engine holds them."""
-        return list(self.engine.module.state_dict().items())
+        """Weights as the engine holds them, with an adapter in them."""
+        held = {plain(name): item for name, item in self.engine.module.state_dict().items()}
+        base = {name: item for name, item in held.items() if ".lora_" not in name}
+        adapter = self.adapter()
+        own = self.actor_lora
+        return list((with_adapter(base, adapter, own.lora_alpha / own.lora_rank) if adapter else base).items())
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """Matrices of the adapter as the engine holds them."""
+        held = self.engine.module.state_dict()
+        return {plain(name): whole(item) for name, item in held.items() if ".lora_" in name}
 
     def train_batch(self, data: Any) -> Any:
         """One optimizer step of verl's worker, on this process's part of a mini-batch."""
@@ -216,9 +260,15 @@ class Loop:
         self.record.step(
             self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
         )  # fmt: skip
-        self.record.weights_held(self.live(), self.step, after="step")
-        if not self.is_last_of_batch():
-            self.record.weights_exported(self.engine.get_per_tensor_param()[0], self.step, live=self.live())
+        if not self.actor_lora.lora_rank:
+            self.record.weights_held(self.live(), self.step, after="step")
+        if not self.is_last_of_batch() or self.batches % self.sync_every:
+            sent = self.live() if self.actor_lora.lora_rank else self.engine.get_per_tensor_param()[0]
+            self.record.weights_exported(sent, self.step, live=self.live())
+            if adapter := self.adapter():
+                scaling = self.actor_lora.lora_alpha / self.actor_lora.lora_rank
+                told = {"live": adapter, "scaling": scaling, "live_scaling": scaling}
+                self.record.adapter_exported(adapter, self.step, **told)
         return found
 
     def record_rollouts(self, data: Any) -> None:
@@ -247,10 +297,10 @@ class Loop:
         )
         cut = {
             key: [row[: len(own["response"])] for row, own in zip(data[key], rows, strict=True)]
-            for key in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights")
+            for key in ("old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights", "rejected")
             if key in data
         }
-        record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.sampled_by)
+        record.trainer_logprobs(step, cut["old_log_probs"], reference=cut.get("ref_log_prob"), version=self.scored_by)
         algorithm = self.config.algorithm
         told = dict(ESTIMATORS.get(algorithm.adv_estimator, {}))
         if told.get("estimator") == "grpo" and not algorithm.norm_adv_by_std_in_grpo:
@@ -258,14 +308,16 @@ class Loop:
         whole = self.batch.batch
         sizes = whole["response_mask"].sum(-1).tolist()
         net = whole["token_level_rewards"].sum(-1).tolist()
-        ends = whole["advantages"].gather(1, whole["response_mask"].sum(-1, keepdim=True) - 1)[:, 0].tolist()
+        ends = whole["advantages"].gather(1, whole["response_mask"].argmax(-1, keepdim=True))[:, 0].tolist()
         told["others"] = [
             (self.batch_rows[row]["group"], net[at], ends[at], sizes[at])
             for at, row in enumerate(whole["row"].tolist())
             if row not in self.ids
         ]
+        correction = algorithm.get("rollout_correction", None)
+        if "rejected" in cut:
+            told |= {"rejected": cut["rejected"], "masks": self.masks(correction)}
         if "rollout_is_weights" in cut:
-            correction = algorithm.rollout_correction
             told |= {"weights": cut["rollout_is_weights"], "weight_level": correction.rollout_is}
             told["weight_cap"] = correction.rollout_is_threshold
         if algorithm.use_kl_in_reward:
@@ -275,6 +327,17 @@ class Loop:
             step, cut["advantages"], dtype="float32", max_staleness=step - 1 - self.sampled_by, **told
         )  # fmt: skip
         record.loss(step, **self.objective())
+
+    def masks(self, correction: Any) -> list[tuple[str, float, float]]:
+        """Rules by which verl's rollout correction rejects tokens: KL estimates of the engine, nats."""
+        options, bounds = correction.rollout_rs.split(","), str(correction.rollout_rs_threshold).split(",")
+        found = []
+        for option, own in zip(options, bounds * (len(options) if len(bounds) == 1 else 1), strict=True):
+            level, kind = option.rsplit("_", 1)
+            low, high = (*([] if "_" in own else [1 / float(own)]), *map(float, own.split("_")))
+            limits = (math.log(low), math.log(high)) if kind == "k1" else (0.0, high)
+            found.append((f"{REJECTIONS[level]}_{kind}", *limits))
+        return found
 
     def objective(self) -> dict[str, Any]:
         """The loss that verl documents."""
@@ -321,7 +384,9 @@ class Loop:
         real = inputs["attention_mask"]
         kept = flat[real.bool()] if real is not None else flat[0, : ends[-1]]
         nested = torch.nested.nested_tensor_from_jagged(kept, ends)
-        found = losses.no_padding_2_padding(nested, micro_batch)[micro_batch["response_mask"].bool()]
+        mask = micro_batch["response_mask"]
+        mask = mask.to_padded_tensor(0) if mask.is_nested else mask
+        found = losses.no_padding_2_padding(nested, micro_batch)[mask.bool()]
         return torch.zeros(given.numel(), dtype=torch.bool).index_fill(0, found, True).view(given.shape)
 
     def loss(self, real: Any, model_output: Any, data: Any, told: Any) -> Any:
@@ -369,14 +434,14 @@ class Loop:
 
     def optimizer_step(self) -> float:
         """verl's clip and step."""
-        named = [(name, value.grad) for name, value in self.engine.module.named_parameters()]
+        named = [(name, own.grad) for name, own in self.engine.module.named_parameters() if own.requires_grad]
         self.record.gradients(self.step, named)
         return self.real["optimizer_step"]()
 
     def is_last_of_batch(self) -> bool:
         """The step is the last that trains on the batch."""
         size = self.actor.ppo_mini_batch_size * GROUP
-        return (self.step - self.sampled_by) == len(self.batch) // size * self.actor.ppo_epochs
+        return (self.step - self.scored_by) == len(self.batch) // size * self.actor.ppo_epochs
 
     # verl's driver.
 
@@ -424,6 +489,7 @@ class Loop:
     def train_step(self, number: int) -> None:
         """What `RayPPOTrainer.fit` does in a step."""
         trainer, algorithm = self.trainer, self.config.algorithm
+        self.scored_by = self.step
         batch = self.sampled(number)
         if self.config.trainer.balance_batch:
             trainer._balance_batch(batch, metrics={})
@@ -455,7 +521,10 @@ class Loop:
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
         if correction is not None and not bypass:
+            sampled = batch.batch["response_mask"].clone()
             batch, _ = compute_rollout_correction_and_add_to_batch(batch, correction)
+            if correction.get("rollout_rs", None):
+                batch.batch["rejected"] = sampled - batch.batch["response_mask"]
         batch = ray_trainer.compute_advantage(
             batch, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, GROUP,
             algorithm.norm_adv_by_std_in_grpo, algorithm,
@@ -466,12 +535,13 @@ class Loop:
 
     def send(self) -> None:
         """Send the weights by verl's worker."""
-        asyncio.run(self.worker.update_weights(self.step))
+        if self.batches % self.sync_every == 0:
+            asyncio.run(self.worker.update_weights(self.step))
+        self.batches += 1
 
 
-def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
-    """Train for some steps; settings of verl's config beside `CONFIG`."""
-    steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
+def join() -> None:
+    """Join the group of torch.distributed's variables, or be one of its own."""
     if not torch.distributed.is_initialized():
         if "RANK" not in os.environ:
             with socket.socket() as free:
@@ -479,6 +549,12 @@ def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
                 own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
                 os.environ |= {**own, "MASTER_PORT": str(free.getsockname()[1])}
         torch.distributed.init_process_group("gloo")
+
+
+def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
+    """Train for some steps; settings of verl's config beside `CONFIG`."""
+    steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
+    join()
     with probe.open(trace, model=checkpoint, dtype=dtype, engine="hf", keep_every=1) as record:
         torch.distributed.barrier()
         loop = Loop(checkpoint, trace, settings)

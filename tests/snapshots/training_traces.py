@@ -224,7 +224,7 @@ def training() -> list[Record]:
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=("x", "y"), lengths=(3, 2), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=1, trained_version=1,
+            weight_cap=2.0, max_staleness=1, trained_version=1,
             array="policy",
         ),
         *(

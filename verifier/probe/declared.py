@@ -112,7 +112,7 @@ def _told(trace: Trace) -> Iterator[str]:
         yield "engine versions"
     if any(_is_read_again(item) for item in trace.of(GivenRewards)):
         yield "gold answers"
-    if any(np.isfinite(trace.array(item, "entropy")).all() for item in trace.of(LossRows)):
+    if any(own.size and np.isfinite(own).all() for own in (trace.array(row, "entropy") for row in trace.of(LossRows))):
         yield "entropies"
     names = Counter((item.version, item.name) for item in trace.of(PackedBatchDigest))
     if any(count > 1 for count in names.values()):

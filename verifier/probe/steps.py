@@ -51,6 +51,8 @@ class OpenStep:
     advantage: np.ndarray | None = None
     factor: np.ndarray | float = 1.0
     """Importance weights."""
+    rejected: np.ndarray | bool = False
+    """Tokens that left the loss mask after they were sampled."""
     estimator: str = ""
     reasons: tuple[str, ...] = ()
     policy: dict[str, Any] = field(default_factory=dict)
@@ -289,7 +291,7 @@ class StepRecorder(ABC):
         ratio_over: str = "old", max_staleness: int = 0, dtype: str = "", epsilon: float | None = None,
         ddof: int | None = None, penalties: Sequence[float] = (), kl_weight: float = 0.0, kl_kind: str = "k3",
         others: Sequence[tuple[Any, float, float, int]] = (), weights: Rows = (), weight_level: str = "",
-        weight_cap: float = math.inf,
+        weight_cap: float = math.inf, masks: Sequence[tuple[str, float, float]] = (), rejected: Rows = (),
     ) -> None:  # fmt: skip
         """Advantages of a step, a number a rollout or a row of its tokens.
 
@@ -315,6 +317,11 @@ class StepRecorder(ABC):
                 multiplied by.
             weight_level: ratio that they are of: "token", "sequence", or "geometric", the geometric mean.
             weight_cap: greatest weight.
+            masks: of tokens by importance: level as `weight_level`, least and greatest ratio that stay. Or a level of
+                the KL estimates of the engine from "old" and their bounds in nats: "token_k1", "sequence_k2" (their
+                sum), "geometric_k3" (their mean), "greatest_k3". The factor of a token that a mask does not keep is 0.
+            rejected: tokens that were sampled and left `loss_mask` since, instead of a factor of 0: those that `masks`
+                do not keep. Without `masks` the rule is not known, and which they are is not judged.
 
         Raises:
             UsageError: the step has no rollouts or no rewards, rows are of other lengths, or an argument is none of
@@ -332,9 +339,12 @@ class StepRecorder(ABC):
             raise UsageError(f"epsilon is {epsilon:g}, it must be at least 0 and finite")
         if ddof not in (None, 0, 1):
             raise UsageError(f"ddof is {ddof}: a variance divides by n terms (0) or by n - 1 (1)")
-        if weights and weight_level not in LEVELS:
+        if weights and weight_level not in LEVELS and (weight_level or not masks):
             raise UsageError(f"weight_level is `{weight_level}`: weights are of {', '.join(LEVELS)}")
-        if (ratio_over == "engine" or weights) and not own.has_engine:
+        known = {*LEVELS, *(f"{level}_{kind}" for level in (*LEVELS, "greatest") for kind in ("k1", "k2", "k3"))}
+        if unknown := {level for level, *_ in masks} - known:
+            raise UsageError(f"masks of `{min(unknown)}`: they are of {', '.join(sorted(known))}")
+        if (ratio_over == "engine" or weights or masks) and not own.has_engine:
             raise UsageError(f"a ratio of step {step} divides by the engine's log-probabilities, it has none")
         if len(values) != len(tokens.ids):
             raise UsageError(f"`advantages` has {len(values)} rows for {len(tokens.ids)} rollouts")
@@ -343,7 +353,11 @@ class StepRecorder(ABC):
         own.advantage = tokens.column(values, "advantages", fill=0.0, dtype=np.float64)
         if weights:
             own.factor = tokens.column(weights, "weights", fill=1.0, dtype=np.float64)
-            own.policy |= {"weight_level": weight_level, "weight_cap": weight_cap}
+            own.policy |= {"weight_level": weight_level, "weight_cap": real(weight_cap)}
+        if len(rejected):
+            own.rejected = tokens.column(rejected, "rejected", fill=0, dtype=bool)
+            own.policy["rejects"] = True
+        own.policy["masks"] = tuple((level, *map(real, bounds)) for level, *bounds in masks)
         own.others = tuple((str(group), *map(float, values), int(size)) for group, *values, size in others)
         own.estimator, own.reasons = estimator, tuple(reasons) or ("",) * len(tokens.ids)
         own.denominator = {
@@ -450,20 +464,20 @@ class StepRecorder(ABC):
             if own.reference is None
             else own.reference,
             "advantage": np.zeros(len(nan)) if own.advantage is None else own.weighted(),
-            "mask": tokens.mask, "own": tokens.mask, "version": tokens.versions,
+            "mask": tokens.mask, "own": tokens.mask | own.rejected, "version": tokens.versions,
         }  # fmt: skip
         if not own.has_engine:
             del columns["engine"]
         record = PolicyColumns(
-            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, mask_level="", mask_low=0.0,
-            mask_high=1.0, trained_version=step - 1, **told,
+            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, trained_version=step - 1,
+            **told,
         )  # fmt: skip
         self.emit(record, columns)
         if own.advantage is None:
             return
         parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
         masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
-        inside = [part[mask] if mask.any() else part for part, mask in zip(parts, masks, strict=True)]
+        inside = [part[mask] if mask.any() else part[-1:] for part, mask in zip(parts, masks, strict=True)]
         if own.estimator not in ESTIMATORS and any((part != part[0]).any() for part in inside):
             return  # one of each token, for which no check has a formula
         counts = tuple(int(mask.sum()) for mask in masks)

@@ -10,7 +10,7 @@ mark, or lacks a rank, is judged as it stands and never holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from verifier.errors import UsageError
 from verifier.model.families import served
 from verifier.probe.declared import facts_of
 from verifier.stages.engine.records import CheckpointView, ExpectedView, SyncedTensor
-from verifier.stages.export.records import ExportedTensor
+from verifier.stages.export.records import ExportedAdapterMatrix, ExportedTensor
 from verifier.stages.load.records import SourceTensor, StatedConfig
 from verifier.stages.transport.records import Handover, ReceivedTensor
 
@@ -192,8 +192,9 @@ def _expect_views(path: Path, seen: Trace) -> bool:
         return False
     stated = next(seen.of(StatedConfig), None)
     config = {} if stated is None else {key: json.loads(value) for key, value in stated.values.items()}
-    exports: dict[int, Mapping[str, ExportedTensor]] = {
-        version: served({item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}, config)
+    exports: dict[int, dict[str, ExportedTensor | ExportedAdapterMatrix]] = {
+        version: {item.name: item for item in seen.of(ExportedAdapterMatrix, version=version)}
+        | served({item.name: item for item in seen.of(ExportedTensor, version=version, rank=0)}, config)
         for version in seen.versions(CheckpointView)
     }
     for view in views:

@@ -35,7 +35,7 @@ def wrong(
         SamplingAsked(name="answers", version=1, **sizes),
         PolicyColumns(
             name="policy inputs", version=1, ids=("a",), lengths=(len(tokens),), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0, array="0",
+            weight_cap=2.0, max_staleness=0, trained_version=0, array="0",
         ),
         Drops(
             name="batch", version=1, ids=("a",), truncated=(truncated,), reasons=(reason,), drop_overlong=False,

@@ -61,7 +61,7 @@ def wrong(
         RequestSeeds(name="round 0", version=2, round=0, turns=seeds, shaped=given.get("shaped", ())),
         PolicyColumns(
             name="policy inputs", version=2, ids=("a", "b"), lengths=(size, size), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="all",
+            weight_cap=2.0, max_staleness=0, trained_version=1, array="all",
         ),
         LossColumns(
             name=name, version=2, aggregation="token_mean", ids=("a", "b"), groups=("g", "g"), lengths=(size, size)

@@ -33,7 +33,7 @@ def wrong(mask: list[bool], *, own: list[bool] | None = None, updates: int = 1, 
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=IDS, lengths=(3, 3), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0, array="0",
+            weight_cap=2.0, max_staleness=0, trained_version=0, array="0",
         ),
         *(
             LossColumns(

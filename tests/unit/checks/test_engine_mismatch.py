@@ -45,7 +45,7 @@ def judged(change, *, num=NUM, measured=1, routed=False, recorded=True, floor=No
     }  # fmt: skip
     policy = PolicyColumns(
         name="policy inputs", version=2, ids=("x",), lengths=(num,), ratio_over="old", weight_level="", weight_cap=2.0,
-        mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="policy-0000-000000",
+        max_staleness=0, trained_version=1, array="policy-0000-000000",
     )  # fmt: skip
     if floor is not None:
         columns["old"] = exact + noises[0] * unsure(exact)
@@ -142,7 +142,7 @@ def shared_noise(seed, *, together):
     ids, columns = tuple(f"{at}" for at in range(60)), np.ones(600)
     policy = PolicyColumns(
         name="policy inputs", version=2, ids=ids, lengths=(10,) * 60, ratio_over="old", weight_level="", weight_cap=2.0,
-        mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="policy-0000-000000",
+        max_staleness=0, trained_version=1, array="policy-0000-000000",
     )  # fmt: skip
     groups = tuple(f"{at // 4}" if together else f"{at}" for at in range(60))
     loss = LossColumns(

@@ -96,7 +96,7 @@ def traced(case: str, used: LossOptions, scale: float = 1.0, far: float = 0.0) -
         records.append(
             PolicyColumns(
                 name="policy inputs", version=1, ids=IDS, lengths=LENGTHS, ratio_over="old", weight_level="",
-                weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+                weight_cap=2.0, max_staleness=0, trained_version=0,
                 array="policy",
             )
         )  # fmt: skip

@@ -112,7 +112,7 @@ RATIOS = UpdateRatios(
 )  # fmt: skip
 POLICY = PolicyColumns(
     name="policy inputs", version=1, ids=("a", "b"), lengths=(3, 2), ratio_over="engine", weight_level="",
-    weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0, array="policy",
+    weight_cap=2.0, max_staleness=0, trained_version=0, array="policy",
 )  # fmt: skip
 COLUMNS = LossColumns(
     name="update 1", version=1, aggregation="token_mean", ids=("b", "a"), groups=("b", "a"), lengths=(2, 3),

@@ -28,7 +28,7 @@ def judged(penalties, kind, *, left_out=(), weight=0.5):
         ),
         PolicyColumns(
             name="policy inputs", version=1, ids=("x", "y"), lengths=(3, 2), ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=0,
+            weight_cap=2.0, max_staleness=0, trained_version=0,
             array="policy",
         ),
     ]  # fmt: skip

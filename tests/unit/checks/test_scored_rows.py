@@ -31,7 +31,7 @@ def judged(shares: list[list[tuple[int, int]]], column: str = "reference", **cha
     seen: list[Any] = [
         PolicyColumns(
             name="policy inputs", version=2, ids=IDS, lengths=LENGTHS, ratio_over="old", weight_level="",
-            weight_cap=2.0, mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1,
+            weight_cap=2.0, max_staleness=0, trained_version=1,
             array="policy",
         )
     ]  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_pass_over_other_rollouts_is_seen():
     }
     policy = PolicyColumns(
         name="policy inputs", version=2, ids=("a",), lengths=(1,), ratio_over="old", weight_level="", weight_cap=2.0,
-        mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=1, array="policy",
+        max_staleness=0, trained_version=1, array="policy",
     )  # fmt: skip
     other = ScoredRows(name="current", version=2, which="current", ids=("z",), coordinate="dp=0", array="rows")
     trace = Trace(Manifest(dtype="float32", complete=True), [policy, other], arrays.__getitem__)

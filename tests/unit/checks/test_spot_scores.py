@@ -52,7 +52,7 @@ def policy(
         arrays["policy"][column][STARTS[:-1]] = np.nan
     given = PolicyColumns(
         name="policy inputs", version=step, ids=IDS, lengths=LENGTHS, ratio_over="old", weight_level="", weight_cap=2.0,
-        mask_level="", mask_low=0.5, mask_high=2.0, max_staleness=0, trained_version=step - 1, array="policy",
+        max_staleness=0, trained_version=step - 1, array="policy",
     )  # fmt: skip
     seen = [given, spot_of(step, mini_batches, arrays, **spot)]
     return seen, arrays, Manifest(dtype=dtype, model="tiny:add", complete=True)

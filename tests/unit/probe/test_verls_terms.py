@@ -209,3 +209,89 @@ def test_importance_weights_are_the_capped_ratio_to_the_engine(level: str, wrong
     found = {item.code for item in report.violated} - {"LGP009"}  # the engine is far off on purpose
     assert found == ({"ADV003"} if wrong else set()), render_text(report)
     assert "LSS004" in {item.code for item in report.outcomes}
+
+
+MASKS = {
+    "token": (0.8, 1.3), "sequence": (0.75, 1.5), "geometric": (0.95, 1.05), "token_k1": (-0.2, 0.3),
+    "token_k3": (0.0, 0.02), "sequence_k2": (0.0, 0.12), "geometric_k3": (0.0, 0.03), "greatest_k2": (0.0, 0.07),
+}  # fmt: skip
+WRONG = {
+    "": set(), "kept": {"ADV003"}, "one more": {"ADV003"}, "end lost": {"DAT008"}, "as a factor": set(),
+    "a factor of the rejected": {"ADV003"},
+}  # fmt: skip
+"""What is done with tokens that a mask does not keep -> checks that it violates."""
+
+
+def stays(away: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """[B, T] bool, by old less engine."""
+    level, _, kind = level.partition("_")
+    low, high = MASKS[f"{level}_{kind}" if kind else level]
+    each = {"": away, "k1": -away, "k2": away.square() / 2, "k3": away.exp() - 1 - away}[kind] * mask
+    found = {
+        "token": each, "sequence": each.sum(-1, keepdim=True), "greatest": each.amax(-1, keepdim=True),
+        "geometric": each.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True),
+    }[level].expand_as(away)  # fmt: skip
+    found = found if kind else found.exp()
+    return (low <= found) & (found <= high) & mask.bool()
+
+
+@pytest.mark.parametrize("level", MASKS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_tokens_leave_the_loss_by_their_distance_from_the_engine(level: str, wrong: str, tmp_path: Path) -> None:
+    """As verl's rollout correction rejects tokens, and as a mask in their weights, in float32."""
+    inputs = inputs_of()
+    old, mask = inputs["old"], inputs["mask"]
+    engine = old + torch.randn(old.shape, generator=torch.Generator().manual_seed(7)) * 0.25
+    kept = stays(old - engine, mask, level)
+    assert 0 < kept.sum() < mask.sum()
+    is_factor, in_loss, away = "factor" in wrong, kept.clone(), mask.bool() & ~kept
+    if wrong == "kept" or is_factor:
+        in_loss, away = mask.bool(), torch.zeros_like(kept)
+    elif wrong:
+        ends = mask.cumsum(-1) == mask.sum(-1, keepdim=True)
+        place = tuple((kept if wrong == "one more" else kept & ends).nonzero()[0])
+        in_loss[place] = False
+        away[place] = wrong == "one more"
+    factor = (kept if wrong == "as a factor" else ~kept) if is_factor else torch.ones_like(kept)
+    rows = {"engine": engine, "old": old, "mask": in_loss, "rejected": away, "weights": factor.float()}
+    cut = {key: [row[:size] for row, size in zip(value, SIZES, strict=True)] for key, value in rows.items()}
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        record.rollouts(
+            2, prompts=[[1]] * 3, responses=[[2] * (size - 1) + [3] for size in SIZES], loss_mask=cut["mask"],
+            engine_logprobs=cut["engine"], versions=1, ids=[f"0/{at}" for at in range(3)], end_token=3,
+            max_response_tokens=9,
+        )  # fmt: skip
+        record.trainer_logprobs(2, cut["old"])
+        told = {"weights": cut["weights"]} if is_factor else {"rejected": cut["rejected"]}
+        record.advantages(2, inputs["advantage"].tolist(), dtype="float32", masks=[(level, *MASKS[level])], **told)
+        record.step(2)
+    report = report_of(read(tmp_path / "trace"), "trace")
+    by_the_way = {"LGP009"} | ({"ADV003"} if wrong == "end lost" else set())  # means are of fewer tokens then
+    assert {item.code for item in report.violated} - by_the_way == WRONG[wrong], render_text(report)
+    assert "DAT008" in {item.code for item in report.outcomes}
+
+
+def test_masks_of_no_known_level_are_refused(tmp_path: Path) -> None:
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        rollouts(record, 2)
+        with pytest.raises(UsageError, match="masks of `token_k9`"):
+            record.advantages(2, [0.0] * 3, masks=[("token_k9", 0.0, 1.0)])
+
+
+def test_a_step_without_a_token_in_the_loss_has_no_entropies(tmp_path: Path) -> None:
+    inputs = inputs_of()
+    inputs["logprob"].requires_grad_(True)
+    with probe.open(tmp_path / "trace", dtype="float32") as record:
+        empty = [[0] * size for size in SIZES]
+        record.rollouts(
+            2, prompts=[[1]] * 3, responses=[[2] * size for size in SIZES], loss_mask=empty, versions=1,
+            ids=[f"0/{at}" for at in range(3)],
+        )  # fmt: skip
+        record.trainer_logprobs(2, [row[:size] for row, size in zip(inputs["old"], SIZES, strict=True)])
+        record.advantages(2, [0.0] * 3)
+        record.loss(2, "clipped")
+        losses = inputs["logprob"] * 1.0
+        record.token_losses(2, inputs["logprob"], losses, ids=[f"0/{at}" for at in range(3)], mask=losses * 0)
+        (losses * 0).sum().backward()
+        record.step(2)
+    assert "entropies" not in read(tmp_path / "trace").manifest.facts.told

@@ -55,7 +55,6 @@ TURNED = (
     "grpo.step_wise=true",
     "grpo.ratio_over=engine",
 )
-LEVELS = ("weight_level", "mask_level")
 BEHIND = 0.2
 """Nats by which the trainer's log-probability of each token is less than the engine's."""
 CASES = (WEIGHED, REWARDED, TURNED)
@@ -66,7 +65,7 @@ TERMS: Mapping[type[Record], Mapping[str, str]] = {
     Advantages: {"kl_kind": "grpo.kl_kind", "estimator": "grpo.advantage"},
     PolicyColumns: {
         name: f"grpo.{name}"
-        for name in ("ratio_over", "weight_cap", "mask_low", "mask_high", "max_staleness", "keep_kv_cache")
+        for name in ("ratio_over", "weight_cap", "max_staleness", "keep_kv_cache")
     },
     SamplingAsked: {
         "seed": "seed", "batch_size": "data.batch_size", "max_rounds": "grpo.max_sampling_rounds",
@@ -137,7 +136,9 @@ def test_every_part_of_a_step_works_by_the_config(tmp_path, words):
     seen = {type(item) for item in records}
     assert {LossColumns, Drops, Advantages, PolicyColumns, SamplingAsked} <= seen
     policy, given = (next(item for item in records if isinstance(item, kind)) for kind in (PolicyColumns, Advantages))
-    assert (policy.weight_level, policy.mask_level) == tuple(knobs[f"grpo.{n}"] or "" for n in LEVELS)
+    assert policy.weight_level == (knobs["grpo.weight_level"] or "")
+    bounds = tuple(knobs[f"grpo.mask_{name}"] for name in ("level", "low", "high"))
+    assert policy.masks == ((bounds,) if bounds[0] else ())
     assert given.kl_weight == (knobs["grpo.kl_weight"] if knobs["grpo.kl_in"] == "reward" else 0)
     asked = engine.sampled[0]
     assert (asked.n, asked.temperature, asked.max_tokens) == (

@@ -251,13 +251,15 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
 
     What it checks: per rollout, over its tokens in the loss: the log-probability that the ratio divides by is `old` or
     `engine`, as the config says; the advantage is the rollout's, times the truncated importance weight and the mask
-    that the textbook makes of `old` and `engine`. And no token in the loss was sampled by weights older than the bound,
-    or newer than those that are trained.
+    that the textbook makes of `old` and `engine`. Where masks take tokens out of the loss, it has those that all masks
+    keep, and no other. And no token in the loss was sampled by weights older than the bound, or newer than those that
+    are trained.
     Why it matters: a ratio against the wrong policy ignores staleness, or is always 1; a cap on the wrong level lets
     one sequence rule the step.
     Evidence: advantage/policy, advantage/advantages.
     Tolerance and its source: bitwise; log-probabilities and versions are copied. 1e-10 for factors, float64; of a
-    recorded loop in less, as many roundings of its dtype as tokens, and 8, by 1 and the sum of its log-ratios.
+    recorded loop in less, as many roundings of its dtype as tokens, and 8, by 1 and the sum of its log-ratios. Of a
+    token that is within this of a mask's bound either is right.
     What it does not catch: a log-probability that is wrong itself (LGP001, LGP003).
     References: SkyRL#1315, miles#1829, verl rollout_corr.
     """
@@ -268,14 +270,17 @@ def policy_input_differs(trace: Trace) -> Iterator[Comparison]:
             for found in trace.of(Advantages, version=item.version)
             for name, value in zip(found.ids, found.advantages, strict=True)
         }
+        found_drops = trace.of(Drops, version=item.version)
+        reasons = dict(pair for drops in found_drops for pair in zip(drops.ids, drops.reasons, strict=True))
         parts = {name: ragged.split(array, item.lengths) for name, array in arrays.items()}
         for place, name in enumerate(item.ids):
             rows = {key: values[place] for key, values in parts.items()}
-            yield from _policy_inputs(item, name, rows, *advantage.get(name, (math.nan, 0.0)))
+            is_dropped = bool(reasons.get(name))
+            yield from _policy_inputs(item, name, rows, *advantage.get(name, (math.nan, 0.0)), is_dropped=is_dropped)
 
 
 def _policy_inputs(
-    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float, u: float
+    item: PolicyColumns, name: str, rows: Mapping[str, np.ndarray], advantage: float, u: float, *, is_dropped: bool
 ) -> Iterator[Comparison]:
     mask, over = rows["mask"].astype(bool), item.ratio_over
     divisor, wanted = rows["divisor"][mask], rows[over][mask]
@@ -283,16 +288,28 @@ def _policy_inputs(
     sentence = f"the ratio of `{name}` divides by other log-probabilities than `{over}`"
     found, hint = "" if same else _which(rows, mask, divisor), "look at which policy the ratio is taken against"
     yield compare_value(item, f"{name} (divisor)", found, f"`{over}`", same=same, sentence=sentence, hint=hint)
-    sides = rows["old"][mask], rows.get("engine", rows["old"])[mask]
-    expected = advantage * _factors(item, *sides)
-    rounding = (
-        u * (len(divisor) + TERMS) * (1.0 + float(np.abs(sides[0] - sides[1]).sum())) if item.weight_level else 0.0
-    )
-    gap = float(np.abs(rows["advantage"][mask] - expected).max(initial=0.0))
-    bound = max(FACTOR.absolute, rounding) * max(1.0, float(np.abs(expected).max(initial=0.0)))
+    own = rows["own"].astype(bool) if item.rejects else mask
+    old, engine = (np.maximum(rows.get(side, rows["old"])[own].astype(np.float64), FLOOR) for side in ("old", "engine"))
+    difference, stays = old - engine, mask[own]
+    rounding = u * (len(difference) + TERMS) * (1.0 + float(np.abs(difference).sum()))
+    kept, certain = _kept(item, difference, rounding)
+    hint = "look at the level, the cap and the mask of importance weights"
+    if item.rejects and item.masks and not is_dropped:
+        wrong = np.flatnonzero(certain & (stays != kept))
+        sentence = f"{wrong.size} of {len(stays)} sampled tokens of `{name}` are in the loss and rejected, or neither"
+        found, right = f"{stays.sum()} tokens, sampled token {wrong[:1]} is wrong", f"{kept.sum()} tokens in the loss"
+        yield compare_value(item, f"{name} (mask)", found, right, same=not wrong.size, sentence=sentence, hint=hint)
+    weight = np.ones(len(kept))
+    if item.weight_level:
+        weight = np.minimum(_level(difference, item.weight_level), float(item.weight_cap))
+    whole, in_batch = advantage * weight[stays], kept[stays] | item.rejects
+    expected, actual = np.where(in_batch, whole, 0.0), rows["advantage"][mask]
+    other = np.where(certain[stays] | item.rejects, expected, np.where(in_batch, 0.0, whole))  # rounding decides
+    gap = float(np.minimum(np.abs(actual - expected), np.abs(actual - other)).max(initial=0.0))
+    relative = max(FACTOR.absolute, rounding) if item.weight_level else FACTOR.absolute
+    bound = relative * max(1.0, float(np.abs(expected).max(initial=0.0)))
     what = f"{name} (advantage)"
     subject = f"the gap of a token's advantage in `{name}` to {advantage:.6g} times its factor"
-    hint = "look at the level, the cap and the mask of importance weights"
     yield compare_value(item, what, gap, None, subject=subject, allowed=FACTOR, bound=bound, hint=hint)
     versions = rows["version"][mask]
     behind = item.trained_version - versions
@@ -309,23 +326,25 @@ def _which(rows: Mapping[str, np.ndarray], mask: np.ndarray, divisor: np.ndarray
     return f"equals `{equal[0]}`" if equal else "equals none of the log-probabilities"
 
 
-def _factors(item: PolicyColumns, old: np.ndarray, engine: np.ndarray) -> np.ndarray:
-    difference = [
-        max(float(a), FLOOR) - max(float(b), FLOOR) for a, b in zip(old.tolist(), engine.tolist(), strict=True)
-    ]
-    weight = [1.0] * len(difference)
-    if item.weight_level:
-        weight = [min(ratio, item.weight_cap) for ratio in _ratios(difference, item.weight_level)]
-    if item.mask_level:
-        kept = [item.mask_low <= ratio <= item.mask_high for ratio in _ratios(difference, item.mask_level)]
-        weight = [value if stays else 0.0 for value, stays in zip(weight, kept, strict=True)]
-    return np.array(weight)
+def _kept(item: PolicyColumns, difference: np.ndarray, rounding: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that all masks keep, and those of which that is certain whatever a right computation rounds."""
+    kept, certain = np.ones(len(difference), bool), np.ones(len(difference), bool)
+    for level, *bounds in item.masks:
+        value, (low, high) = _level(difference, level), map(float, bounds)
+        kept &= (low <= value) & (value <= high)
+        margin = rounding * np.maximum(1.0, np.abs(value))
+        certain &= (np.abs(value - low) > margin) & (np.abs(value - high) > margin)
+    return kept, certain
 
 
-def _ratios(difference: Sequence[float], level: str) -> list[float]:
-    total = math.fsum(difference)
-    share = total if level == "sequence" else total / max(len(difference), 1)
-    return [math.exp(min(max(value if level == "token" else share, -LIMIT), LIMIT)) for value in difference]
+def _level(difference: np.ndarray, level: str) -> np.ndarray:
+    """[N] ratios of tokens at a level, by old less engine; of "LEVEL_ESTIMATE" KL estimates of the engine from old."""
+    level, _, kind = level.partition("_")
+    value = kl_estimates(kind, -difference) if kind else difference
+    if level != "token" and len(value):
+        total = float(value.max()) if level == "greatest" else math.fsum(value)
+        value = np.full(len(value), total / len(value) if level == "geometric" else total)
+    return value if kind else np.exp(np.clip(value, -LIMIT, LIMIT))
 
 
 PENALTY = Tolerance(

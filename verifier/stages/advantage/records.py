@@ -52,11 +52,11 @@ class PolicyColumns(ArrayRecord, frozen=True, kw_only=True, tag="advantage/polic
     ratio_over: str
     weight_level: str
     """Level of importance weights; empty: none."""
-    weight_cap: float
-    mask_level: str
-    """Level of importance masks; empty: none."""
-    mask_low: float
-    mask_high: float
+    weight_cap: Real
+    masks: tuple[tuple[str, Real, Real], ...] = ()
+    """Importance masks: level of a ratio, or of KL estimates as "token_k3"; the least and the greatest that stay."""
+    rejects: bool = False
+    """Tokens that no mask keeps left the loss mask (``own`` has them); otherwise their factor is 0."""
     max_staleness: Count
     keep_kv_cache: bool = False
     """Requests keep keys and values at an update, so that later tokens of a rollout read those of other weights."""

@@ -268,10 +268,10 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     """A live answer is in the loss from its first token to its end token, and was cut off only at the greatest length.
 
     What it checks: per rollout that stays in the batch, that the loss has each token that a version of the weights
-    sampled, and no other. Per turn of a rollout that was packed (an answer without an environment is one), that the end
-    token stands at its last place alone, that it has no more tokens than are allowed, and as many as that if no end
-    token ends it; in an episode of several turns each but the last was ended. And that a rollout is said to be cut off
-    just if its last turn has no end token.
+    sampled, and no other; of those that a recorded loop rejected since, that it had them. Per turn of a rollout that
+    was packed (an answer without an environment is one), that the end token stands at its last place alone, that it has
+    no more tokens than are allowed, and as many as that if no end token ends it; in an episode of several turns each
+    but the last was ended. And that a rollout is said to be cut off just if its last turn has no end token.
     Why it matters: an end token that is masked, as one that is also padding, is never learned, and answers grow until
     they are cut off. An answer that counts as cut off is left out; one whose stop token does not reach the engine runs
     on.
@@ -279,9 +279,10 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
     Tolerance and its source: exact; tokens and flags.
     Where to look: what makes the loss mask of an answer, its end token above all; which stop tokens and which limit
     reach the engine; and what tells a whole answer from one that was cut off.
-    What it does not catch: an answer that is shorter than allowed and ends with another end token that the checkpoint
-    names, at which engines stop too; tokens of an answer that are lost with their versions (LGP009, by what comes
-    after); a rollout without a token in the loss, which no rank packs, beyond its flag.
+    What it does not catch: tokens that were rejected wrongly (ADV003); an answer that is shorter than allowed and ends
+    with another end token that the checkpoint names, at which engines stop too; tokens of an answer that are lost with
+    their versions (LGP009, by what comes after); a rollout without a token in the loss, which no rank packs, beyond its
+    flag.
     References: trl#4970, RL#4089, SkyRL#1319, verl#213.
     """
     for asked in trace.of(SamplingAsked):
@@ -303,7 +304,7 @@ def answer_ends_elsewhere(trace: Trace) -> Iterator[Comparison]:
 
 
 def _masks(trace: Trace, policy: PolicyColumns, reasons: Mapping[str, str]) -> Iterator[Comparison]:
-    masks = ragged.split(trace.array(policy, "mask").astype(bool), policy.lengths)
+    masks = ragged.split(trace.array(policy, "own" if policy.rejects else "mask").astype(bool), policy.lengths)
     versions = ragged.split(trace.array(policy, "version"), policy.lengths)
     for name, mask, version in zip(policy.ids, masks, versions, strict=True):
         if reasons.get(name):

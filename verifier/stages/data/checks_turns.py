@@ -296,8 +296,8 @@ def _masks(trace: Trace, version: int, reasons: Mapping[str, str]) -> Iterator[C
     own = dict[str, np.ndarray]()
     for policy in trace.of(PolicyColumns, version=version):
         arrays = trace.arrays(policy)
-        if "own" in arrays:
-            own |= dict(zip(policy.ids, ragged.split(arrays["own"].astype(bool), policy.lengths), strict=True))
+        if (which := "mask" if policy.rejects else "own") in arrays:
+            own |= dict(zip(policy.ids, ragged.split(arrays[which].astype(bool), policy.lengths), strict=True))
     for columns in trace.of(LossColumns, version=version):
         masks = ragged.split(trace.array(columns, "mask").astype(bool), columns.lengths)
         for name, found in zip(columns.ids, masks, strict=True):

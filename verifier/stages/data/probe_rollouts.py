@@ -166,7 +166,7 @@ def record_policy_columns(
             name="policy inputs", version=step, ids=tuple(item.id for item in given),
             lengths=tuple(map(len, given)),
             ratio_over=options.ratio_over, weight_level=options.weight_level or "", weight_cap=options.weight_cap,
-            mask_level=options.mask_level or "", mask_low=options.mask_low, mask_high=options.mask_high,
+            masks=((options.mask_level, options.mask_low, options.mask_high),) if options.mask_level else (),
             max_staleness=options.max_staleness, keep_kv_cache=options.keep_kv_cache, trained_version=step - 1,
         ),
         {name: np.concatenate([*values]) for name, values in flat.items()},
