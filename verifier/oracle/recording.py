@@ -326,25 +326,23 @@ def ends_record(
     return OracleEnds(name=name, version=version, ends=tuple(ends), temperature=temperature, noise=noise), exact
 
 
-def entropies_of(sides: Sides, masks: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Entropies at tokens in the loss, their scales, and the noise of all; `masks` are [L] bool of each sequence."""
+def entropy_record(
+    name: str, version: int, temperature: float, sides: Sides, masks: Sequence[np.ndarray],
+    rollouts: Sequence[int] | None = None,
+) -> tuple[OracleEntropy, dict[str, np.ndarray]]:  # fmt: skip
+    """Record of entropies at tokens in the loss, of all rollouts of an update or of some, with the noise of all.
+
+    `masks` are [L] bool of each sequence.
+    """
     exact, _, scale = (
         [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
         for side in sides
     )
     both = zip(sides.exact, sides.other, strict=True)
-    noise = max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in both)
-    return {"entropy": np.concatenate(exact), "scale": np.concatenate(scale), "noise": noise}
-
-
-def entropy_record(
-    name: str, version: int, temperature: float, found: Mapping[str, Any], rollouts: Sequence[int] | None = None
-) -> tuple[OracleEntropy, dict[str, np.ndarray]]:
-    """Record of what `entropies_of` gives, of all rollouts of an update or of some, and its arrays."""
+    noise = real(max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in both))
     places = None if rollouts is None else tuple(rollouts)
-    noise = real(found["noise"])
     record = OracleEntropy(name=name, version=version, temperature=temperature, noise=noise, rollouts=places)
-    return record, {ONLY: np.array(found["entropy"], np.float64), "scale": np.array(found["scale"])}
+    return record, {ONLY: np.concatenate(exact), "scale": np.concatenate(scale)}
 
 
 def places_record(

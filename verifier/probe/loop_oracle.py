@@ -35,7 +35,6 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     ends_record,
-    entropies_of,
     entropy_record,
     numbered,
     places_record,
@@ -123,15 +122,13 @@ class _Recording:
         from verifier.model.checkpoint import write_shard
 
         folder.mkdir()
-        tensors = {}
+        tensors = dict[str, torch.Tensor]()
         for part in kept:
             arrays = self.seen.arrays(part)
             for name, dtype in part.dtypes.items():
                 tensors[name] = torch.from_numpy(arrays[name].copy()).to(getattr(torch, dtype))
         write_shard(folder / "model.safetensors", tensors)
-        for file in self.source.glob("*.json"):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, folder)
+        shutil.copy(self.source / "config.json", folder)
         return folder
 
     def of_rank(self, rank: int) -> Iterator[tuple[Record, Any]]:
@@ -153,7 +150,7 @@ class _Recording:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
                     _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
                     masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-                    yield entropy_record(columns.name, step, temperature, entropies_of(sides, masks))
+                    yield entropy_record(columns.name, step, temperature, sides, masks)
             for sampled in seen.of(SampledTokens, name=f"step {step}", rank=rank):
                 if (weights := self._weights(sampled.version)) is None:
                     continue

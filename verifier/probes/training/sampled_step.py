@@ -33,7 +33,6 @@ from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
     ends_record,
-    entropies_of,
     entropy_record,
     numbered,
     sampled_noise,
@@ -315,9 +314,8 @@ class SampledStep:
                 asked = ([item.tokens.tolist() for item in rollouts], dtype, self._model.oracle_device, temperature)
                 margin, before = None if replayed or dtype != "float32" else NEAR, f"weights-{update.number - 1}"
                 _, _, sides = self._oracle.describe(self.folder / before, *asked, routes, [], None, margin)
-            found = entropies_of(sides, [item.mask.astype(bool) for item in rollouts])
-            places = self.places.get(str(update.number))
-            recorder.emit(*entropy_record(update.name, self._step, temperature, found, places))
+            masks, places = [item.mask.astype(bool) for item in rollouts], self.places.get(str(update.number))
+            recorder.emit(*entropy_record(update.name, self._step, temperature, sides, masks, places))
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
         columns = {
