@@ -12,8 +12,8 @@ from verifier.model.tiny import write_tiny
 from verifier.model.transformers_hf import load_model, token_logprobs
 from verifier.oracle.logprob_hf import score
 from verifier.oracle.policy_hf import _loss
-from verifier.oracle.recording import REINFORCE
 from verifier.oracle.routes_hf import choosing, chosen_experts, mixtures_of
+from verifier.oracle.updates import REINFORCE
 
 FAMILIES = ("qwen3-moe", "deepseek-v3", "nemotron-h")
 TOKENS = [(7 * at) % 61 for at in range(12)]

@@ -17,7 +17,7 @@ def table() -> str:
     """One row per report."""
     rows = [_row(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(REPORTS.glob("*.json"))]
     head = [
-        "| upgrade | gate | other packages | contracts | verdicts | ended by |",
+        "| upgrade | model | other packages | contracts | gate | verdicts that changed |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     return "\n".join([*head, *rows]) + "\n"
@@ -29,15 +29,14 @@ def _row(report: dict[str, Any]) -> str:
         f"{name} {before} to {after}" for name, (before, after) in report["packages"].items() if name not in names
     ]
     moved = [_moved(item) for item in report["contracts"]]
-    held = [
-        f"{command}: {_held(before)} before, {_held(after)} after"
-        for command, (before, after) in report["gate"].items()
+    before, after = report["gate"]["decision"]
+    changed = [
+        f"{item['check'] or item['cell']} {item['before']} to {item['after']}" for item in report["gate"]["verdicts"]
     ]
-    died = [f"{item['command']}: {_place(item['place'])}" for item in report["failures"]]
     cells = [
         ", ".join(f"{name} {report['packages'][name][0]} to {report['packages'][name][1]}" for name in sorted(names)),
-        report["model"], str(len(others)), _first(moved) or "none moved", "; ".join(held),
-        "; ".join(died) or "nothing",
+        report["model"], str(len(others)), _first(moved) or "none moved", f"{before} before, {after} after",
+        _first(changed) or "none",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -53,15 +52,6 @@ def _moved(item: dict[str, Any]) -> str:
     if item["bug"]:
         return f"{item['bug']} {'is found' if item['holds'] else 'is not found any more'}"
     return f"`{item['name']}` {'holds now' if item['holds'] else 'moved'}"
-
-
-def _place(item: dict[str, Any]) -> str:
-    return f"`{item['file']}:{item['line']}`" if item["file"] else item["message"]
-
-
-def _held(ran: dict[str, Any]) -> str:
-    verdicts = list(ran["verdicts"].values())
-    return f"{verdicts.count('holds')} of {len(verdicts)} hold"
 
 
 def drawn(page: str) -> str:

@@ -1,6 +1,6 @@
 """Other upstream versions beside those that run here: packages, contracts, verdicts and failures that are not the same.
 
-Contracts and a short gate are run in both environments, each in a process of its own.
+Contracts and a gate of two cells are run in both environments, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,29 +10,30 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from verifier.campaign.gate.matrix import SPELLED
+from verifier.config.commands import stored_dtype
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import InternalError, UsageError
 from verifier.launch.failures import Place
 from verifier.platform.provenance import host, this_code
-from verifier.report.changed_results import VerdictChange, changed_verdicts
+from verifier.report import changed_results
+from verifier.report.changed_results import CellStanding, ResultChange, ResultStanding
+from verifier.report.gate_result import RESULT
 from verifier.report.progress import Progress, columns
 
 WITH_ENV = Path(__file__).parents[2] / "ci" / "with-env"
-GATE = {"golden": (), "roundtrip": ("--cycles", "1")}
-"""Command of the gate -> its options, on one rank."""
+GATE = ("--kind", "golden", "--kind", "roundtrip", "--mesh", "tp=1", "--engine", "vllm", "--cycles", "1")
+"""Options of the gate: one golden run and one round trip, on one rank."""
 _ASKED = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?==[A-Za-z0-9][A-Za-z0-9.+_]*")
 _PACKAGES = (
     "import importlib.metadata as m, json; print(json.dumps({d.name.lower(): d.version for d in m.distributions()}))"
 )
-STACK_FAILED = "STK001"
-"""Check whose finding is the failure of the stack that ended a run."""
 DEADLINE_S = 3600.0
 """Seconds of one command, which makes an environment or runs contracts or the gate; these have shorter ones."""
 
@@ -62,17 +63,6 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A command of the gate that did not run to its end in the second environment."""
-
-    command: str
-    exit_code: int
-    place: Place
-    before: bool
-    """It ended in the same place in the first environment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """All that differs between two environments."""
 
@@ -83,16 +73,12 @@ class Change:
     contracts: list[Moved]
     num_contracts: tuple[int, int]
     """Contracts, and those of them that hold in the second environment."""
-    checks: list[VerdictChange]
-    """A cell is a command of the gate."""
-    gate: dict[str, tuple[Ran, Ran]]
-    failures: list[Failed]
+    gate: ResultChange
 
     @property
     def worse(self) -> bool:
         """Test for a change for the worse."""
-        moved, changed = (any(item.worse for item in items) for items in (self.contracts, self.checks))
-        return moved or changed or not all(item.before for item in self.failures)
+        return self.gate.worse or any(item.worse for item in self.contracts)
 
 
 def compare(asked: Sequence[str], model: str, progress: Progress) -> Change:
@@ -106,9 +92,8 @@ def compare(asked: Sequence[str], model: str, progress: Progress) -> Change:
     python = made(asked)
     with tempfile.TemporaryDirectory(prefix="verifier-upgrade-") as name:
         before = looked_at([sys.executable], model, Path(name, "before"), lambda text: progress(f"before: {text}"))
-        for ran in before.gate.values():
-            if ran.exit_code == ExitCode.USAGE and ran.failure is not None:
-                raise UsageError(ran.failure.message.removeprefix("verifier: "))
+        if before.refused:
+            raise UsageError(before.refused)
         after = looked_at(python, model, Path(name, "after"), lambda text: progress(f"after: {text}"))
     return changes_of(before, after, asked, model)
 
@@ -123,22 +108,8 @@ def changes_of(before: EnvironmentResult, after: EnvironmentResult, asked: Seque
         packages={name: pair for name, pair in packages.items() if pair[0] != pair[1]},
         contracts=list(_moved(before, after)),
         num_contracts=(len(after.contracts), sum(item["holds"] for item in after.contracts.values())),
-        checks=[
-            item
-            for command, now in after.gate.items()
-            for then in [before.gate[command]]
-            for item in changed_verdicts(command, then.verdicts, now.verdicts, then.sentences | now.sentences)
-        ],
-        gate={command: (before.gate[command], ran) for command, ran in after.gate.items()},
-        failures=[
-            Failed(
-                command=command, exit_code=ran.exit_code, place=ran.failure,
-                before=ran.failure == before.gate[command].failure,
-            )
-            for command, ran in after.gate.items()
-            if ran.failure is not None
-        ],
-    )  # fmt: skip
+        gate=changed_results.compared(before.gate, after.gate),
+    )
 
 
 def _moved(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Moved]:
@@ -153,17 +124,16 @@ def _moved(before: EnvironmentResult, after: EnvironmentResult) -> Iterator[Move
 
 def render_json(change: Change) -> str:
     """One JSON object with all of it."""
-    said = {"format": 1, "commit": this_code().commit, "host": host(), "worse": change.worse, **asdict(change)}
-    said["checks"] = [{"command": item.pop("cell"), "code": item.pop("check"), **item} for item in said["checks"]]
+    said = {"format": 2, "commit": this_code().commit, "host": host(), "worse": change.worse, **asdict(change)}
     return json.dumps(said, indent=1) + "\n"
 
 
 def render_text(change: Change) -> str:
-    """Packages, contracts, then each command of the gate, then the answer."""
+    """Packages, contracts, then the gate, then the answer."""
     packages = columns([("package", "before", "after"), *((name, *pair) for name, pair in change.packages.items())])
     parts = [f"verifier upgrade {' '.join(change.asked)}, gate {change.model}", packages]
     parts.append("\n".join(_contracts(change)))
-    parts += ["\n".join(_command(change, command, *pair)) for command, pair in change.gate.items()]
+    parts.append(changed_results.render_text(change.gate).rstrip("\n"))
     parts.append("something changed for the worse" if change.worse else "nothing changed for the worse")
     return "\n\n".join("\n".join(map(printable, part.split("\n"))) for part in parts) + "\n"
 
@@ -182,41 +152,6 @@ def _contracts(change: Change) -> Iterator[str]:
             yield f"    rests on it: {f'the fix {item.fix}' if item.fix else ' '.join(item.checks)}"
 
 
-def _command(change: Change, command: str, before: Ran, after: Ran) -> Iterator[str]:
-    held = [sum(verdict == "holds" for verdict in ran.verdicts.values()) for ran in (before, after)]
-    yield (
-        f"{command}: {held[0]} of {len(before.verdicts)} checks hold before (exit code {before.exit_code}, "
-        f"{before.seconds:.0f} s), {held[1]} of {len(after.verdicts)} after (exit code {after.exit_code}, "
-        f"{after.seconds:.0f} s)"
-    )
-    for item in change.failures:
-        if item.command == command:
-            yield f"  ended by: {item.place}" + (" (before too)" if item.before else "")
-    changed = [item for item in change.checks if item.cell == command]
-    died = after.failure is not None
-    unjudged = [item for item in changed if item.after == "not run" or (died and item.after == "inconclusive")]
-    yield from (
-        f"  {item.before} -> {item.after}: {item.sentence or item.check}" for item in changed if item not in unjudged
-    )
-    if unjudged:
-        why = "because of it" if died else "any more"
-        yield f"  not judged {why}: {' '.join(item.check for item in unjudged)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """One command of the gate, as it ended."""
-
-    exit_code: int
-    verdicts: dict[str, str]
-    """Code of each check of the run -> holds, inconclusive or violated; none where the command left no report."""
-    sentences: dict[str, str]
-    """First line on each check that does not hold."""
-    failure: Place | None
-    """Place of what ended the run; None where it ran to its end."""
-    seconds: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentResult:
     """All that was seen in one environment."""
@@ -225,8 +160,9 @@ class EnvironmentResult:
     """Every installed distribution."""
     contracts: dict[str, dict[str, Any]]
     """Contracts by name, as `verifier doctor --contracts --json` prints them."""
-    gate: dict[str, Ran]
-    """Results by command."""
+    gate: ResultStanding
+    refused: str = ""
+    """Why the gate was refused; empty where it was not."""
 
 
 def require_versions(asked: Sequence[str]) -> None:
@@ -270,38 +206,20 @@ def looked_at(python: Sequence[str], model: str, folder: Path, progress: Progres
         contracts = {item["name"]: item for item in json.loads(doctor.stdout)["contracts"]}
     except (ValueError, KeyError) as problem:
         raise InternalError(f"the contracts could not be looked at: {_last_line(doctor)}") from problem
-    gate = {}
-    for command, options in GATE.items():
-        progress(command)
-        gate[command] = _gate([*python, "-m", "verifier", command, "--model", model, *options], folder / command)
+    progress("gate")
+    asked = ["--model", model, "--dtype", SPELLED[stored_dtype(model)], *GATE, "--folder", str(folder / "gate")]
+    done = _run([*python, "-m", "verifier", "gate", *asked])
     packages = json.loads(_run([*python, "-c", _PACKAGES]).stdout)
-    return EnvironmentResult(packages=packages, contracts=contracts, gate=gate)
-
-
-def _gate(command: Sequence[str], trace: Path) -> Ran:
-    began = time.monotonic()
-    report = trace.with_suffix(".json")
-    done = _run([*command, "--trace", str(trace), "--json", str(report)])
-    seconds = round(time.monotonic() - began, 1)
-    found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {"outcomes": [], "run": {}}
-    outcomes, run = found["outcomes"], found["run"]
-    return Ran(
-        exit_code=done.returncode,
-        verdicts={item["code"]: item["verdict"] for item in outcomes},
-        sentences={item["code"]: item["sentence"] for item in outcomes if item["verdict"] != "holds"},
-        failure=None if run.get("complete") else _ended(outcomes, run.get("failure") or _last_line(done)),
-        seconds=seconds,
-    )
-
-
-def _ended(outcomes: Sequence[dict[str, Any]], said: str) -> Place:
-    """Place of what ended a run: where the stack failed, if it did; else the first line of what was said."""
-    for item in outcomes:
-        if item["code"] == STACK_FAILED and item["finding"] is not None:
-            first = item["finding"]["first"]
-            file, _, line = first["what"].rpartition(":")
-            return Place(file=file, line=int(line), message=first["actual"])
-    return Place(message=said.splitlines()[0])
+    said = _last_line(done).removeprefix("verifier: ")
+    refused = said if done.returncode == ExitCode.USAGE else ""
+    if (folder / "gate" / RESULT).is_file():
+        gate = replace(changed_results.result_of(folder / "gate"), path=folder.name, made_by={})
+        if all(cell.verdict == "not run" for cell in gate.cells.values()):
+            refused = f"no cell of the gate could be run: see `verifier gate --model {model} --dry-run`"
+    else:
+        dead = {"gate": CellStanding(verdict="failed", reason=said)}
+        gate = ResultStanding(path=folder.name, kind="gate", verdict="FAIL", made_by={}, cells=dead)
+    return EnvironmentResult(packages=packages, contracts=contracts, gate=gate, refused=refused)
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verifier.errors import ContractError
-from verifier.model.checkpoint import open_checkpoint
 from verifier.model.module_points import EMBEDDING, LAST_POINTS, LAYER_POINTS, OF_THE_LOSS, OUTPUT_LAYER, ModulePoint
-from verifier.model.transformers_hf import checkpoint_places, load_model
-from verifier.oracle.gradients_hf import beside, groups_of, measured, tensors_of
+from verifier.model.transformers_hf import load_model
+from verifier.oracle.policy_hf import rows_of, token_losses
 from verifier.oracle.routes_hf import router_of
 
 _EAGER = "eager_attention_forward"
@@ -47,38 +46,26 @@ class _Watch:
         self.pieces.setdefault(name, {})[piece] = tensor
 
 
-def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: Mapping[str, float]) -> dict[str, Any]:
-    """Compute a step's loss and its gradients, and write what every point holds; a request of an engine server.
+def record(_: object, checkpoint: str, folder: str, objective: Mapping[str, Any]) -> None:
+    """Compute a step, and write what every point holds; a request of an engine server.
 
     Args:
         checkpoint: the weights.
-        folder: has the trainer's ``gradients-1``, unless nobody can say what is where; gets ``activations.safetensors``
-            with "forward POINT" and "backward POINT" [N, W] over all tokens of all sequences in order, of log-
-            probabilities and entropies over all but the last of each, and "moved POINT" [N, 1], the greatest change of
-            each row where the inputs of layers change by 3e-6.
-        batch: per sequence its token ids, of each token if it is in the loss, the reward, and of each token the
-            engine's nats.
-        rule: the fields of `Objective`, by name.
-
-    Returns:
-        "lengths", tokens of each sequence; "gradients", the fields of `GradientRecord` that are a tensor's own; and
-        "loss", "loss_scale" and "num_tokens".
+        folder: has ``inputs-0`` of the step, and gets ``activations.safetensors`` with "forward POINT" and "backward
+            POINT" [N, W] over all tokens of all sequences in order, of log-probabilities and entropies over all but the
+            last of each, and "moved POINT" [N, 1], the greatest change of each row where the inputs of layers change
+            by 3e-6. Gradients are those of the sum of all tokens' losses.
+        objective: see `policy_hf.judge_updates`.
     """
     model = load_model(checkpoint, torch.float32).requires_grad_(True)
-    num_tokens = sum(sum(mask) for _, mask, _, _ in batch)
     found: dict[str, list[torch.Tensor]] = {}
-    total, scale = 0.0, 0.0
-    for tokens, mask, reward, engine in batch:
-        ids = torch.tensor([list(tokens)])
-        watch = _forward(model, ids, rule["temperature"])
-        logprob, entropy = (watch.pieces[name][0] for name in OF_THE_LOSS)
-        kept = torch.tensor(mask[1:])
-        reported = torch.tensor(list(engine)[1:], dtype=torch.float32).double()
-        drift = rule["drift_weight"] / 2 * (logprob[:, 0] - reported).square()
-        nats = (-reward * logprob[:, 0] - rule["entropy_weight"] * entropy[:, 0] + drift)[kept]
-        total, scale = total + float(nats.detach().sum()), scale + float(nats.detach().abs().sum())
-        nats.sum().backward()
-        moves = [_forward(model, ids, rule["temperature"], draw).pieces for draw in range(_DRAWS)]
+    for row in rows_of(Path(folder) / "inputs-0.safetensors"):
+        ids, kept = row["tokens"][None], row["mask"][1:].bool()
+        watch = _forward(model, ids, objective["temperature"])
+        logprob, entropy = (watch.pieces[name][0][kept, 0] for name in OF_THE_LOSS)
+        columns = {name: row[name][1:][kept].double() for name in ("advantage", "divisor", "reference")}
+        token_losses(logprob, entropy, columns, objective, [len(logprob)]).sum().backward()
+        moves = [_forward(model, ids, objective["temperature"], draw).pieces for draw in range(_DRAWS)]
         for name, pieces in watch.pieces.items():
             values = _beside(pieces)
             found.setdefault(f"forward {name}", []).append(values)
@@ -88,29 +75,6 @@ def record(_: object, checkpoint: str, folder: str, batch: Sequence[Any], rule: 
             found.setdefault(f"moved {name}", []).append(torch.stack(changes).amax(dim=0))
     whole = {name: torch.cat(parts).float().contiguous() for name, parts in found.items()}
     save_file(whole, Path(folder) / "activations.safetensors")
-    names = open_checkpoint(checkpoint).names()
-    expected = {name: gradient.clone() / num_tokens for name, gradient in _gradients_of(model, names)}
-    theirs = Path(folder) / "gradients-1"
-    rows = []
-    if theirs.is_dir():
-        actual = tensors_of(theirs)
-        both = beside(expected, actual)
-        rows = [row for row, _ in measured(tensors_of(Path(checkpoint)), both, groups_of(both, {}), actual)]
-    return {
-        "lengths": [len(tokens) for tokens, *_ in batch], "gradients": rows,
-        "loss": total / num_tokens, "loss_scale": scale / num_tokens, "num_tokens": num_tokens,
-    }  # fmt: skip
-
-
-def _gradients_of(model: Any, stored: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients by checkpoint name, in the place of the weights, which are lost."""
-    buffers = {name for name, _ in model.named_buffers()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    for name, (holder, tensor) in checkpoint_places(model, stored).items():
-        if holder not in buffers:
-            yield name, tensor
 
 
 def _forward(model: Any, ids: torch.Tensor, temperature: float, draw: int | None = None) -> _Watch:

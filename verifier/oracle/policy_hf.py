@@ -121,7 +121,7 @@ def judge_updates(
         before, has_moments = path / f"weights-{max(number - 1, 0)}", (path / f"exp_avg-{number}").is_dir()
         old, steps = tensors_of(before), number > 0 if from_first else has_moments
         new = tensors_of(path / f"weights-{number}") if steps else {}
-        rows = _rows(path / f"inputs-{number}.safetensors")
+        rows = rows_of(path / f"inputs-{number}.safetensors")
         stored = [tensor.dtype for tensor in old.values()]
         dtype = max(set(stored), key=stored.count)
         if dtype == torch.float32:  # autocast computes in less
@@ -185,7 +185,8 @@ def judge_updates(
     return records
 
 
-def _rows(file: Path) -> list[Row]:
+def rows_of(file: Path) -> list[Row]:
+    """Columns of each sequence of ``inputs-n``."""
     columns = load_file(file)
     lengths = columns.pop("lengths").tolist()
     counts = columns.pop("route_counts").tolist() if "routes" in columns else []
@@ -201,7 +202,7 @@ def _noise(folder: Path, number: int, temperature: float, device: str) -> float:
     Of all tokens, those of prompts too: answers are sure, and have little noise but for a few of them. 0 where the
     trainer has told no log-probabilities.
     """
-    rows, weights = _rows(folder / f"inputs-{number}.safetensors"), folder / f"weights-{number - 1}"
+    rows, weights = rows_of(folder / f"inputs-{number}.safetensors"), folder / f"weights-{number - 1}"
     if not any("score" in row for row in rows):
         return 0.0
     stored = [tensor.dtype for tensor in tensors_of(weights).values()]

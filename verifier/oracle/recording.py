@@ -18,17 +18,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from msgspec.structs import replace
+from safetensors.numpy import load_file
 
 from verifier.core import ragged, store
 from verifier.core.comparison import slope_of
 from verifier.core.manifest import MeshSizes
 from verifier.core.reader import read
-from verifier.core.record import ONLY, Measurement, Record, real
+from verifier.core.record import ONLY, Record, real
 from verifier.core.trace import Trace
 from verifier.export.derived import DerivedLayout
-from verifier.export.names import ModelLayout, adapters_of
-from verifier.export.sharding import Owners
+from verifier.export.names import ModelLayout
 from verifier.knob import flat
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import Checkpoint
@@ -36,6 +36,16 @@ from verifier.model.families import size_if_any
 from verifier.model.module_points import OF_THE_LOSS, order_of
 from verifier.oracle.noise_floor import record_floor, stored_floor
 from verifier.oracle.oracle import Oracle, Reported, Scored, Sides
+from verifier.oracle.updates import (
+    NO_STEP,
+    choices,
+    content_of,
+    judged,
+    objective_of,
+    policy_columns,
+    routes_of,
+    save_inputs,
+)
 from verifier.stages.logprob.records import (
     ROUNDINGS,
     Activation,
@@ -51,7 +61,7 @@ from verifier.stages.logprob.records import (
     SampledNoise,
     TrainerLogprobs,
 )
-from verifier.stages.loss.records import ActivationGradient, GradientRecord, Objective, RouterChoices
+from verifier.stages.loss.records import ActivationGradient, Objective
 from verifier.stages.pack.records import Rollouts
 from verifier.stages.replay.records import (
     OWN_ROUTES,
@@ -68,13 +78,6 @@ SLACK = 2e-5
 """Nats, or a share, by which a token may miss the edge of a truncated distribution: twice what sides may differ by."""
 DUMPED = ("weights", "gradients")
 """Kinds of weights and gradients that a run dumps; see above."""
-GAPS = {
-    "gradient": "|the trainer's reduced gradient - transformers' in float32|, in float64",
-    "step": "|the live weight - Adam's in float64, less half a step of its dtype|, in learning rates",
-}
-"""Measurements of `GradientRecord`, and how they are made."""
-REINFORCE = {"loss": "cispo", "clip_low": 0.0, "clip_high": 0.0, "kl_kind": "k2"}
-"""Options by which a loss of training is that of an `Objective`: with the ratio clipped to 1, -reward * logprob."""
 Group = Sequence[tuple[Sequence[int], float]]
 """Token ids of sequences, and the temperature of each."""
 
@@ -226,7 +229,7 @@ class _Recording:
     def _record_routed(self, item: GivenRoutes) -> None:
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
         tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
-        routes = _by_sequence(self.seen.array(item), len(tokens))
+        routes = [rows.tolist() for rows in routes_of([self.seen.array(item)], len(tokens))]
         sides = self.oracle.score_twice(self.source.path, tokens, dtype, self.device, routes=routes)
         self._emit(OracleOfForced, item.name, 0, sides.exact, sides.scales, [])
         self.recorder.emit(noise_of_logprobs(item.name, 0, sides))
@@ -236,36 +239,35 @@ class _Recording:
         rule, objective = next(seen.of(OptimizerRule), None), next(seen.of(Objective), None)
         if rule is None or objective is None:
             return
-        given, own = {item.version: seen.array(item) for item in seen.of(GivenRoutes)}, self._own_routes()
+        given = {item.version: [seen.array(item)] for item in seen.of(GivenRoutes)}
         given.pop(0, None)  # of a pass that scores: the idle step replays none
-        given |= own
+        own = self._own_routes()
         trained = sorted(seen.of(Rollouts, name="trained"), key=attrgetter("version"))
+        routes = {item.version: routes_of((given | own).get(item.version, []), len(item.ids)) for item in trained}
         if not self._before(1).exists():
             self._before(1).symlink_to(self.source.path.absolute())
         updates, past = list[dict[str, Any]](), 0
         for record in takewhile(self._is_dumped, trained):
             factor = 1.0 if record.version % 2 else objective.every_second
-            self._save_inputs(record, factor, given.get(record.version))
+            columns = policy_columns(record, seen.arrays(record), factor)
+            save_inputs(self.weights, record.version, columns, routes[record.version])
             updates.append({"number": record.version, "past": past})
             past += len(record.ids) if record.version else 0
-        told = {**REINFORCE, **content_of(objective), "kl_weight": objective.drift_weight}
-        rank, layout = flat(self.seen.manifest.config)["engine.lora_rank"], self.layout
-        adapter = None
-        if rank and isinstance(layout, ModelLayout):
-            from verifier.megatron.lora_megatron import TARGETS
+        mesh = Mesh(**msgspec.structs.asdict(seen.manifest.mesh or MeshSizes()))
+        rank, targets = flat(seen.manifest.config)["engine.lora_rank"], tuple[str, ...]()
+        if rank:
+            from verifier.megatron import lora_megatron
 
-            adapter = adapters_of(layout, TARGETS, rank)
-        offsets = layout.offsets() if isinstance(layout, DerivedLayout) else {}
-        read = [self.weights, *(path for kind in DUMPED for path in sorted(self.weights.glob(f"{kind}-*")))]
-        arguments = (content_of(rule), told, updates, "cpu", offsets, True)
-        rows = self.oracle.ask("policy_hf:judge_updates", [self.weights], *arguments, read=read)
-        mesh = Mesh(**msgspec.structs.asdict(self.seen.manifest.mesh or MeshSizes()))
-        owners = Owners((adapter or layout).placements, mesh) if layout else None
-        for row in rows:
-            self.recorder.emit(gradient_record({**row, "version": row["update"], "update": 0}, owners, mesh))
-        for record in trained:
-            if record.version in own and self._before(record.version).is_dir():
-                self._record_choices(record, own[record.version])
+            targets = lora_megatron.TARGETS
+        told = (content_of(rule), objective_of(objective), updates, self.layout, mesh)
+        for row in judged(self.oracle, self.weights, *told, lora=(rank, targets), from_first=True):
+            self.recorder.emit(replace(row, version=row.update, update=0))
+        for record in (item for item in trained if item.version in own):
+            if (before := self._before(record.version)).is_dir():
+                name, version = record.name, record.version
+                asked = (name, version, self._tokens(name, version), routes[version], seen.manifest.dtype)
+                for item in choices(self.oracle, before, *asked):
+                    self.recorder.emit(item)
 
     def _before(self, version: int) -> Path:
         """Checkpoint that the step to a version began with."""
@@ -275,41 +277,15 @@ class _Recording:
         kinds = DUMPED if record.version else ("gradients",)
         return all((self.weights / f"{kind}-{record.version}").is_dir() for kind in kinds)
 
-    def _record_choices(self, record: Rollouts, routes: np.ndarray) -> None:
-        told = _by_sequence(routes, len(record.ids))
-        asked = (self._tokens(record.name, record.version), told, self.seen.manifest.dtype)
-        for row in self.oracle.ask("choices_hf:choice_gaps", [self._before(record.version)], *asked):
-            self.recorder.emit(choices_record(row, record.name, record.version))
-
-    def _save_inputs(self, record: Rollouts, factor: float, routes: np.ndarray | None) -> None:
-        arrays = self.seen.arrays(record)
-        reported, lengths = np.nan_to_num(arrays["logprobs"]), np.array(record.lengths)
-        columns = {
-            "lengths": lengths, "tokens": arrays["tokens"], "mask": arrays["mask"].astype(np.uint8),
-            "weight": np.full(len(reported), factor / arrays["mask"].sum()),
-            "advantage": np.repeat(np.array(record.rewards, np.float64), lengths),
-            "divisor": reported, "reference": reported,
-        }  # fmt: skip
-        if routes is not None:
-            columns["route_counts"] = np.bincount(routes[:, 0], minlength=len(lengths))
-            columns["routes"] = np.ascontiguousarray(routes[np.argsort(routes[:, 0], kind="stable"), 1:])
-        save_file(columns, self.weights / f"inputs-{record.version}.safetensors")
-
-    def _own_routes(self) -> dict[int, np.ndarray]:
-        """Routes that the trainer's routers chose by themselves, of each update in which they were watched.
+    def _own_routes(self) -> dict[int, list[np.ndarray]]:
+        """Routes that the trainer's routers chose by themselves, of each rank, in each update that was watched.
 
         Nothing of an update in which a token has fewer experts than its layer's routers choose: nobody can be told so.
         """
-        parts = defaultdict(list)
+        parts = defaultdict[int, list[np.ndarray]](list)
         for item in self.seen.of(UsedRoutes, name=OWN_ROUTES):
             parts[item.version].append(self.seen.array(item))
-        joined = {version: np.concatenate(arrays) for version, arrays in parts.items()}
-        # Ranks of one tensor-parallel group may see the same tokens.
-        return {
-            version: rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
-            for version, rows in joined.items()
-            if (rows >= 0).all()
-        }
+        return {version: found for version, found in parts.items() if all((rows >= 0).all() for rows in found)}
 
     def _emit(
         self, kind: type[OracleRecord], name: str, version: int, rows: Scored, scales: Scored,
@@ -322,13 +298,6 @@ class _Recording:
     def _gaps(self, kind: type[LogprobRecord], name: str, exact: Scored) -> list[float]:
         found = [value for item in self.seen.of(kind, version=0, name=name) for value in self.seen.array(item)]
         return [abs(float(x) - y) for x, y in zip(found, (value for row in exact for value in row), strict=True)]
-
-
-def _by_sequence(routes: np.ndarray, num_sequences: int) -> list[list[list[int]]]:
-    found: list[list[list[int]]] = [[] for _ in range(num_sequences)]
-    for sequence, *row in routes.tolist():
-        found[sequence].append(row)
-    return found
 
 
 def oracle_record(
@@ -357,25 +326,23 @@ def ends_record(
     return OracleEnds(name=name, version=version, ends=tuple(ends), temperature=temperature, noise=noise), exact
 
 
-def entropies_of(sides: Sides, masks: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Entropies at tokens in the loss, their scales, and the noise of all; `masks` are [L] bool of each sequence."""
+def entropy_record(
+    name: str, version: int, temperature: float, sides: Sides, masks: Sequence[np.ndarray],
+    rollouts: Sequence[int] | None = None,
+) -> tuple[OracleEntropy, dict[str, np.ndarray]]:  # fmt: skip
+    """Record of entropies at tokens in the loss, of all rollouts of an update or of some, with the noise of all.
+
+    `masks` are [L] bool of each sequence.
+    """
     exact, _, scale = (
         [np.array(row)[mask[1:]] if len(row) else np.zeros(0) for row, mask in zip(side, masks, strict=True)]
         for side in sides
     )
     both = zip(sides.exact, sides.other, strict=True)
-    noise = max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in both)
-    return {"entropy": np.concatenate(exact), "scale": np.concatenate(scale), "noise": noise}
-
-
-def entropy_record(
-    name: str, version: int, temperature: float, found: Mapping[str, Any], rollouts: Sequence[int] | None = None
-) -> tuple[OracleEntropy, dict[str, np.ndarray]]:
-    """Record of what `entropies_of` gives, of all rollouts of an update or of some, and its arrays."""
+    noise = real(max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in both))
     places = None if rollouts is None else tuple(rollouts)
-    noise = real(found["noise"])
     record = OracleEntropy(name=name, version=version, temperature=temperature, noise=noise, rollouts=places)
-    return record, {ONLY: np.array(found["entropy"], np.float64), "scale": np.array(found["scale"])}
+    return record, {ONLY: np.concatenate(exact), "scale": np.concatenate(scale)}
 
 
 def places_record(
@@ -391,7 +358,7 @@ def noise_of_logprobs(name: str, version: int, sides: Sides, *, routed: bool = F
     """Record of the distances of what one dtype gives from the exact log-probabilities."""
     found = zip(chain.from_iterable(sides.other), chain.from_iterable(sides.exact), strict=True)
     noise = _noise_of(DtypeNoise, name, version, [abs(x - y) for x, y in found])
-    return msgspec.structs.replace(noise, routed=routed, **scales_of(sides.scales))
+    return replace(noise, routed=routed, **scales_of(sides.scales))
 
 
 def scales_of(scales: Scored) -> dict[str, Any]:
@@ -408,43 +375,18 @@ def _noise_of(kind: type[Any], name: str, version: int, gaps: Sequence[float]) -
     return kind(name=name, version=version, greatest=real(float(off.max())), mean=mean, deviation=deviation)
 
 
-def gradient_record(row: Mapping[str, Any], owners: Owners | None, mesh: Mesh) -> GradientRecord:
-    """Record of one row of `policy_hf.judge_updates`; `owners` is None where the family has no layout."""
-    fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
-    for key, how in GAPS.items():
-        if key not in row:
-            continue
-        value, index = row[key]
-        rank = owners.rank_of(row["name"], index) if owners else None
-        fields[key] = Measurement(
-            value=real(value), scale=fields["gradient_scale"], index=tuple(index), rank=rank,
-            coordinate="" if rank is None else str(mesh.coordinate(rank)), how=how,
-        )  # fmt: skip
-    return GradientRecord(**fields)
-
-
-def choices_record(row: Mapping[str, Any], name: str, version: int) -> RouterChoices:
-    """Record of one row of `choices_hf.choice_gaps`."""
-    fields: dict[str, Any] = {key: real(item) if isinstance(item, float) else item for key, item in row.items()}
-    return RouterChoices(name=name, version=version, **{**fields, "place": tuple(row["place"])})
-
-
-def content_of(record: Record) -> dict[str, Any]:
-    """Fields of a record besides those that say whose it is."""
-    return {name: getattr(record, name) for name in record.__struct_fields__ if name not in Record.__struct_fields__}
-
-
 def record_activations(
-    oracle: Oracle, trace: Path, work: Path, source: Checkpoint, batch: Sequence[Any], rule: Mapping[str, float],
-    layout: ModelLayout | DerivedLayout | None, mesh: Mesh,
+    oracle: Oracle, trace: Path, work: Path, source: Checkpoint, columns: Mapping[str, np.ndarray],
+    objective: Objective, layout: ModelLayout | DerivedLayout | None, mesh: Mesh,
 ) -> None:  # fmt: skip
     """Have transformers compute the step, and record it.
 
-    The ranks have left their gradients in the folder `work`. For `batch` and `rule` see
-    `verifier.oracle.activations_hf.record`, for `layout` see `record_oracle`.
+    The ranks have left their gradients in the folder `work`, as those of an update 0. For `columns` see
+    `policy_columns`, for `layout` see `record_oracle`.
     """
-    found = oracle.ask("activations_hf:record", [source.path, work], batch, rule)
-    lengths = found["lengths"]
+    save_inputs(work, 0, columns)
+    told, lengths = objective_of(objective), columns["lengths"]
+    oracle.ask("activations_hf:record", [source.path, work], told)
     layers = size_if_any(source.config, "num_hidden_layers") or 0
     with contextlib.closing(store.Recorder(trace, "oracle", 0)) as recorder:
         for name, values in load_file(work / "activations.safetensors").items():
@@ -460,11 +402,10 @@ def record_activations(
                     "position": np.concatenate([np.arange(count, dtype=np.int32) for count in rows]),
                 },
             )  # fmt: skip
-        owners = Owners(layout.placements, mesh) if layout else None
-        whole = {key: real(found[key]) for key in ("loss", "loss_scale")}
-        for row in found["gradients"]:
-            more = {**whole, "gradient_norm": 0.0, "num_tokens": found["num_tokens"], "version": 1}
-            recorder.emit(gradient_record({**row, **more}, owners, mesh))
+        if layout is not None:
+            (work / "weights-0").symlink_to(source.path.absolute())
+            for row in judged(oracle, work, NO_STEP, told, [{"number": 0}], layout, mesh, from_first=True):
+                recorder.emit(replace(row, version=1))
 
 
 def numbered(places: Iterable[Hashable]) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from safetensors.numpy import save_file
 
 from verifier.algorithms.aggregation import token_weights
 from verifier.config_json import text_model
@@ -35,16 +34,14 @@ from verifier.model.adapted import Adapted
 from verifier.model.checkpoint import open_checkpoint
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
-    content_of,
     ends_record,
-    entropies_of,
     entropy_record,
-    gradient_record,
     numbered,
     places_record,
     sampled_noise,
     sided,
 )
+from verifier.oracle.updates import NO_STEP, content_of, judged, save_inputs
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.advantage.records import LossColumns, PolicyColumns
 from verifier.stages.data.records import SamplingAsked
@@ -57,8 +54,6 @@ from verifier.stages.train.records import KeptMatrices, KeptWeights, LiveAdapter
 
 MATRIX = ".lora_A.weight"
 """End of the name of an adapter's first matrix, as the oracle and peft's state dict have it."""
-RULE = {"clip_grad": 0.0, "beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
-"""Settings that the oracle takes; only Adam's step, which a loop does not record, depends on them."""
 
 
 def source_of(trace: Path, model: Path | None) -> Path | None:
@@ -127,15 +122,13 @@ class _Recording:
         from verifier.model.checkpoint import write_shard
 
         folder.mkdir()
-        tensors = {}
+        tensors = dict[str, torch.Tensor]()
         for part in kept:
             arrays = self.seen.arrays(part)
             for name, dtype in part.dtypes.items():
                 tensors[name] = torch.from_numpy(arrays[name].copy()).to(getattr(torch, dtype))
         write_shard(folder / "model.safetensors", tensors)
-        for file in self.source.glob("*.json"):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, folder)
+        shutil.copy(self.source / "config.json", folder)
         return folder
 
     def of_rank(self, rank: int) -> Iterator[tuple[Record, Any]]:
@@ -157,7 +150,7 @@ class _Recording:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
                     _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
                     masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
-                    yield entropy_record(columns.name, step, temperature, entropies_of(sides, masks))
+                    yield entropy_record(columns.name, step, temperature, sides, masks)
             for sampled in seen.of(SampledTokens, name=f"step {step}", rank=rank):
                 if (weights := self._weights(sampled.version)) is None:
                     continue
@@ -205,10 +198,9 @@ class _Recording:
             folder = self.work / f"step-{step}"
             folder.mkdir()
             self._written(kept, folder / f"gradients-{step}")
-            save_file(inputs, folder / f"inputs-{step}.safetensors")
+            save_inputs(folder, step, inputs)
             objective = {**content_of(terms), "dtype": seen.manifest.dtype}
             before = folder / f"weights-{step - 1}"
-            folders = [folder, weights, folder / f"gradients-{step}", before]
             if not any(name.endswith(MATRIX) for part in kept for name in part.dtypes):
                 before.symlink_to(weights.absolute())
             elif not self._adapts(before, step - 1, weights):
@@ -219,14 +211,14 @@ class _Recording:
             # A sampled padding token is an input without a gradient where the embedding has a `padding_idx`.
             padding = text_model(json.loads((self.source / "config.json").read_text())).get("pad_token_id")
             either = [None, padding][: 1 + bool((inputs["tokens"] == padding).any())]
-            told: list[list[dict[str, Any]]] = []
+            told: list[list[GradientRecord]] = []
             for token in either:
-                given = (RULE, {**objective, "padding": token}, asked)
-                told.append(self.oracle.ask("policy_hf:judge_updates", [folder], *given, read=folders))
+                given = (NO_STEP, {**objective, "padding": token}, asked, None, mesh)
+                told.append(judged(self.oracle, folder, *given))
             lacking = [name for part in kept for name in part.lacking or ()]
             for row in min(told, key=_farthest):
-                if "gradient" in row or row["name"] in lacking or any(part.lacking is None for part in kept):
-                    yield gradient_record({**row, "version": step}, None, mesh), None
+                if row.gradient is not None or row.name in lacking or any(part.lacking is None for part in kept):
+                    yield replace(row, version=step), None
 
     def _adapts(self, folder: Path, version: int, weights: Path) -> bool:
         """Write the matrices of a version, which its weights have within; False if they were not kept, or are others.
@@ -269,10 +261,10 @@ class _Recording:
         return inputs | {"weight": np.concatenate(_weights(terms, masks, groups))}
 
 
-def _farthest(rows: Sequence[Mapping[str, Any]]) -> float:
+def _farthest(rows: Sequence[GradientRecord]) -> float:
     """Greatest distance of a gradient, in units of its tensor's greatest element."""
-    known = [row for row in rows if row["gradient_scale"] and "gradient" in row]
-    return max((float(row["gradient"][0]) / row["gradient_scale"] for row in known), default=0.0)
+    known = [(row.gradient, float(row.gradient_scale)) for row in rows if row.gradient is not None]
+    return max((float(gap.value) / scale for gap, scale in known if scale), default=0.0)
 
 
 def _weights(terms: LossTerms, masks: Sequence[np.ndarray], groups: Sequence[str]) -> list[np.ndarray]:

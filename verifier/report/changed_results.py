@@ -155,7 +155,7 @@ def compared(old: ResultStanding, new: ResultStanding) -> ResultChange:
 def _verdicts(name: str, before: CellStanding, after: CellStanding) -> Iterator[VerdictChange]:
     if name and before.verdict != after.verdict:
         yield VerdictChange(cell=name, check="", before=before.verdict, after=after.verdict, sentence=after.reason)
-    if before.checks and after.checks:  # else the cell's own verdict says that nothing was judged
+    if before.checks and after.checks and "failed" not in (before.verdict, after.verdict):  # else nothing was judged
         then, now = ({code: found for code, (found, _) in side.checks.items()} for side in (before, after))
         yield from changed_verdicts(name, then, now, {**before.sentences, **after.sentences})
 

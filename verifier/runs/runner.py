@@ -24,6 +24,7 @@ from verifier.launch.failures import record_failure
 from verifier.mesh import Mesh
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_activations, record_oracle
+from verifier.oracle.updates import policy_columns
 from verifier.runs import golden, noise
 from verifier.runs.derived_layout import with_layout
 from verifier.runs.model_notes import notes_of
@@ -32,7 +33,7 @@ from verifier.runs.resources import LENT, Deadline, Resources, RunningEngine
 from verifier.runs.run_manifest import manifest_of
 from verifier.runs.scenario import made_up
 from verifier.runs.spec import Placement, RunSpec, engine_config, place, run_spec
-from verifier.runs.workload import Workload, oracle_rows
+from verifier.runs.workload import Workload, expected_rollouts
 from verifier.stages.engine.probe_engine_state import held_by
 
 Progress = Callable[[str], None]
@@ -163,6 +164,8 @@ class Runner:
 
     def bisect(self, config: BisectConfig, within: Sequence[str] = ()) -> Path:
         """Record what every module of trainer and oracle puts out, forward and backward; returns the trace."""
+        from verifier.stages.pack.probe_tokens import record_of_rollouts
+
         until = Deadline(config.timeout_s)
         asked = RoundtripConfig(
             model=config.model, trace=config.trace, mesh=config.mesh, dtype=config.dtype, cycles=1, seed=config.seed,
@@ -189,13 +192,11 @@ class Runner:
                 self._run_ranks([spec], work, until)
                 resources.release(None)
                 self._progress("the same by transformers in fp32")
-                oracle, batch = resources.oracle(model.checkpoint.path, until), oracle_rows(workload.batches[0])
-                objective = msgspec.to_builtins(workload.objective)
-                rule = {key: float(objective[key]) for key in ("temperature", "entropy_weight", "drift_weight")}
+                batch = record_of_rollouts("trained", 0, expected_rollouts(workload.batches[0]))
+                told = (policy_columns(*batch), workload.objective, model.layout, config.mesh)
+                oracle = resources.oracle(model.checkpoint.path, until)
                 with in_stage(Stage.LOGPROB):
-                    record_activations(
-                        oracle, config.trace, work, model.checkpoint, batch, rule, model.layout, config.mesh
-                    )
+                    record_activations(oracle, config.trace, work, model.checkpoint, *told)
                 complete(config.trace)
         return config.trace
 

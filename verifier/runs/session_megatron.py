@@ -106,7 +106,7 @@ class Session:
                 trainer, rollouts_of(batch), loss=watch.loss(policy_loss(objective, 1)),
                 temperature=objective.temperature, micro_batch_size=workload.micro_batch_size, on_shards=watch,
             )  # fmt: skip
-        self._weights.hand_on_gradients(1)
+        self._weights.hand_on_gradients(0)
 
     def roundtrip(self) -> None:
         """Everything, in the order of the data flow; without an engine what needs no export."""

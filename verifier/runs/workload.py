@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -103,14 +103,6 @@ def expected_rollouts(rows: Sequence[RolloutRow]) -> list[Rollout]:
             )
         )  # fmt: skip
     return found
-
-
-def oracle_rows(rows: Sequence[RolloutRow]) -> list[list[Any]]:
-    """Tokens, mask, reward and the engine's log-probabilities of each rollout, by none of the trainer's code."""
-    return [
-        [item.tokens.tolist(), item.mask.tolist(), float(item.reward), np.nan_to_num(item.logprobs).tolist()]
-        for item in expected_rollouts(rows)
-    ]
 
 
 def policy_loss(objective: Objective, version: int) -> TokenLoss:

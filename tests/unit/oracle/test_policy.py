@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import verifier.faults
 from verifier.algorithms.losses import LossInputs, token_loss
 from verifier.algorithms.registry import LossOptions
+from verifier.core.record import ONLY
 from verifier.data.recorded import read_recorded
 from verifier.export.save import save_checkpoint
 from verifier.megatron.vocab_logprob import vocab_parallel_logprob
@@ -30,7 +31,7 @@ from verifier.oracle.gradients_hf import PASSES, beside, distances, noise_of
 from verifier.oracle.logprob_hf import entropy_of, entropy_scale, sides
 from verifier.oracle.oracle import DRAWS, Sides
 from verifier.oracle.policy_hf import _loss, judge_updates, token_losses
-from verifier.oracle.recording import entropies_of
+from verifier.oracle.recording import entropy_record
 from verifier.oracle.streaming_hf import StreamedModel
 from verifier.runs.model_under_test import cache_folder
 from verifier.stages.logprob.records import ROUNDINGS
@@ -243,7 +244,10 @@ def test_entropies_are_of_the_tempered_distribution_before_each_update(tmp_path)
         columns, weights = load_file(tmp_path / f"inputs-{number}.safetensors"), tmp_path / f"weights-{number - 1}"
         tokens, masks = (columns[name].split(columns["lengths"].tolist()) for name in ("tokens", "mask"))
         asked = ([row.tolist() for row in tokens], "float64")
-        found = entropies_of(
+        record, found = entropy_record(
+            "",
+            1,
+            0.5,
             Sides(*sides(None, str(weights), *asked, temperature=0.5, ends=[])[2]),
             [mask.numpy().astype(bool) for mask in masks],
         )
@@ -252,8 +256,8 @@ def test_entropies_are_of_the_tempered_distribution_before_each_update(tmp_path)
             logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
             found_of = torch.distributions.Categorical(logits=logits.double() / 0.5).entropy()
             expected += found_of[mask[1:].bool()].tolist()
-        assert found["entropy"] == pytest.approx(expected, abs=2e-5)  # the bound of LGP012 at a temperature of 0.5
-        assert 0 < found["noise"] < 1e-5
+        assert found[ONLY] == pytest.approx(expected, abs=2e-5)  # the bound of LGP012 at a temperature of 0.5
+        assert 0 < float(record.noise) < 1e-5
         assert len(found["scale"]) == len(expected)
 
 

@@ -198,7 +198,7 @@ def test_a_step_is_judged_under_the_experts_that_the_trainer_chose(tmp_path: Pat
     assert inputs["routes"].tolist() == [[0, 2, 4, 7], [1, 2, 1, 5], [2, 2, 0, 3]]
     assert inputs["route_counts"].tolist() == [2, 1]
     told = [[5, 6, 7, 8, 9, 3], [4, 2, 2]], [[[0, 2, 4, 7], [1, 2, 1, 5]], [[2, 2, 0, 3]]]
-    assert asked.choices == [(tmp_path / "weights-0", *told, "float32")]
+    assert asked.choices == [(tmp_path / "weights-0", *told, "float32", "cpu")]
     (choices,) = read(tmp_path / "trace").of(RouterChoices)
     assert (choices.name, choices.version, choices.layer, choices.place) == ("trained", 1, 2, (1, 2))
     assert (choices.shortfall, choices.noise, choices.closed_in_dtype) == (0.25, 0.5, 1)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from safetensors.numpy import save_file
 
 from verifier.config import TrainConfig
 from verifier.config.grpo import LOSSES
@@ -29,22 +28,17 @@ from verifier.core.store import Recorder
 from verifier.data.rollout import Rollout, route_rows
 from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
-from verifier.export.derived import DerivedLayout
-from verifier.export.names import adapters_of, layout_of
-from verifier.export.sharding import Owners
 from verifier.model.adapted import Adapted
 from verifier.model.families import moe_layers_of, size_if_any
 from verifier.oracle.oracle import Oracle, Sides
 from verifier.oracle.recording import (
-    choices_record,
     ends_record,
-    entropies_of,
     entropy_record,
-    gradient_record,
     numbered,
     sampled_noise,
     sided,
 )
+from verifier.oracle.updates import choices, judged, routes_of, save_inputs
 from verifier.platform import host_bytes
 from verifier.runs.derived_layout import may_derive
 from verifier.runs.model_under_test import ModelUnderTest
@@ -263,19 +257,13 @@ class SampledStep:
         asked = [{"number": item.number, "learning_rate": rate} for item, rate in zip(updates, rates, strict=True)]
         further = config.megatron.mtp_loss_scaling_factor
         rule, objective = asdict(config.optimizer), {**objective_of(config), "further": further}
-        read = [self.folder, *sorted(item for item in self.folder.iterdir() if item.is_dir())]
-        layout, lora, adapters = model.layout, config.lora, None
-        if lora.rank and (row := layout_of(model.checkpoint.config)) is not None:
-            adapters = adapters_of(row, lora.targets, lora.rank)
-        offsets = layout.offsets() if isinstance(layout, DerivedLayout) else {}
-        arguments = (rule, objective, asked, model.oracle_device, offsets)
-        rows = self._oracle.ask("policy_hf:judge_updates", [self.folder], *arguments, read=read)
-        owners = None if layout is None else Owners((adapters or layout).placements, model.mesh)
+        told = (rule, objective, asked, model.layout, model.mesh, model.oracle_device)
+        rows = judged(self._oracle, self.folder, *told, lora=(config.lora.rank, config.lora.targets))
         with contextlib.closing(Recorder(trace, "oracle", 0)) as recorder:
             for row in rows:
-                if (size := sizes.get(row["update"])) is not None:
-                    row |= {"rollouts": len(self.places[str(row["update"])]), "of_rollouts": size}
-                recorder.emit(gradient_record({**row, "version": self._step}, owners, model.mesh))
+                if (size := sizes.get(row.update)) is not None:
+                    row = replace(row, rollouts=len(self.places[str(row.update)]), of_rollouts=size)
+                recorder.emit(replace(row, version=self._step))
             self._record_choices(recorder, updates)
             entropies: Mapping[str, list[list[float]]] = {}
             if scored is not None:
@@ -301,13 +289,10 @@ class SampledStep:
         for update in updates:
             routes = chosen_routes(self.folder / f"routes-{update.number}", len(update.rollouts))
             if routes:
-                sequences = [rollout.tokens.tolist() for rollout in update.rollouts]
-                asked = (sequences, [rows.tolist() for rows in routes], self._model.dtype, self._model.oracle_device)
-                before = self.folder / f"weights-{update.number - 1}"
-                places = self.places.get(str(update.number)) or range(len(sequences))
-                for row in self._oracle.ask("choices_hf:choice_gaps", [before], *asked):
-                    row["place"][0] = places[row["place"][0]]
-                    recorder.emit(choices_record(row, update.name, self._step))
+                tokens, places = [item.tokens.tolist() for item in update.rollouts], self.places.get(str(update.number))
+                asked = (update.name, self._step, tokens, routes, self._model.dtype, self._model.oracle_device, places)
+                for record in choices(self._oracle, self.folder / f"weights-{update.number - 1}", *asked):
+                    recorder.emit(record)
 
     def _record_entropies(
         self, recorder: Recorder, updates: Sequence[OptimizerUpdate], temperature: float,
@@ -329,28 +314,20 @@ class SampledStep:
                 asked = ([item.tokens.tolist() for item in rollouts], dtype, self._model.oracle_device, temperature)
                 margin, before = None if replayed or dtype != "float32" else NEAR, f"weights-{update.number - 1}"
                 _, _, sides = self._oracle.describe(self.folder / before, *asked, routes, [], None, margin)
-            found = entropies_of(sides, [item.mask.astype(bool) for item in rollouts])
-            places = self.places.get(str(update.number))
-            recorder.emit(*entropy_record(update.name, self._step, temperature, found, places))
+            masks, places = [item.mask.astype(bool) for item in rollouts], self.places.get(str(update.number))
+            recorder.emit(*entropy_record(update.name, self._step, temperature, sides, masks, places))
 
     def _save_inputs(self, update: OptimizerUpdate) -> None:
-        arrays = {
-            "lengths": np.array([len(rollout) for rollout in update.rollouts], np.int64),
-            "tokens": np.concatenate([rollout.tokens for rollout in update.rollouts]),
-            "mask": np.concatenate([rollout.mask for rollout in update.rollouts]).astype(np.uint8),
-            "weight": np.concatenate([*update.weights]),
-        }
-        arrays |= {name: np.concatenate([*values]) for name, values in update.columns.items() if name in COLUMNS}
+        columns = {
+            "tokens": [item.tokens for item in update.rollouts], "mask": [item.mask for item in update.rollouts],
+            "weight": update.weights, **{name: update.columns[name] for name in COLUMNS if name in update.columns},
+        }  # fmt: skip
+        arrays = {name: np.concatenate([*values]) for name, values in columns.items()}
+        arrays["lengths"] = np.array([len(rollout) for rollout in update.rollouts], np.int64)
         if (scores := load_scores(self.folder, update.number, arrays["lengths"].tolist())) is not None:
             arrays["score"] = scores
-        if routes := self._given(update):
-            arrays["route_counts"] = np.array([len(rows) for rows in routes], np.int64)
-            arrays["routes"] = np.concatenate(routes)
-            if not self._config.grpo.replay_routes and self._model.dtype == "float32":
-                arrays["route_margin"] = np.full(1, NEAR, np.float32)
-        file = self.folder / f"inputs-{update.number}.safetensors"
-        with full_disk_refused(file):
-            save_file(arrays, file)
+        margin = None if self._config.grpo.replay_routes or self._model.dtype != "float32" else NEAR
+        save_inputs(self.folder, update.number, arrays, self._given(update), margin)
 
     def _given(self, update: OptimizerUpdate) -> list[np.ndarray]:
         """Routes that the oracle's routers are given: those to replay, or those that the trainer's chose."""
@@ -442,12 +419,7 @@ def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:
     The folder has a file [N, 3 + K] int32 of each rank: index of the rollout, position, global layer, K experts.
     Returns [M, 2 + K] of each rollout, by position and layer; nothing if no rank wrote any.
     """
-    parts = [np.load(file) for file in sorted(folder.glob("*.npy"))]
-    if not parts:
-        return []
-    rows = np.concatenate(parts)  # ranks of one tensor-parallel group may see the same tokens
-    rows = rows[np.unique(rows[:, :3], axis=0, return_index=True)[1]]
-    return [rows[rows[:, 0] == at, 1:] for at in range(num_rollouts)]
+    return routes_of([np.load(file) for file in sorted(folder.glob("*.npy"))], num_rollouts)
 
 
 def _of_runs(sides: Sides, runs: Sequence[tuple[int, int, int]]) -> Sides:
