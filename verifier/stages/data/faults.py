@@ -191,7 +191,7 @@ ENDED = (
 ANSWERED: dict[str, Any] = {**ROW, "training": ENDED, "caught_by": ("DAT008",)}
 
 
-@fault("huggingface/trl#4970", f"{GENERATION}._rows(self, version, place, which, example, turns)", **ANSWERED)
+@fault("huggingface/trl#4970", f"{GENERATION}._rows(self, held, place, which, example, turns)", **ANSWERED)
 def end_of_an_answer_masked(call: Call) -> Any:
     """The mask is made of token values, and the end token, which pads too, is out of the loss."""
     rows, end = call.original(), call.self._tokenizer.eos_id

@@ -93,7 +93,10 @@ def one_group_keeps_its_rate(call: Call) -> Any:
 
 
 ATTACH = "verifier.megatron.lora_megatron:attach(chunks, lora)"
-FORWARD = "verifier.megatron.step_megatron:_forward(data_iterator, model, trainer, temperature, entropy, finish, read)"
+FORWARD = (
+    "verifier.megatron.step_megatron:_forward("
+    "data_iterator, model, trainer, temperature, entropy, finish, read, further)"
+)
 SYNC = (
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync(self, force_all_reduce)"
 )
