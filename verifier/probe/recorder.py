@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from verifier.config_json import texts_of
 from verifier.core import store
@@ -31,9 +30,9 @@ from verifier.platform.provenance import origin_of
 from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sharded import Named, is_sharded, pairs_of
-from verifier.probe.state import HEAD, EngineRecorder, tied_head
+from verifier.probe.state import HEAD, EngineRecorder
 from verifier.probe.tokens import mark_of, seal
-from verifier.stages.export.probe_tensors import record_tensors, recorded, source_tensors
+from verifier.stages.export.probe_tensors import record_tensors, recorded
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor
 from verifier.stages.loss.records import KeptGradients, KeptTensors
 from verifier.stages.train.records import (
@@ -222,16 +221,6 @@ class LoopRecorder(EngineRecorder):
         if version and known and first and not self.is_idle():
             self.emit(Update(name=f"step {version}", version=version, how="step"))
 
-    def _record_source(self) -> None:
-        from verifier.model.checkpoint import open_checkpoint
-
-        source = open_checkpoint(self.model)
-        tied = tied_head(source)
-        for item in source_tensors(source):
-            self.emit(item)
-            if item.name == tied:  # a state_dict has both names
-                self.emit(replace(item, name=HEAD, copy_of=item.name))
-
     def _passing(
         self, named: Named, version: int, kind: type[Any], *, keep: bool = True, **fields: Any
     ) -> Iterator[tuple[str, Any]]:
@@ -249,6 +238,8 @@ class LoopRecorder(EngineRecorder):
                 record_tensors(self, kind, [(name, tensor)], version, **fields)
             if keeps:
                 kept[name] = tensor if whole else _copied(tensor)
+            if kind is ExportedTensor and name == HEAD:
+                self._heads.add("sent")
             yield name, tensor
         if keeps and version:  # version 0 is the checkpoint
             self._keep(KeptWeights, "weights", version, kept)

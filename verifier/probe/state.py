@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from verifier.config_json import text_model, texts_of
 from verifier.errors import UsageError
@@ -33,8 +34,8 @@ from verifier.stages.export.probe_tensors import (
     merged_matrix,
     record_files,
     record_saved,
-    record_source,
     record_tensors,
+    source_tensors,
 )
 from verifier.stages.export.records import ExportedConfig, ShardAfterExport, WrittenShard
 from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig
@@ -71,6 +72,8 @@ class StateRecorder(OptimizerRecorder):
     def __init__(self) -> None:
         super().__init__()
         self._stepped: set[int] = set()
+        self._heads: set[str] = set()
+        """Moments of weights held, or "sent", with a tied head under its own name."""
 
     def weights_held(self, named: Named, version: int, *, after: Moment) -> None:
         """Record weights that this process holds at a moment.
@@ -90,6 +93,8 @@ class StateRecorder(OptimizerRecorder):
             dtypes[name] = tensor.dtype
             facts = described(tensor)
             self.emit(MOMENTS[after](name=name, version=version, replica=name, coordinate="", **facts))
+        if HEAD in dtypes:
+            self._heads.add(after)
         if after == "load" and self.model:
             from verifier.model.checkpoint import open_checkpoint
             from verifier.model.families import copies_of
@@ -103,6 +108,16 @@ class StateRecorder(OptimizerRecorder):
                 read = source.read(own)
                 facts = described(read.to(dtypes.get(name, read.dtype)))
                 self.emit(ExpectedShard(name=name, coordinate="", **facts))
+
+    def _record_source(self) -> None:
+        from verifier.model.checkpoint import open_checkpoint
+
+        source = open_checkpoint(self.model)
+        tied = tied_head(source)
+        for item in source_tensors(source):
+            self.emit(item)
+            if item.name == tied:  # a state_dict has both names
+                self.emit(replace(item, name=HEAD, copy_of=item.name))
 
     def megatron_config(self, config: Any, chunks: Sequence[Any] = ()) -> None:
         """Fields of the TransformerConfig of a loop on megatron-core, with windows and norms of its model chunks."""
@@ -131,24 +146,26 @@ class StateRecorder(OptimizerRecorder):
         Raises:
             UsageError: `probe.open` was given no `model`.
         """
+        from verifier.model.checkpoint import open_checkpoint
+
         folder = Path(folder)
         if not self.model:
             raise UsageError("`export_saved` compares with the checkpoint that the loop began with: give model to open")
         source = Path(self.model)
-        files = IndexedFiles(folder)
-        record_saved(self, files, version)
+        files, tied = IndexedFiles(folder), tied_head(open_checkpoint(source))
+        both = {HEAD: tied} if tied in files.names and HEAD not in files.names else {}
+        record_saved(self, files, version, both if "sent" in self._heads else {})
         record_files(self, source, folder, version)
         for kind, path in ((SourceConfig, source), (ExportedConfig, folder)):
             values = json.loads((path / "config.json").read_text())
             self.emit(kind(name="config.json", version=version, values=texts_of(values)))
         if not self.has_source:
-            from verifier.model.checkpoint import open_checkpoint
-
             self.has_source = True
-            record_source(self, open_checkpoint(source))
+            self._record_source()
         if version not in self._stepped:
             self.weights_held(live, version, after="step")
-        read = ((name, files.read(name)) for name in files.names)
+        names = {name: name for name in files.names} | (both if "step" in self._heads else {})
+        read = ((name, files.read(own)) for name, own in names.items())
         record_tensors(self, WrittenShard, read, version, coordinate="")
 
     def checkpoint_saved(self, version: int, state: Mapping[str, Any], folder: Path | str | None = None) -> None:

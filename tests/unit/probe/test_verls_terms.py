@@ -177,6 +177,26 @@ def test_a_tied_head_may_be_held_under_both_names(moved: bool, tmp_path: Path) -
     assert next(item for item in report.outcomes if item.code == "WGT001").num_compared == 2
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_tied_head_is_saved_under_one_name(sent: bool, wrong: bool, tmp_path: Path) -> None:
+    """transformers saves the embedding alone; the loop's state dict, and what it sends, have both names."""
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    for folder, value in ((source, 0.0), (saved, 1.0)):
+        folder.mkdir()
+        save_file({"model.embed_tokens.weight": torch.arange(12.0).view(3, 4) + value}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    weight = torch.arange(12.0).view(3, 4) + 1
+    held = {"model.embed_tokens.weight": weight, "lm_head.weight": weight + wrong}
+    with probe.open(tmp_path / "trace", model=source, dtype="float32") as record:
+        if sent:
+            record.weights_exported(held, 1, live=held)
+        record.export_saved(saved, 1, live=held)
+    report = report_of(read(tmp_path / "trace"), "trace")
+    found = {item.code for item in report.violated}
+    assert found == ((({"WGT014"} if sent else set()) | {"WGT019"}) if wrong else set()), render_text(report)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_importance_weights_are_the_capped_ratio_to_the_engine(level: str, wrong: bool, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -54,12 +54,6 @@ def passing(
     for pair in tensors:
         record_tensors(probe, kind, [pair], version)
         yield pair
-
-
-def record_source(probe: Probe, source: Checkpoint) -> None:
-    """Digest the source checkpoint, tensor by tensor."""
-    for item in source_tensors(source):
-        probe.emit(item)
 
 
 def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
@@ -138,9 +132,10 @@ class IndexedFiles:
         return tensor
 
 
-def record_saved(probe: Probe, files: IndexedFiles, version: int) -> None:
-    """Tensors that a reader finds in a saved checkpoint."""
-    record_tensors(probe, SavedTensor, ((name, files.read(name)) for name in files.names), version)
+def record_saved(probe: Probe, files: IndexedFiles, version: int, copies: Mapping[str, str] | None = None) -> None:
+    """Tensors that a reader finds in a saved checkpoint; `copies` are further names of some of them."""
+    names = {name: name for name in files.names} | {**(copies or {})}
+    record_tensors(probe, SavedTensor, ((name, files.read(own)) for name, own in names.items()), version)
     probe.emit(SavedCheckpoint(name="shards", version=version, missing=files.missing))
 
 
