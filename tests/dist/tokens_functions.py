@@ -68,7 +68,7 @@ def gradients(context: RankContext) -> dict[str, Any]:
     batch = rollouts()
     size = context.args["micro_batch_size"]
     scored = score(built, batch, micro_batch_size=size)
-    loss, num_tokens = backward(built, batch, loss=_policy_loss, micro_batch_size=size)
+    done = backward(built, batch, loss=_policy_loss, micro_batch_size=size)
     with torch.no_grad():
         for chunk in built.chunks:
             for parameter in chunk.parameters():
@@ -76,7 +76,12 @@ def gradients(context: RankContext) -> dict[str, Any]:
     exported = {name: tensor.clone() for name, tensor in export(built)}
     path = context.run_dir / f"gradients_{context.rank}.safetensors"
     save_file(exported, path)
-    return {"scored": [row.tolist() for row in scored], "loss": loss, "num_tokens": num_tokens, "path": str(path)}
+    return {
+        "scored": [row.tolist() for row in scored],
+        "loss": done.loss,
+        "num_tokens": done.num_tokens,
+        "path": str(path),
+    }
 
 
 def logprob_over_ranks(context: RankContext) -> dict[str, Any]:

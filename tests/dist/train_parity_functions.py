@@ -141,11 +141,11 @@ def steps(context: RankContext) -> dict[str, Any]:
         for number, recipe in enumerate(args["recipes"]):
             meter = LossMeter()
             with step_megatron.recomputed(built, on=recipe.get("recompute", False)):
-                loss, num_tokens = step_megatron.backward(built, rollouts, **given(recipe, meter))
+                done = step_megatron.backward(built, rollouts, **given(recipe, meter))
             at = mesh.coordinate(context.rank)
             facts = meter.read(counts=at.tp == 0, device=step_megatron.device_of(built))
             keep(str(number), exported_gradients(built))
-            results.append({"loss": loss, "num_tokens": num_tokens, **facts})
+            results.append({"loss": done.loss, "num_tokens": done.num_tokens, **facts})
 
     settings = optimizer_megatron.StepSettings(**SETTINGS)
     optimizer = optimizer_megatron.make_optimizer(built, rule=settings)

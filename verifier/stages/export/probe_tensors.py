@@ -56,6 +56,12 @@ def passing(
         yield pair
 
 
+def record_source(probe: Probe, source: Checkpoint) -> None:
+    """Digest the source checkpoint, tensor by tensor."""
+    for item in source_tensors(source):
+        probe.emit(item)
+
+
 def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
     """Each tensor of the source checkpoint as it is recorded, with its digest."""
     copies = copies_of(source.config)
