@@ -35,16 +35,16 @@ CHUNK = 64
 PLANTED: dict[str, Fault] = {}
 
 
-def planted(target: str, **row: Any) -> Callable[[Body], Fault]:
+def planted(target: str, *, among: dict[str, Fault] = PLANTED, **row: Any) -> Callable[[Body], Fault]:
     """A fault whose id is the function's name with dashes, and whose summary is its docstring."""
 
     def register(body: Body) -> Fault:
         name = body.__name__.replace("_", "-")
         fields: dict[str, Any] = {"stage": Stage.LOGPROB, "caught_by": ("LGP001",), "engine": NO_ENGINE, **row}
-        PLANTED[name] = Fault(
+        among[name] = Fault(
             id=name, reproduces="none", summary=str(body.__doc__), replacements=[(target, body)], **fields
         )
-        return PLANTED[name]
+        return among[name]
 
     return register
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.faults.planted import planted
 from verifier.core.stage import Stage
 from verifier.data.arithmetic import tokenizer_files
 from verifier.faults import injection
@@ -68,18 +69,9 @@ def spread(text: str, answer: str) -> float:
 
 
 def sized(target: str, stage: Stage, *caught_by: str, **row: Any) -> Callable[[Body], Fault]:
-    """A fault whose id is the function's name with dashes, and whose summary is its docstring."""
-
-    def register(body: Body) -> Fault:
-        name = body.__name__.replace("_", "-")
-        fields: dict[str, Any] = {"model": "dense", "engine": TRAINING, "gpus": 1, **row}
-        SIZED[name] = Fault(
-            id=name, reproduces="none", summary=str(body.__doc__), stage=stage, caught_by=caught_by,
-            replacements=[(target, body)], **fields,
-        )  # fmt: skip
-        return SIZED[name]
-
-    return register
+    """A planted fault of a training run of one of `MODELS`."""
+    fields: dict[str, Any] = {"model": "dense", "engine": TRAINING, "gpus": 1, **row}
+    return planted(target, among=SIZED, stage=stage, caught_by=caught_by, **fields)
 
 
 @contextlib.contextmanager
