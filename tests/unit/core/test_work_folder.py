@@ -136,7 +136,9 @@ def test_shared_memory_and_semaphores_of_a_dead_owner_are_swept_and_of_no_other(
     ):
         kill()
         kill_other()
-        assert {file.name.partition("_")[0] for file in of_others} == {"psm", "sem.mp-" + of_others[1].name[7:]}
+        assert [file.name.startswith(start) for file, start in zip(of_others, ("psm_", "sem.mp-"), strict=True)] == [
+            True
+        ] * 2
         assert all(file.exists() for file in (*left, *of_living, *of_others))
         sweep()
         assert [file.exists() for file in (*left, *of_living, *of_others)] == [False] * 2 + [True] * 4
