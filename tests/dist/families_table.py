@@ -53,9 +53,6 @@ NOTES = {
         "in the config it holds"
     ),
     "hy_v3": "upstream: the bridge reads a key that transformers' config does not have",
-    "nemotron": (
-        "ours: over 1,000 tokens float32 rounds 1.3e-5 nats apart, LGP001 allows 1e-5; log-probabilities reach -15"
-    ),
     "nemotron_h": (
         "upstream: transformers writes `backbone.embedding.weight`, published checkpoints and the bridge have "
         "`backbone.embeddings.weight`; `tiny:nemotron-h` has the published name and holds"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import transformers
 from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from verifier.data.arithmetic import tokenizer_files
 from verifier.errors import UsageError
@@ -161,6 +162,7 @@ def specs_of(read: PreTrainedConfig, config: Mapping[str, Any]) -> list[TensorSp
 
 def _of_policy(architecture: str, config: PreTrainedConfig) -> Iterator[TensorSpec]:
     """Tensors of a checkpoint as transformers writes it."""
+    logging.disable_progress_bar()  # of one shard, on a user's terminal
     with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
         model: PreTrainedModel = getattr(transformers, architecture)(config)
         model.save_pretrained(folder)
