@@ -65,6 +65,7 @@ class BridgeReading:
 def read_bridge(path: Path, names: Collection[str]) -> BridgeReading:
     """Return what the bridge of a checkpoint's architecture makes of it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import megatron.bridge  # noqa: F401  (makes its classes of configs known to transformers)
     from transformers import AutoConfig, PreTrainedConfig
 
     with warnings.catch_warnings(), _quiet():

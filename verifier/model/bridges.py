@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -12,17 +13,30 @@ from verifier.errors import UsageError
 _PACKAGE = "megatron-bridge"
 _REGISTER = ("register_bridge", "register_bridge_implementation")
 """Method of a bridge's class, and function for a further spelling."""
+_KIND = re.compile(r'AutoConfig\.register\("(\w+)"')
+"""Registration of a config's class with transformers, under a model type."""
 
 
 @cache
 def bridged() -> frozenset[str]:
     """Return the architectures that classes of megatron-bridge are registered for; empty where it is not installed."""
+    texts = _modules(_REGISTER[0])
+    return frozenset(name for path, text in texts.items() for name in _registered(ast.parse(text, path)))
+
+
+@cache
+def configured() -> frozenset[str]:
+    """Return the model types whose config's class megatron-bridge brings, and transformers may lack."""
+    return frozenset(kind for text in _modules("AutoConfig.register").values() for kind in _KIND.findall(text))
+
+
+def _modules(word: str) -> dict[Path, str]:
+    """Texts of megatron-bridge's modules of models that have a word; none where it is not installed."""
     try:
         folder = Path(str(metadata.distribution(_PACKAGE).locate_file("megatron/bridge/models")))
     except metadata.PackageNotFoundError:
-        return frozenset()
-    texts = {path: text for path in sorted(folder.rglob("*.py")) if _REGISTER[0] in (text := path.read_text())}
-    return frozenset(name for path, text in texts.items() for name in _registered(ast.parse(text, path)))
+        return {}
+    return {path: text for path in sorted(folder.rglob("*.py")) if word in (text := path.read_text())}
 
 
 def require_bridge(architecture: str, model: object) -> None:

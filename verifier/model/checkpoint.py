@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from verifier.config_json import contradiction, quantization, text_model
 from verifier.errors import UsageError
+from verifier.model.bridges import configured
 from verifier.model.families import JSON, Content, family_of, size_if_any, tensors_of
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def require_config(path: Path, config: Mapping[str, JSON], names: Collection[str
             f"{path / 'config.json'} names architecture {family.architecture} with `model_type` = "
             f"{config.get('model_type')!r}, which has to be {family.model_type!r}"
         )
-    if clause := without_class(config):
+    if config.get("model_type") not in configured() and (clause := without_class(config)):
         raise UsageError(f"{path / 'config.json'} has {clause}")
 
 
@@ -269,6 +270,16 @@ def without_class(config: Mapping[str, JSON]) -> str:
     own = "; `auto_map` names code of the folder's own, which verifier does not run" if config.get("auto_map") else ""
     version = metadata.version("transformers")
     return "" if kind in _classes() else f"`model_type` = {kind!r}, which transformers {version} has no class for{own}"
+
+
+def require_computed(config: Mapping[str, JSON]) -> None:
+    """Refuse a model that transformers does not compute, so that there is no oracle.
+
+    Raises:
+        UsageError: names the model type.
+    """
+    if clause := without_class(config):
+        raise UsageError(f"config.json has {clause}: `verifier golden` judges its weights, and no other command can")
 
 
 @cache

@@ -19,7 +19,7 @@ from verifier.export.names import ModelLayout, layout_of
 from verifier.launch.fork_launcher import require_ranks
 from verifier.mesh import Mesh
 from verifier.model.bridges import require_bridge
-from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_room
+from verifier.model.checkpoint import Checkpoint, open_checkpoint, require_computed, require_room
 from verifier.model.families import copies_of, family_of, is_served, layer_scopes, moe_layers_of, num_experts_of
 from verifier.model.mesh_fit import architecture_of, validate
 from verifier.model.named import require_stored, resolve_model
@@ -199,6 +199,7 @@ def require_roundtrip(config: RoundtripConfig, sizes: Mapping[str, Any], names: 
             f"a round trip takes models of text alone, and {architecture_of(sizes)} has further parts "
             "(`text_config` in config.json): use verifier golden, or a folder of its text model alone"
         )
+    require_computed(sizes)
     require_room(sizes, max(MAX_MODEL_LEN, config.length + 1))
     if config.length > USUAL_LENGTH and num_experts_of(sizes):
         raise UsageError(f"--length is {config.length}, and rounding decides routes of longer sequences: leave it out")

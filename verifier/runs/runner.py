@@ -22,6 +22,7 @@ from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.launch.child import end_of
 from verifier.launch.failures import record_failure
 from verifier.mesh import Mesh
+from verifier.model.checkpoint import require_computed
 from verifier.oracle.noise_floor import Floor, floor_path, write_floor
 from verifier.oracle.recording import record_activations, record_oracle
 from verifier.oracle.updates import policy_columns
@@ -204,6 +205,7 @@ class Runner:
         """Measure what bf16 alone does to a model's log-probabilities; store it under ``golden/noise`` if asked to."""
         until = Deadline(config.timeout_s)
         model = open_model(config.model, noise.DTYPE, Mesh())
+        require_computed(model.checkpoint.config)
         if config.record:
             require_writable(floor_path(config.model, noise.DTYPE, model.tier), make_folder=True)
         self._progress("starting transformers")

@@ -30,6 +30,7 @@ from verifier.launch.fork_launcher import require_ranks
 from verifier.megatron.memory import is_out_of_memory, peaks
 from verifier.megatron.microbatch import split_by_count
 from verifier.megatron.token_layout import Alignment
+from verifier.model.checkpoint import require_computed
 from verifier.model.families import family_of, has_score_bias, num_experts_of, size_if_any
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.model.named import config_alone, config_of
@@ -57,6 +58,7 @@ def load_algorithms(config: TrainConfig) -> None:
 
 def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> None:
     """Refuse knobs that the model or the tier does not have."""
+    require_computed(sizes)
     refuse(config, _of_host(config, tier) | _of_model(config, sizes, tier), model=architecture_of(sizes))
     engine = config.engine
     for option in engine.gpu_options()[:1]:

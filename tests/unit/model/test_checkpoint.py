@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verifier.errors import UsageError
-from verifier.model.checkpoint import TensorHeader, open_checkpoint, write_shard, write_shards
+from verifier.model.checkpoint import (
+    TensorHeader,
+    open_checkpoint,
+    require_computed,
+    require_config,
+    write_shard,
+    write_shards,
+)
 from verifier.model.tiny import write_tiny
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -346,3 +353,14 @@ def test_files_that_are_written_at_once_hold_every_tensor_once(tmp_path, monkeyp
 def test_one_of_several_files_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"absent/part-00000.safetensors` cannot be written"):
         write_shards(tmp_path / "absent" / "part", [("w", torch.zeros(2))])
+
+
+@pytest.mark.parametrize("kind", ["bailing_moe_v2", "step3p5"])
+def test_a_model_type_that_the_bridge_alone_knows_has_its_weights_judged_and_nothing_computed(kind: str) -> None:
+    """Ling 2.0 and Step 3.5: the bridge registers classes of their configs with transformers."""
+    config = {"architectures": ["OddForCausalLM"], "model_type": kind}
+    require_config(Path("folder"), config)
+    with pytest.raises(
+        UsageError, match=rf"'{kind}', which transformers \S+ has no class for: `verifier golden` judges"
+    ):
+        require_computed(config)
