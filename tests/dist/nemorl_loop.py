@@ -44,7 +44,7 @@ class Uncalled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
-sys.meta_path.append(Uncalled())
+sys.meta_path.append(stands := Uncalled())
 import transformers.models.gemma3.modeling_gemma3  # noqa: F401 - transformers is another module from then on
 
 with patch.object(sys.modules["transformers"], "__version__", "5.11.0"):  # a patch of tokenizers refuses later ones
@@ -59,6 +59,10 @@ from nemo_rl.models.automodel import train as passes
 from nemo_rl.models.policy.workers import dtensor_policy_worker_v2 as worker_v2
 from nemo_rl.utils.timer import Timer
 
+sys.meta_path.remove(stands)
+for uncalled in [name for name in sys.modules if name.partition(".")[0] in UNCALLED]:
+    del sys.modules[uncalled]
+
 
 PROMPTS, GROUP, MOST = 4, 4, 8
 STEPS = 2
@@ -69,7 +73,7 @@ POLICY = {
     "max_grad_norm": 1.0, "temperature": 1.0, "logprob_chunk_size": None,
 }  # fmt: skip
 """Of the policy, and of its optimizer."""
-OURS = {"steps": STEPS, "sync_every": 1}
+OURS = {"steps": STEPS, "sync_every": 1, "rewards": None}
 LOSS = {"reference_policy_kl_penalty": 0.0}
 """Settings beside NeMo-RL's defaults."""
 
@@ -216,8 +220,8 @@ class Loop:
             told["reasons"] = ["overlong" if it else "" for it in dropped]
         del data["kept"]
         record.advantages(
-            step, cut("advantages"), dtype="float32", epsilon=1e-6, ddof=1, max_staleness=step - 1 - self.sampled_by,
-            **told,
+            step, cut("advantages"), dtype="float32", max_staleness=step - 1 - self.sampled_by, **told,
+            **({"epsilon": 1e-6, "ddof": 1} if self.estimator.name == "grpo" else {"epsilon": 0.0, "ddof": 0}),
         )  # fmt: skip
         record.loss(step, **self.objective())
 
@@ -227,7 +231,7 @@ class Loop:
         if own.name != "grpo":
             return "reinforce++_baseline" if own.minus_baseline else "reinforce++"
         if own.use_leave_one_out_baseline:
-            return "" if own.normalize_rewards else "rloo"
+            return "grpo_others" if own.normalize_rewards else "rloo"
         return "grpo" if own.normalize_rewards else "dr_grpo"
 
     def objective(self) -> dict[str, Any]:
@@ -242,7 +246,7 @@ class Loop:
         if asked.reference_policy_kl_penalty:
             told |= {
                 "kl_weight": asked.reference_policy_kl_penalty, "kl_kind": asked.reference_policy_kl_type,
-                "kl_limit": asked.kl_output_clamp_value, "kl_ratio": True,
+                "kl_limit": asked.kl_output_clamp_value, "kl_ratio": "own",
             }  # fmt: skip
         return told
 
@@ -307,9 +311,11 @@ class Loop:
             told = [prompts[at] for at in places], ends, seeds, MOST, self.policy["temperature"]
             for at, own in zip(places, self.sampler.generate(*told), strict=True):
                 text, gold = self.tokenizer.decode(own["tokens"]), str(sum(asked[at // GROUP]))
+                reward = round(4 * len({*text} & {*gold}) / len(gold)) / 4
+                reward = self.ours["rewards"][at % GROUP] if self.ours["rewards"] else reward
                 self.rows[at] = {
                     "prompt": prompts[at], "response": own["tokens"], "logprobs": own["logprobs"],
-                    "reason": own["reason"], "reward": float(torch.tensor(len({*text} & {*gold}) / len(gold))),
+                    "reason": own["reason"], "reward": float(torch.tensor(reward)),
                     "group": f"{step}/{at // GROUP}",
                 }  # fmt: skip
         logs = [
@@ -426,7 +432,7 @@ def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
     with (
         probe.open(trace, model=checkpoint, dtype="float32", engine="hf", keep_every=1) as record,
         patch.object(worker_v2, "get_cpu_state_dict", lambda state, pin_memory: copied(state)),
-        patch.object(torch.cuda, "get_device_name", lambda: "cpu"),
+        patch.multiple(torch.cuda, get_device_name=lambda: "cpu", synchronize=lambda: None),
         Cores(),
     ):
         torch.distributed.barrier()
