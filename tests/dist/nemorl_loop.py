@@ -128,7 +128,8 @@ class Loop:
         worker.__dict__ |= {
             "cfg": {**self.policy, "dtensor_cfg": {}}, "model": model, "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda=lambda epoch: 1),
-            "device_mesh": mesh, "moe_mesh": None, "tokenizer": self.tokenizer, "dtype": torch.float32, "rank": self.rank,
+            "device_mesh": mesh, "moe_mesh": None, "tokenizer": self.tokenizer, "dtype": torch.float32,
+            "rank": self.rank,
             "sampling_params": TrainingSamplingParams(top_k=None, top_p=1.0, temperature=self.policy["temperature"]),
             "enable_seq_packing": False, "max_grad_norm": self.policy["max_grad_norm"], "autocast_enabled": False,
             "_is_reward_model": False, "allow_flash_attn_args": False, "timer": Timer(),
@@ -207,7 +208,10 @@ class Loop:
                 data["factor"] = data["factor"].clamp(max=most)
             elif kind:
                 level = "token" if kind == "icepop" else "geometric"
-                low, high = self.asked.truncated_importance_sampling_ratio_min, self.asked.truncated_importance_sampling_ratio
+                low, high = (
+                    self.asked.truncated_importance_sampling_ratio_min,
+                    self.asked.truncated_importance_sampling_ratio,
+                )
                 told["masks"] = [(level, low, high)]
             told |= {"weights": cut("factor"), "weight_level": "token"}
             del data["factor"]
@@ -365,7 +369,9 @@ class Loop:
         asked = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths", "token_mask", "sample_mask")})
         data["prev_logprobs"] = self.scored(asked)
         needs = self.asked.reference_policy_kl_penalty
-        data["reference_policy_logprobs"] = self.scored(asked, True) if needs else torch.zeros_like(data["prev_logprobs"])
+        data["reference_policy_logprobs"] = (
+            self.scored(asked, True) if needs else torch.zeros_like(data["prev_logprobs"])
+        )
         grpo.compute_and_apply_seq_logprob_error_masking(data, rewards, self.grpo.seq_logprob_error_threshold)
         mask = data["token_mask"] * data["sample_mask"][:, None]
         data["advantages"] = grpo._clip_grpo_advantages(
@@ -397,7 +403,9 @@ class Loop:
 
         hook = self.worker.optimizer.register_step_post_hook(lambda *_: self.ended())
         with (
-            patch.object(worker_v2, "process_global_batch", lambda *a, **k: self.process_global_batch(whole_batch, *a, **k)),
+            patch.object(
+                worker_v2, "process_global_batch", lambda *a, **k: self.process_global_batch(whole_batch, *a, **k)
+            ),
             patch.object(worker_v2, "automodel_forward_backward", passed),
             patch.object(worker_v2, "scale_grads_and_clip_grad_norm", lambda *a, **k: self.clip(clip, *a, **k)),
             patch.object(passes, "model_forward", lambda *a, **k: self.forward(forward, *a, **k)),

@@ -137,7 +137,7 @@ def caught(found: Report, stage: Stage, code: str) -> None:
 
 
 PLANTED: dict[str, tuple[bugs.Plant, Stage, str, dict[str, Any]]] = {
-    "labels rolled back": (bugs.labels_rolled_back, Stage.LOGPROB, "LSS003", MANY),
+    "labels rolled back": (bugs.labels_rolled_back, Stage.LOSS, "LSS003", MANY),
     "micro-batch dropped": (bugs.micro_batch_dropped, Stage.PACK, "PCK001", MANY),
     "old of the first batch": (bugs.stale_old, Stage.LOGPROB, "LGP001", {}),
     "temperature left out": (bugs.temperature_left_out, Stage.LOGPROB, "LGP001", SETTINGS["hotter"]),

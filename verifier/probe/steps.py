@@ -377,8 +377,8 @@ class StepRecorder(ABC):
     def loss(
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
-        kl_limit: float | None = None, kl_ratio: bool | Literal["own"] = False, divisor: float | None = None, parts: Sequence[Any] = (),
-        steepness: tuple[float, float] = (1.0, 1.05),
+        kl_limit: float | None = None, kl_ratio: bool | Literal["own"] = False, divisor: float | None = None,
+        parts: Sequence[Any] = (), steepness: tuple[float, float] = (1.0, 1.05),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
@@ -389,7 +389,8 @@ class StepRecorder(ABC):
         all ranks, is what the sum over tokens, or over means, of all ranks is divided by where that is not the number
         of those with tokens in the loss. `kl_kind` is one of `KL_KINDS`, at most `kl_limit`, where it has no gradient.
         With `kl_ratio` each token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv
-        2512.02556); "own" is the ratio to the log-probability itself, of value 1 (arXiv 2506.09477). With `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of their means.
+        2512.02556); "own" is the ratio to the log-probability itself, of value 1 (arXiv 2506.09477). With `parts`, one
+        of each rollout such as its micro-batch, "prompt_mean" is of their means.
 
         Raises:
             UsageError: an unknown mean or estimate.

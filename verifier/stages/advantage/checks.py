@@ -68,9 +68,10 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 
     What it checks: per rollout with a token in the loss, the advantage against the textbook formula in float64: GRPO,
-    also by the batch's deviation or by mean and deviation of the others of the group, Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the
-    deviation (n or n - 1) are those that the record names. Of an epsilon that it does not name the advantage may be
-    that of any from 0 to 1e-4, and of a divisor that it does not name, that of one of the two for the whole batch.
+    also by the batch's deviation or by mean and deviation of the others of the group, Dr. GRPO, RLOO and both kinds of
+    REINFORCE++. Dtype, epsilon and divisor of the deviation (n or n - 1) are those that the record names. Of an epsilon
+    that it does not name the advantage may be that of any from 0 to 1e-4, and of a divisor that it does not name, that
+    of one of the two for the whole batch.
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
