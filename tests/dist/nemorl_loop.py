@@ -213,6 +213,10 @@ class Loop:
                     self.asked.truncated_importance_sampling_ratio,
                 )
                 told["masks"] = [(level, low, high)]
+                ratio, inside = data["factor"], data["token_mask"]
+                if kind != "icepop":
+                    ratio = ((ratio.log() * inside).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)).exp()
+                data["factor"] = data["factor"] * ((low <= ratio) & (ratio <= high))
             told |= {"weights": cut("factor"), "weight_level": "token"}
             del data["factor"]
         groups = zip(self.whole["row"].tolist(), self.whole["advantages"], self.whole["token_mask"], strict=True)
