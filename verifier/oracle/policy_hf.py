@@ -405,10 +405,11 @@ def token_losses(
             "k1": distance, "k2": distance.square() / 2, "k3": torch.exp(-near) - 1 + near, "abs": distance.abs()
         }  # fmt: skip
         most = objective.get("kl_limit") or math.inf
-        divergence = torch.clamp(estimates[objective["kl_kind"].removesuffix("+")], max=most)
+        times = torch.exp(logprob - logprob.detach()) if objective.get("kl_ratio") == "own" else 1.0
+        divergence = torch.clamp(estimates[objective["kl_kind"].removesuffix("+")] * times, max=most)
         if objective["kl_kind"].endswith("+"):
             divergence = divergence.detach() + estimates["k2"] - estimates["k2"].detach()
-        if objective.get("kl_ratio"):
+        if objective.get("kl_ratio") is True:
             own = _means(divergence, counts) if name in WHOLE else divergence.detach()
             divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())
         total = total + objective["kl_weight"] * divergence

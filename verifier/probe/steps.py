@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -298,8 +298,9 @@ class StepRecorder(ABC):
         Args:
             step: number of the step.
             values: of each rollout.
-            estimator: "grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"; others are not
-                judged.
+            estimator: "grpo", "grpo_batch", "grpo_others" (mean and deviation are those of the others of its group;
+                undivided where these are equal), "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"; others are
+                not judged.
             reasons: of each rollout why it is left out of the loss; empty for one that stays.
             ratio_over: "old" or "engine", the log-probabilities that the ratio divides by.
             max_staleness: versions that a token in the loss may be behind.
@@ -376,8 +377,8 @@ class StepRecorder(ABC):
     def loss(
         self, step: int, name: str, *, aggregation: str = "token_mean", clip_low: float = 0.2, clip_high: float = 0.2,
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
-        kl_limit: float | None = None, kl_ratio: bool = False, divisor: float | None = None, parts: Sequence[Any] = (),
-        steepness: tuple[float, float] = (1.0, 1.05),
+        kl_limit: float | None = None, kl_ratio: bool | Literal["own"] = False, divisor: float | None = None,
+        parts: Sequence[Any] = (), steepness: tuple[float, float] = (1.0, 1.05),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
@@ -388,7 +389,8 @@ class StepRecorder(ABC):
         all ranks, is what the sum over tokens, or over means, of all ranks is divided by where that is not the number
         of those with tokens in the loss. `kl_kind` is one of `KL_KINDS`, at most `kl_limit`, where it has no gradient.
         With `kl_ratio` each token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv
-        2512.02556). With `parts`, one of each rollout such as its micro-batch, "prompt_mean" is of their means.
+        2512.02556); "own" is the ratio to the log-probability itself, of value 1 (arXiv 2506.09477). With `parts`, one
+        of each rollout such as its micro-batch, "prompt_mean" is of their means.
 
         Raises:
             UsageError: an unknown mean or estimate.

@@ -97,7 +97,10 @@ def test_an_advantage_that_is_not_finite_is_violated(value, tmp_path):
     assert verdict(tmp_path / "trace", given, [0.0] * 7 + [value]) is Verdict.VIOLATED
 
 
-@pytest.mark.parametrize("estimator", ["grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"])
+OTHERS = ("grpo_batch", "grpo_others", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+
+
+@pytest.mark.parametrize("estimator", OTHERS)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_other_estimators_hold_by_other_formulas_of_them(estimator, dtype, tmp_path):
     """As verl writes them: a sum without one's own reward, and `rsqrt` of the unbiased variance and 1e-8."""
@@ -109,6 +112,10 @@ def test_other_estimators_hold_by_other_formulas_of_them(estimator, dtype, tmp_p
             made = centred
         elif estimator == "grpo_batch":  # TRL's scale_rewards="batch"
             made = centred / (rewards.std() + 1e-4)
+        elif estimator == "grpo_others":  # NeMo-RL's default, by two passes
+            others = torch.stack([rewards[:, [it for it in range(8) if it != own]] for own in range(8)], 1)
+            equal = (others == others[..., :1]).all(-1)
+            made = (rewards - others.mean(-1)) / torch.where(equal, 1.0, others.std(-1) + 1e-6)
         elif estimator == "rloo":
             made = rewards - (rewards.sum(1, keepdim=True) - rewards) / 7
         else:

@@ -26,7 +26,7 @@ from verifier.stages.train.records import StepReport
 SIZES = (5, 2, 3)
 LOSSES = {
     "gspo": {}, "gspo with kl": {"kl_weight": 0.3, "kl_ratio": True}, "sequence": {}, "sapo": {},
-    "clipped with kl": {"kl_weight": 0.3, "kl_ratio": True},
+    "clipped with kl": {"kl_weight": 0.3, "kl_ratio": True}, "clipped with own": {"kl_weight": 0.3, "kl_ratio": "own"},
 }  # fmt: skip
 
 
@@ -46,6 +46,8 @@ def of_trl(name: str, inputs: dict[str, torch.Tensor], options: dict[str, Any]) 
         losses = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     if options:
         away = inputs["reference"] - inputs["logprob"]
+        own = (inputs["logprob"] - inputs["logprob"].detach()).exp()  # NeMo-RL's
+        ratio = own if options["kl_ratio"] == "own" else ratio
         losses = losses + options["kl_weight"] * (away.exp() - away - 1) * ratio
     return losses.expand_as(mask)
 

@@ -68,9 +68,10 @@ def advantage_differs_from_estimator(trace: Trace) -> Iterator[Comparison]:
     """Every advantage is what its estimator makes of the rewards of the whole batch, by trajectory and group.
 
     What it checks: per rollout with a token in the loss, the advantage against the textbook formula in float64: GRPO,
-    also by the batch's deviation, Dr. GRPO, RLOO and both kinds of REINFORCE++. Dtype, epsilon and divisor of the
-    deviation (n or n - 1) are those that the record names. Of an epsilon that it does not name the advantage may be
-    that of any from 0 to 1e-4, and of a divisor that it does not name, that of one of the two for the whole batch.
+    also by the batch's deviation or by mean and deviation of the others of the group, Dr. GRPO, RLOO and both kinds of
+    REINFORCE++. Dtype, epsilon and divisor of the deviation (n or n - 1) are those that the record names. Of an epsilon
+    that it does not name the advantage may be that of any from 0 to 1e-4, and of a divisor that it does not name, that
+    of one of the two for the whole batch.
     Why it matters: a group that is cut by a mini-batch, a standard deviation over the batch, a step's advantage given
     to the wrong trajectory: rewards look right and the direction is wrong.
     Evidence: advantage/advantages.
@@ -150,6 +151,13 @@ def _expected(item: Advantages, ddof: int | None) -> dict[str, _Expected] | None
             every = dict.fromkeys(rewards, 1)
             batch = _centred(_Numbers(rewards, max(errors.values())), every, u)
             found |= _divided(batch, every, (low, high), 1 if ddof is None else ddof, u, of=own)
+        elif estimator == "grpo_others":
+            for name in names if size > 2 else ():
+                rest = _centred(_Numbers({it: rewards[it] for it in names if it != name}, own.error), each, u)
+                left = _Numbers({name: own.exact[name] * size / (size - 1)}, 2 * own.error)
+                equal = not any(rest.exact.values())  # then it is not divided
+                terms = 1 if ddof is None else ddof
+                found |= _scaled(left, 1.0, u) if equal else _divided(rest, each, (low, high), terms, u, of=left)
         elif estimator == "dr_grpo":
             found |= _scaled(own, 1.0, u)
         elif estimator == "rloo":

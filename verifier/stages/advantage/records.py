@@ -5,7 +5,7 @@ from __future__ import annotations
 from verifier.core.owed import Owed, anyone, per_step, per_update
 from verifier.core.record import ArrayRecord, Count, Lengths, Real, Record
 
-ESTIMATORS = ("grpo", "grpo_batch", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
+ESTIMATORS = ("grpo", "grpo_batch", "grpo_others", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline")
 """Estimators of advantages that a check has a formula of."""
 
 

@@ -185,10 +185,11 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
             edge |= np.abs(distance) < NATS
         divergence = kl_estimates(terms.kl_kind, distance, terms.kl_limit)
         rate = slopes["k2" if terms.kl_kind.endswith("+") else terms.kl_kind]
+        rate = rate + kl_estimates(terms.kl_kind, distance) if terms.kl_ratio == "own" else rate
         if terms.kl_limit is not None and not terms.kl_kind.endswith("+"):
             edge |= np.abs(kl_estimates(terms.kl_kind, distance) / terms.kl_limit - 1) < TERM.absolute
             rate = np.where(divergence < terms.kl_limit, rate, 0.0)
-        if terms.kl_ratio:
+        if terms.kl_ratio is True:
             times, own = np.exp(np.clip(difference, -LIMIT, LIMIT)), update.shared(divergence, terms.loss)
             divergence, rate = times * divergence, times * (update.sizes(terms.loss) * own + rate)
         value, slope = value + terms.kl_weight * divergence, slope + terms.kl_weight * rate
@@ -208,7 +209,9 @@ def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.nda
     distance = np.abs(update.rows["current"] - update.given["reference"])
     lever = np.ones(len(distance)) if terms.kl_kind in ("k1", "abs", "k1+", "abs+") else distance + NATS
     of_slope = np.full(len(distance), 0.0 if terms.kl_kind in ("k1", "abs") else NATS)
-    if terms.kl_ratio:  # by the product rule
+    if terms.kl_ratio == "own":
+        of_slope = of_slope + NATS * lever
+    elif terms.kl_ratio:  # by the product rule
         times = np.exp(np.clip(update.log_ratios(terms.loss), -LIMIT, LIMIT)) * update.sizes(terms.loss)
         further = kl_estimates(terms.kl_kind, update.rows["current"] - update.given["reference"])
         lever, of_slope = times * (lever + further), times * (of_slope + NATS * (2 * lever + further))

@@ -81,8 +81,8 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     kl_kind: str = "k3"
     kl_limit: float | None = None
     """Greatest KL estimate, beyond which it has no gradient, nats."""
-    kl_ratio: bool = False
-    """The KL estimate is multiplied by the token's ratio."""
+    kl_ratio: bool | Literal["own"] = False
+    """The KL estimate is multiplied by the token's ratio; "own": by the ratio to itself, which is 1 with a gradient."""
     entropy_weight: float = 0.0
     temperature: float = 1.0
     """Divisor of the logits."""
