@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import RunConfig, next_trace, timeout_knob
+from verifier.config.commands import RunConfig, next_trace, seed_knob, timeout_knob
 from verifier.config.grpo import LOSSES, GrpoOptions
 from verifier.config.lora import ENGINE_RANKS, LoraOptions
 from verifier.config.megatron import MegatronOptions
@@ -203,7 +203,7 @@ class TrainConfig(RunConfig):
         "Config of a run to train before this one, in its folder `first`; this run begins with its weights.", None,
     )  # fmt: skip
     steps: int = knob("Optimizer steps.", 100, flag="--steps", least=1)
-    seed: int = knob("Seed of data and order.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of data and order.")
     run: Path = knob(
         "Folder of the run; by default the next free runs/train-NNNN.",
         factory=lambda: next_trace("train", FIRST_RUN), flag="--run", metavar="DIR", last=True,
