@@ -36,7 +36,7 @@ SHOWN = 8
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
 _MOST_SEEDS = 2**62
-"""Where seeds of evaluations, which count down from the run's end of its seeds, go on below 0: none is negative."""
+"""Number that seeds of evaluations, which count down, go on from below 0: none is negative."""
 
 
 class EngineRollouts:
