@@ -161,6 +161,7 @@ REFUSED = {
     "constant-below-0": f"{ADD} aggregation=constant aggregation_constant=-8",
     "rollouts-without-grpo": f"{ADD} data.rollouts=rollouts",
     "oracle-without-judge": f"{ADD} verify.every=10",
+    "oracle-of-balancing": "model=tiny:add-moe megatron.moe_z_loss=0.01 verify.every=1 verify.steps=true",
     "profile-of-no-step": f"{ADD} steps=3 profile.steps=[4]",
     "profile-of-no-number": f"{ADD} profile.steps=[third]",
     "profile-of-no-rank": f"{ADD} mesh.dp=2 profile.steps=[1] profile.ranks=[0,2]",

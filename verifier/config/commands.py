@@ -83,6 +83,11 @@ def timeout_knob(whole: str, default: float) -> Any:
     )
 
 
+def seed_knob(whole: str) -> Any:
+    """Make the knob of a seed; `whole` is its help. Those of requests are a million times as large, in 63 bits."""
+    return knob(whole, 1, flag="--seed", least=0, most=4_000_000_000)
+
+
 def fixes_knob() -> Any:
     """Make the knob of upstream fixes."""
     return knob("Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True)
@@ -206,7 +211,7 @@ class RoundtripConfig(RunConfig):
         "To the engine; nccl needs GPUs of its own, ipc shares the trainer's; by default chosen by the free GPUs.",
         None, flag="--transport", choices=("gloo", "nccl", "ipc"),
     )  # fmt: skip
-    seed: int = knob("Seed of tokens and noise.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of tokens and noise.")
     length: int = knob(
         "Tokens of the longest sequence, of trainer and engine; above 1,024 an answer has nearly as many.", 300,
         flag="--length", least=300,
@@ -244,7 +249,7 @@ class BisectConfig(RunConfig):
     fault: str | None = knob(
         "Inject this fault of the catalogue first, to see it found.", None, flag="--fault", metavar="ID"
     )
-    seed: int = knob("Seed of the tokens.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of the tokens.")
     trace: Path = _trace("bisect")
 
     def _contradictions(self) -> dict[str, object]:

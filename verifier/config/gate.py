@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import DTYPES, MAX_TIMEOUT_S, TimedConfig, folder_name, next_trace, timeout_knob
+from verifier.config.commands import (
+    DTYPES,
+    MAX_TIMEOUT_S,
+    TimedConfig,
+    folder_name,
+    next_trace,
+    seed_knob,
+    timeout_knob,
+)
 from verifier.errors import UsageError
 from verifier.knob import group, knob
 from verifier.platform.upstream_fixes import require_known
@@ -91,7 +99,7 @@ class GateConfig(TimedConfig):
     )  # fmt: skip
     cycles: int = knob("Updates of each round trip.", 2, flag="--cycles", least=1)
     train_steps: int = knob("Steps of each training run.", 3, flag="--steps", least=1)
-    seed: int = knob("Seed of tokens, data and noise.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of tokens, data and noise.")
     fixes: tuple[str, ...] = knob(
         "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from verifier.config.commands import DTYPES, ModelConfig, folder_name, stored_dtype, timeout_knob
+from verifier.config.commands import DTYPES, ModelConfig, folder_name, seed_knob, stored_dtype, timeout_knob
 from verifier.config.megatron import MegatronOptions
 from verifier.knob import group, knob
 
@@ -49,7 +49,7 @@ class SweepConfig(ModelConfig):
         "Memory that a rank may take: private on a CPU, the allocator's on a GPU; by default all, 80 in --dry-run.",
         None, flag="--memory-limit", metavar="GIB", unit="GiB", above=0,
     )  # fmt: skip
-    seed: int = knob("Seed of weights, lengths and tokens.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of weights, lengths and tokens.")
     trial_timeout_s: float = knob(
         "Deadline of one trial, which then counts as failed.", 300.0, flag="--trial-timeout", metavar="SECONDS",
         unit="seconds", above=0, last=True,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verifier.config.cluster import RayOptions
-from verifier.config.commands import RunConfig, next_trace, timeout_knob
-from verifier.config.grpo import GrpoOptions
+from verifier.config.commands import RunConfig, next_trace, seed_knob, timeout_knob
+from verifier.config.grpo import LOSSES, GrpoOptions
 from verifier.config.lora import ENGINE_RANKS, LoraOptions
 from verifier.config.megatron import MegatronOptions
 from verifier.config.sampling import SamplingOptions
@@ -19,6 +19,8 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "prompt_mean", "constant")
 FIRST_RUN = Path("runs")
 GENERATED = ("tiny", "wide")
 """Prefixes of models with random weights."""
+WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
+"""Options of Megatron that change loss or weights in a way that the oracle does not compute."""
 DEFAULT_COUNT = 8
 """Rollouts of a micro-batch where none of the knobs says how it is cut."""
 
@@ -201,7 +203,7 @@ class TrainConfig(RunConfig):
         "Config of a run to train before this one, in its folder `first`; this run begins with its weights.", None,
     )  # fmt: skip
     steps: int = knob("Optimizer steps.", 100, flag="--steps", least=1)
-    seed: int = knob("Seed of data and order.", 1, flag="--seed")
+    seed: int = seed_knob("Seed of data and order.")
     run: Path = knob(
         "Folder of the run; by default the next free runs/train-NNNN.",
         factory=lambda: next_trace("train", FIRST_RUN), flag="--run", metavar="DIR", last=True,
@@ -249,6 +251,20 @@ class TrainConfig(RunConfig):
     def num_updates(self) -> int:
         """Optimizer steps of the run."""
         return self.steps * (self.grpo.updates if self.algorithm == "grpo" else 1)
+
+    @property
+    def beyond_oracle(self) -> tuple[str, str]:
+        """Reason for which transformers can compute no step of these knobs, and another remedy; empty if it can."""
+        options, rounded = self.megatron, self.dtype != "float32"
+        names = (*WITHOUT_ORACLE, *(("mtp_loss_scaling_factor",) if rounded else ()))
+        asked = {name: f"{value:g}" for name in names if (value := getattr(options, name))}
+        if rounded and not options.grad_reduce_in_fp32:
+            asked["grad_reduce_in_fp32"] = "false"
+        for name, text in asked.items():
+            return f"megatron.{name} is {text}, which the oracle does not compute", ", or leave it out"
+        if self.algorithm == "grpo" and self.grpo.loss not in LOSSES:
+            return f"grpo.loss is {self.grpo.loss}, whose formula the oracle does not know", ", or choose another loss"
+        return "", ""
 
     def _of_algorithm(self) -> dict[str, object]:
         constant, replays = self.aggregation_constant, self.grpo.replay_routes
@@ -386,7 +402,7 @@ class TrainConfig(RunConfig):
                 sampled and groups and data.batch_size < self.grpo.mini_batches
             ),
             f"{shown}, {{mesh.dp}}{stages}: an optimizer step has {size} rollouts, and the ranks take {least} at a "
-            "time": sampled and size < least,
+            "time: make the batch larger, or the mesh smaller": sampled and size < least,
             "data.held_out is given and {evaluation.num_problems}: nothing would be evaluated, leave one out": (
                 data.held_out is not None and self.evaluation.num_problems == 0
             ),

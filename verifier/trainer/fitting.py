@@ -77,12 +77,14 @@ def require_fit(config: TrainConfig, sizes: Mapping[str, Any], tier: Tier) -> No
     if rank:
         refuse_adapters(sizes, f"lora.rank is {rank}, which")
     multiple, most = alignment_of(config).total_multiple, config.batch.max_tokens
+    reason, remedy = config.beyond_oracle
     rows = {
         "{lora.rank}, and the family of {model} has no layout by which adapters could be judged: leave it out": (
             rank and family_of(sizes) is None
         ),
         f"{{batch.max_tokens}}, below {multiple}, the multiple that mesh.tp = {config.mesh.tp} and mesh.cp = "
         f"{config.mesh.cp} pad every rollout to": most is not None and most < multiple,
+        f"{{verify.every}} and {reason}: set verify.every=0{remedy}": config.verify.every and reason,
     }
     refuse(config, rows, model=architecture_of(sizes))
 

@@ -35,6 +35,8 @@ SHOWN = 8
 """Rollouts of a step whose texts are shown."""
 _SEEDS = 1_000_003
 """Seeds of a run begin at a multiple of it, so that runs of neighbouring seeds share none."""
+_MOST_SEEDS = 2**62
+"""Number that seeds of evaluations, which count down, go on from below 0: none is negative."""
 
 
 class EngineRollouts:
@@ -280,15 +282,19 @@ class EngineRollouts:
     def _evaluated(self, step: int) -> dict[str, float]:
         assert self._client is not None
         assert self._reward is not None
-        prompts, kept, given = self._held_out_prompts, list[list[RolloutRow]](), list[Rewarded]()
+        options, prompts, kept, given = (
+            self._config.grpo,
+            self._held_out_prompts,
+            list[list[RolloutRow]](),
+            list[Rewarded](),
+        )
         played, shaped = list[tuple[str, Sequence[Turn]]](), list[tuple[str, ...]]()
         found, drawn, weights = {"held_out_version": float(step)}, list[list[list[int]]](), set[int]()
         failures = 0
         for name, temperature in (("held_out_reward", self._config.grpo.temperature), ("accuracy", 0.0)):
             sampling = Sampling(
-                seed=(self._config.seed + 1) * _SEEDS - (step + 1) * self._config.grpo.max_turns * len(prompts),
-                temperature=temperature,
-                max_tokens=self._config.grpo.max_answer_tokens, stop=(self._tokenizer.eos_id,),
+                seed=((self._config.seed + 1) * _SEEDS - (step + 1) * options.max_turns * len(prompts)) % _MOST_SEEDS,
+                temperature=temperature, max_tokens=options.max_answer_tokens, stop=(self._tokenizer.eos_id,),
             )  # fmt: skip
             episodes = self._episodes.play(self._client, prompts, sampling, len(prompts), self._held_out)
             shaped.append(tuple(sorted({turn.sample.shaped for own in episodes for turn in own[0]})))

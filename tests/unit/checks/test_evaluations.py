@@ -155,6 +155,13 @@ def test_each_answer_of_an_evaluation_has_a_seed_of_its_own(seeds, found):
     assert wrong(seeds=tuple(tuple(FIRST + seed for seed in own) for own in seeds)) == found
 
 
+def test_seeds_of_late_evaluations_go_on_below_zero_from_the_other_end():
+    first = 2**62 + 1_000_003 - 4 * 400_000 * 3
+    late = {"seed": 0, "grpo": {"max_turns": 400_000}}
+    assert wrong(seeds=((first, first + 1, first + 2),), config=late) == []
+    assert wrong(seeds=((first - 2**62, first - 2**62 + 1, first - 2**62 + 2),), config=late) != []
+
+
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
 def test_evaluations_keep_answers_to_problems_that_are_spread_and_differ(count):
     found = [places(version, count) for version in range(count)]

@@ -20,7 +20,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from verifier.config import TrainConfig
-from verifier.config.grpo import LOSSES
 from verifier.config_json import text_model
 from verifier.core.outputs import full_disk_refused
 from verifier.core.record import Probe
@@ -57,9 +56,6 @@ from verifier.trainer.sampled_batch import exact_tokens, has_fresh
 
 COLUMNS = ("advantage", "divisor", "reference")
 """Inputs of a loss besides tokens, mask and weight."""
-
-WITHOUT_ORACLE = ("moe_aux_loss", "moe_z_loss", "moe_bias_update_rate")
-"""Options of Megatron that change loss or weights in a way that the oracle does not compute."""
 
 TOKENS = 2**14
 """Tokens of a step's rollouts that the oracle computes by default. Each takes 8 operations a weight in float32, forward
@@ -137,22 +133,10 @@ def _unjudgeable(config: TrainConfig, model: ModelUnderTest, *, derives: bool = 
     """
     if not (model.judges_gradients or (derives and not config.lora.rank and may_derive(model))):
         return f"the gradients of {config.model} cannot be judged: its family has no layout", ""
-    options, rounded = config.megatron, config.dtype != "float32"
-    further, apart = options.mtp_loss_scaling_factor, any(name.startswith("mtp.") for name in model.checkpoint.metas)
-    asked = {
-        "distributed_optimizer": "false" if not options.distributed_optimizer else "",
-        "grad_reduce_in_fp32": "false" if not options.grad_reduce_in_fp32 and rounded else "",
-        **{name: f"{value:g}" if (value := getattr(options, name)) else "" for name in WITHOUT_ORACLE},
-        "mtp_loss_scaling_factor": f"{further:g}" if further and (rounded or apart) else "",
-    }
-    for name, text in asked.items():
-        if text:
-            return f"megatron.{name} is {text}, which the oracle does not compute", ", or leave it out"
-    if config.algorithm == "grpo" and config.grpo.loss not in LOSSES:
-        return (
-            f"grpo.loss is {config.grpo.loss}, whose formula the oracle does not know", ", or choose another loss"
-        )  # fmt: skip
-    return "", ""
+    factor = config.megatron.mtp_loss_scaling_factor
+    if factor and any(name.startswith("mtp.") for name in model.checkpoint.metas):
+        return f"megatron.mtp_loss_scaling_factor is {factor:g}, which the oracle does not compute", ", or leave it out"
+    return config.beyond_oracle
 
 
 def record_scored(probe: Probe, config: TrainConfig, step: int, scored: ScoredRollouts) -> None:

@@ -33,6 +33,8 @@ class _Pass:
     kept: torch.Tensor
     logits: torch.Tensor
     counts: torch.Tensor
+    bias: torch.Tensor | None
+    """Score biases of the pass: an update moves them before its gradients are read."""
     through: torch.Tensor | None = None
     """Gradient by the experts' weights of the rows that are kept."""
     whole: torch.Tensor | None = None
@@ -85,6 +87,7 @@ def _watch(layer: int, router: Any, passes: list[_Pass], stack: contextlib.ExitS
         item = _Pass(
             layer=layer, number=count, rows=len(flat), kept=kept, logits=flat[kept].clone(),
             counts=_counts(flat, router.topk, router.score_function),
+            bias=None if router.expert_bias is None else router.expert_bias.detach().clone(),
         )  # fmt: skip
         count += 1
         passes.append(item)
@@ -144,7 +147,7 @@ def _own_gradient(router: Any, item: _Pass) -> tuple[torch.Tensor, torch.Tensor]
             logits, router.topk, use_pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk,
             scaling_factor=config.moe_router_topk_scaling_factor, score_function=router.score_function,
-            expert_bias=router.expert_bias, fused=False,
+            expert_bias=item.bias, fused=False,
         )  # fmt: skip
         (part,) = torch.autograd.grad(weights, logits, item.through.to(weights.dtype))
     size = torch.stack([whole.abs().amax(-1), part.double().abs().amax(-1), item.through.double().abs().amax(-1)])

@@ -419,6 +419,7 @@ def _seeds(item: EvaluatedAnswers, config: Mapping[str, Any]) -> Iterator[Compar
         return
     count = len(item.seeds[0])
     first = (int(config["seed"]) + 1) * SEEDS - (item.claimed + 1) * int(config["grpo.max_turns"]) * count
+    first %= 2**62  # late evaluations count on from below zero
     for turn, seeds in enumerate(item.seeds):
         begin = first + turn * count
         right = [*range(begin, begin + count)]
