@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import logging
 import math
@@ -25,7 +26,7 @@ from verifier.model.families import num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
 from verifier.platform.provenance import installed
-from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_GROUPS, MEGATRON_SINKS, sums_groups
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -158,6 +159,8 @@ def build(
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
     install_for(tier)
     upstream_fixes_megatron.install(fixes)
+    if MEGATRON_GROUPS in fixes and sums_groups(config):
+        upstream_fixes_megatron.choose_groups_by_best()
     import torch.distributed as dist
 
     if dist.get_world_size() != mesh.world_size:
@@ -198,6 +201,8 @@ def build(
             provider.register_pre_wrap_hook(_poison, prepend=True)
             if data_parallel is not None:
                 provider.register_pre_wrap_hook(partial(_require_finite, checkpoint))
+        if data_parallel is not None:
+            provider.register_pre_wrap_hook(partial(_require_packs, architecture_of(config)), prepend=True)
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
         try:
@@ -397,6 +402,23 @@ def _require_finite(checkpoint: Checkpoint, chunks: list[Any]) -> list[Any]:
         for name in checkpoint.names():
             if bad := int((~torch.isfinite(checkpoint.read(name).float())).sum()):
                 raise UsageError(f"`{name}` of {checkpoint.path} has {bad:,} values that are not finite: mend it")
+    return chunks
+
+
+def _require_packs(kind: str, chunks: list[Any]) -> list[Any]:
+    """Refuse a model that ends at packed sequences, as which a training step has its rows."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    for chunk in chunks:
+        modules = (module for name, module in chunk.named_modules() if READS_IMAGES not in name)
+        attends = any(isinstance(module, DotProductAttention) for module in modules)
+        taken = inspect.signature(chunk.forward).parameters
+        if attends or not {"packed_seq_params", "kwargs"} & taken.keys():
+            lacks = "megatron-core's DotProductAttention" if attends else f"the bridge's own {type(chunk).__name__}"
+            raise UsageError(
+                f"{kind} cannot be trained on packed sequences, as every step has them: megatron-bridge "
+                f"{installed('megatron-bridge')} builds it with {lacks}, which takes none"
+            )
     return chunks
 
 

@@ -91,7 +91,8 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             Path(folder, "config.json").write_text(json.dumps(config))
             whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             text = whole.get_text_config()
-            tied = text_model(config).get("tie_word_embeddings", text.tie_word_embeddings)
+            stated = {**vars(whole), **vars(text), **text_model(config)}  # some classes have no such field: Qwen3-VL's
+            tied = stated.get("tie_word_embeddings", False)
             whole.tie_word_embeddings = text.tie_word_embeddings = tied
             is_causal = type(text) in AutoModelForCausalLM._model_mapping
             auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
@@ -121,6 +122,9 @@ def compute_the_definition(model: PreTrainedModel, dtype: torch.dtype, fixes: Co
         mend(model)
     _scan_without_kernels(model)
     _learn_padding(model)
+    for module in model.modules():  # at whose absence transformers 5.12.1 ends where DeepSeek-V2 chooses by groups
+        if hasattr(module, "num_group") and not hasattr(module, "num_experts"):
+            module.num_experts = len(module.gate.weight)
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:

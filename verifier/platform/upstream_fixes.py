@@ -141,6 +141,12 @@ def _rotates_whole_heads(model: Sizes) -> bool:
     return kind == "minimax_m2" and width is not None and width != model.get("head_dim")
 
 
+def sums_groups(model: Sizes) -> bool:
+    """Test for groups of experts that are chosen by their best one, of which Megatron adds up several."""
+    by_best = model.get("topk_method") == "group_limited_greedy" and model.get("n_group", 1) > 1
+    return by_best and model["num_experts_per_tok"] // model["topk_group"] > 1
+
+
 def _keeps_head(model: Sizes) -> bool:
     kind = str(model.get("model_type"))
     return kind in SEPARATE_HEADS and bool(model.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
@@ -175,6 +181,7 @@ BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
 MEGATRON_SINKS = "megatron-7452"
 MEGATRON_ROLLS = "megatron-6205"
+MEGATRON_GROUPS = "megatron-1378"
 
 _vllm = partial(UpstreamFix, package="vllm", version="0.21.0")
 _transformers = partial(
@@ -292,6 +299,15 @@ FIXES: dict[str, UpstreamFix] = {
             names=r"(.*\.weight|reported loss of further tokens).*",
             checks=("LSS001", "LSS002"),
             applies=lambda model, run: run.further and run.tp > 1,
+        ),
+        _megatron(
+            id=MEGATRON_GROUPS,
+            issue="Megatron-LM #1378",
+            summary="groups of experts are chosen by the sum of several scores, as DeepSeek-V3 does, where DeepSeek-V2 "
+            "chooses them by the best one",
+            names=rf"{_LOGPROBS}|.*\broutes sequence \d+|.*\.weight|reported loss on rank \d+",
+            checks=("LGP001", "RPL003", "LSS001", "LSS002"),
+            applies=lambda model, run: sums_groups(model),
         ),
         _bridge(
             id=BRIDGE_ADAPTERS,

@@ -14,7 +14,7 @@ from verifier.model.architectures_hf import write_scaled
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import is_served
 from verifier.model.tiny import write_tiny
-from verifier.model.transformers_hf import checkpoint_places, load_model
+from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
 
 
 def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> None:
@@ -31,6 +31,16 @@ def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> N
     checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
     assert places.keys() == set(checkpoint.names())
     assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())
+
+
+def test_experts_are_chosen_by_groups_in_deepseek_v2(tmp_path: Path) -> None:
+    """transformers 5.12.1 ends there; published DeepSeek-V2 and V2.5 choose so."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(write_scaled("deepseek_v2", tmp_path), folder)
+    config = json.loads((folder / "config.json").read_text())
+    grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0}
+    (folder / "config.json").write_text(json.dumps({**config, **grouped}))
+    assert token_logprobs(load_model(folder, torch.float32), [3, 5, 7], torch.float32).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])
