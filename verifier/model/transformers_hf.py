@@ -21,8 +21,18 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, is_served
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
-from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
-from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
+from verifier.platform.upstream_fixes import (
+    TRANSFORMERS_LATENT,
+    TRANSFORMERS_ROTARY,
+    TRANSFORMERS_SCAN,
+    TRANSFORMERS_SOFTMAX,
+)
+from verifier.platform.upstream_fixes_transformers import (
+    norm_latents_by_config,
+    rotate_by_config,
+    scale_softmax_by_config,
+    scan_in_one_chunk,
+)
 
 REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -33,6 +43,7 @@ _MENDED = {
     TRANSFORMERS_SCAN: scan_in_one_chunk,
     TRANSFORMERS_LATENT: norm_latents_by_config,
     TRANSFORMERS_ROTARY: rotate_by_config,
+    TRANSFORMERS_SOFTMAX: scale_softmax_by_config,
     "gated-delta-rule": scan_by_token,
 }
 """Id of an upstream fix -> what installs it in a model; the last is of the oracle alone."""

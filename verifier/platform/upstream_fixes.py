@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verifier.config_json import has_delta_nets
+from verifier.config_json import has_delta_nets, rope
 from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
 from verifier.platform.provenance import installed
@@ -135,6 +135,10 @@ def _bends_latent_norms(model: Sizes) -> bool:
     return model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
 
 
+def _scales_plainly(model: Sizes) -> bool:
+    return model.get("model_type") == "deepseek_v2" and bool(rope(model).get("mscale_all_dim"))
+
+
 def _rotates_whole_heads(model: Sizes) -> bool:
     """Test for a MiniMax-M2 of whose heads a part is rotated, by the key that transformers does not read."""
     kind, width = model.get("model_type"), model.get("rotary_dim")
@@ -173,6 +177,7 @@ VLLM_SLEEP = "vllm-45620"
 TRANSFORMERS_SCAN = "transformers-47246"
 TRANSFORMERS_LATENT = "transformers-44261"
 TRANSFORMERS_ROTARY = "transformers-48241"
+TRANSFORMERS_SOFTMAX = "transformers-47435"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
@@ -248,6 +253,12 @@ FIXES: dict[str, UpstreamFix] = {
             summary="the norms within latent attention have an epsilon of 1e-6, whatever the config says; Megatron and "
             "vLLM go by the config, and so does the oracle",
             applies=lambda model, run: _bends_latent_norms(model),
+        ),
+        _transformers(
+            id=TRANSFORMERS_SOFTMAX,
+            issue="transformers #47435",
+            summary="the softmax of DeepSeek-V2 is not scaled by YaRN's `mscale_all_dim`",
+            applies=lambda model, run: _scales_plainly(model),
         ),
         _transformers(
             id=TRANSFORMERS_ROTARY,

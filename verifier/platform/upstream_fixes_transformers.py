@@ -52,6 +52,19 @@ def norm_latents_by_config(model: nn.Module) -> None:
                 norm.variance_epsilon = module.config.rms_norm_eps
 
 
+def scale_softmax_by_config(model: nn.Module) -> None:
+    """Scale the scores of DeepSeek-V2 by the square of YaRN's `mscale_all_dim` too, as Megatron and vLLM do.
+
+    Source:
+        transformers #47435: DeepSeek-V3 has it, and DeepSeek-V2 not.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV2Attention":
+            numbers = module.config.rope_parameters
+            if scale := numbers.get("mscale_all_dim"):
+                module.scaling = module.qk_head_dim**-0.5 * (0.1 * scale * math.log(numbers["factor"]) + 1) ** 2
+
+
 def rotate_by_config(model: nn.Module) -> None:
     """Rotate the part of MiniMax-M2's heads that `rotary_dim` says, as Megatron and vLLM do.
 

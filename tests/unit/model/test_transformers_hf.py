@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -33,14 +34,19 @@ def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> N
     assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())
 
 
-def test_experts_are_chosen_by_groups_in_deepseek_v2(tmp_path: Path) -> None:
+def test_deepseek_v2_chooses_experts_by_groups_and_scales_its_softmax_by_yarn(tmp_path: Path) -> None:
     """transformers 5.12.1 ends there; published DeepSeek-V2 and V2.5 choose so."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(write_scaled("deepseek_v2", tmp_path), folder)
     config = json.loads((folder / "config.json").read_text())
+    rope = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
     grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0}
-    (folder / "config.json").write_text(json.dumps({**config, **grouped}))
-    assert token_logprobs(load_model(folder, torch.float32), [3, 5, 7], torch.float32).isfinite().all()
+    changed = {**config, **grouped, "rope_parameters": None, "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(changed))
+    model = load_model(folder, torch.float32)
+    assert token_logprobs(model, [3, 5, 7], torch.float32).isfinite().all()
+    attention = model.model.layers[0].self_attn
+    assert attention.scaling == pytest.approx(attention.qk_head_dim**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])

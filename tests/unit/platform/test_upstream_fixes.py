@@ -20,6 +20,7 @@ TIED = {"model_type": "llama", "tie_word_embeddings": True}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SINKS = {"model_type": "gpt_oss"}
 DELTA = {"text_config": {"linear_num_value_heads": 32}}
+STRETCHED = {"model_type": "deepseek_v2", "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 0.707}}
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
@@ -84,6 +85,9 @@ def reach(model, **run):
         ({**LATENT, "rms_norm_eps": 1e-5}, {}, []),
         ({"model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16}, {"engine": "hf"}, [fixes.TRANSFORMERS_ROTARY]),
         ({"model_type": "minimax_m2", "head_dim": 32}, {"engine": "hf"}, []),
+        (STRETCHED, {"engine": "hf"}, [fixes.TRANSFORMERS_SOFTMAX]),
+        ({**STRETCHED, "model_type": "deepseek_v3"}, {"engine": "hf"}, []),
+        ({**STRETCHED, "rope_scaling": None}, {"engine": "hf"}, []),
         (GROUPS, {}, [fixes.MEGATRON_GROUPS]),
         ({**GROUPS, "topk_method": "noaux_tc"}, {}, []),
         ({**GROUPS, "topk_method": "greedy", "n_group": 1, "topk_group": 1}, {}, []),
