@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from verifier.model.families import num_experts_of, predicts_further
 from verifier.model.mesh_fit import architecture_of, misfit, validate
 from verifier.platform import Tier, import_megatron, install_for, select, upstream_fixes_megatron
 from verifier.platform.provenance import installed
-from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_SINKS
+from verifier.platform.upstream_fixes import MEGATRON_DECAY, MEGATRON_GROUPS, MEGATRON_SINKS, sums_groups
 
 DTYPES = ("float32", "bfloat16")
 SMALL_BUCKET = 40_000
@@ -161,6 +161,8 @@ def build(
         raise UsageError(f"unknown dtype `{dtype}`: one of {', '.join(DTYPES)}")
     install_for(tier)
     upstream_fixes_megatron.install(fixes)
+    if MEGATRON_GROUPS in fixes and sums_groups(config):
+        upstream_fixes_megatron.choose_groups_by_best()
     import torch.distributed as dist
 
     if dist.get_world_size() != mesh.world_size:
@@ -201,6 +203,8 @@ def build(
             provider.register_pre_wrap_hook(_poison, prepend=True)
             if data_parallel is not None:
                 provider.register_pre_wrap_hook(partial(_require_finite, checkpoint))
+        if data_parallel is not None:
+            provider.register_pre_wrap_hook(partial(_require_packs, architecture_of(config)), prepend=True)
         if adapt is not None:
             provider.register_pre_wrap_hook(adapt)
         try:
@@ -221,9 +225,7 @@ def build(
                 raise
             needs = str(lack).partition(" when instantiating")[0].rstrip(".")
             raise UsageError(f"megatron-core cannot build {kind} on the {tier} tier: {needs}") from lack
-    if data_parallel is not None:
-        _require_packed(chunks, architecture_of(config))
-        _connect(chunks, data_parallel)
+    _connect(chunks, data_parallel)
     return TrainerModel(
         chunks=chunks, bridge=bridge, provider=provider, mesh=mesh, tier=tier, data_parallel=data_parallel,
         fixes=frozenset(fixes),
@@ -320,21 +322,6 @@ def _configure(provider: Any, mesh: Mesh, dtype: str, tier: Tier) -> None:
         setattr(provider, name, value)
 
 
-def _require_packed(chunks: Sequence[Any], architecture: str) -> None:
-    """Refuse a model whose passes take no packed sequences, before the first one is due."""
-    from megatron.core.utils import unwrap_model
-
-    for model in unwrap_model(list(chunks)):
-        takes = "packed_seq_params" in inspect.signature(model.forward).parameters
-        theirs = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-        if lack := min(_UNPACKED & theirs, default="") if takes else f"{type(model).__name__}.forward":
-            raise UsageError(
-                f"megatron-bridge {installed('megatron-bridge')} builds {architecture} with {lack}, which takes no "
-                "packed sequences: `verifier golden` judges its weights, and no pass of a round trip or a training "
-                "run can be made"
-            )
-
-
 def _require_rope(provider: Any) -> None:
     """Refuse a YaRN rope without a number that megatron-core computes with, and for which the bridge has no default."""
     numbers = ("original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -420,11 +407,28 @@ def _require_finite(checkpoint: Checkpoint, chunks: list[Any]) -> list[Any]:
     return chunks
 
 
-def _connect(chunks: list[Any], data_parallel: DataParallel) -> None:
+def _require_packs(kind: str, chunks: list[Any]) -> list[Any]:
+    """Refuse a model that ends at packed sequences, which each pass of a round trip or a training run has."""
+    for chunk in chunks:
+        modules = [module for name, module in chunk.named_modules() if READS_IMAGES not in name]
+        attends = _UNPACKED & {base.__name__ for module in modules for base in type(module).__mro__}
+        taken = inspect.signature(chunk.forward).parameters
+        if attends or not {"packed_seq_params", "kwargs"} & taken.keys():
+            raise UsageError(
+                f"{kind} takes no packed sequences, so a round trip or a training run can make no pass, and `verifier "
+                f"golden` judges its weights: megatron-bridge {installed('megatron-bridge')} builds it with "
+                f"{min(attends, default=type(chunk).__name__)}"
+            )
+    return chunks
+
+
+def _connect(chunks: list[Any], data_parallel: DataParallel | None) -> None:
     """Set the hooks by which the pipeline schedule reduces gradients during the backward pass."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 
+    if data_parallel is None:
+        return
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
     if data_parallel.overlap_grad_reduce:

@@ -69,7 +69,7 @@ def _layers(default: Mapping[str, Any]) -> dict[str, JSON]:
     if not isinstance(layers, int):
         return {}
     lists = {key: value for key, value in default.items() if isinstance(value, list) and len(value) == layers}
-    first = [kinds.index(kind) + 1 for kinds in lists.values() for kind in set(kinds)]
+    first = [kinds.index(kind) + 1 for kinds in lists.values() for kind in kinds]
     kept = min(max([_LAYERS, *first]), layers)
     found: dict[str, JSON] = {"num_hidden_layers": kept, **{key: value[:kept] for key, value in lists.items()}}
     for key, most in (("max_window_layers", kept), ("moe_layer_end_index", kept - 1)):

@@ -21,8 +21,19 @@ from verifier.model.checkpoint import open_checkpoint
 from verifier.model.delta_rule_hf import scan_by_token
 from verifier.model.families import Content, TensorSpec, is_served
 from verifier.platform.cpu_products import multiply_bfloat16_in_float32
-from verifier.platform.upstream_fixes import TRANSFORMERS_LATENT, TRANSFORMERS_ROTARY, TRANSFORMERS_SCAN
-from verifier.platform.upstream_fixes_transformers import norm_latents_by_config, rotate_by_config, scan_in_one_chunk
+from verifier.platform.upstream_fixes import (
+    TRANSFORMERS_LATENT,
+    TRANSFORMERS_ROTARY,
+    TRANSFORMERS_SCAN,
+    TRANSFORMERS_SOFTMAX,
+)
+from verifier.platform.upstream_fixes_transformers import (
+    choose_within_groups,
+    norm_latents_by_config,
+    rotate_by_config,
+    scale_softmax_by_config,
+    scan_in_one_chunk,
+)
 
 REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -33,6 +44,7 @@ _MENDED = {
     TRANSFORMERS_SCAN: scan_in_one_chunk,
     TRANSFORMERS_LATENT: norm_latents_by_config,
     TRANSFORMERS_ROTARY: rotate_by_config,
+    TRANSFORMERS_SOFTMAX: scale_softmax_by_config,
     "gated-delta-rule": scan_by_token,
 }
 """Id of an upstream fix -> what installs it in a model; the last is of the oracle alone."""
@@ -91,7 +103,8 @@ def meta_tensors(config: Mapping[str, Any]) -> list[TensorSpec]:
             Path(folder, "config.json").write_text(json.dumps(config))
             whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             text = whole.get_text_config()
-            tied = text_model(config).get("tie_word_embeddings", text.tie_word_embeddings)
+            stated = {**vars(whole), **vars(text), **text_model(config)}  # some classes have no such field: Qwen3-VL's
+            tied = stated.get("tie_word_embeddings", False)
             whole.tie_word_embeddings = text.tie_word_embeddings = tied
             is_causal = type(text) in AutoModelForCausalLM._model_mapping
             auto: Any = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
@@ -121,6 +134,7 @@ def compute_the_definition(model: PreTrainedModel, dtype: torch.dtype, fixes: Co
         mend(model)
     _scan_without_kernels(model)
     _learn_padding(model)
+    choose_within_groups(model)
 
 
 def _restore_float32(model: PreTrainedModel, path: Path | str) -> None:

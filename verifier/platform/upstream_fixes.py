@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from verifier.config_json import has_delta_nets
+from verifier.config_json import has_delta_nets, rope
 from verifier.core.manifest import UpstreamBug
 from verifier.errors import UsageError
 from verifier.platform.provenance import installed
@@ -135,10 +135,20 @@ def _bends_latent_norms(model: Sizes) -> bool:
     return model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
 
 
+def _scales_plainly(model: Sizes) -> bool:
+    return model.get("model_type") == "deepseek_v2" and bool(rope(model).get("mscale_all_dim"))
+
+
 def _rotates_whole_heads(model: Sizes) -> bool:
     """Test for a MiniMax-M2 of whose heads a part is rotated, by the key that transformers does not read."""
     kind, width = model.get("model_type"), model.get("rotary_dim")
     return kind == "minimax_m2" and width is not None and width != model.get("head_dim")
+
+
+def sums_groups(model: Sizes) -> bool:
+    """Test for groups of experts that are chosen by their best one, of which Megatron adds up several."""
+    by_best = model.get("topk_method") == "group_limited_greedy" and model.get("n_group", 1) > 1
+    return by_best and model["num_experts_per_tok"] // model["topk_group"] > 1
 
 
 def _keeps_head(model: Sizes) -> bool:
@@ -167,6 +177,7 @@ VLLM_SLEEP = "vllm-45620"
 TRANSFORMERS_SCAN = "transformers-47246"
 TRANSFORMERS_LATENT = "transformers-44261"
 TRANSFORMERS_ROTARY = "transformers-48241"
+TRANSFORMERS_SOFTMAX = "transformers-47435"
 MEGATRON_DECAY = "miles-975"
 MEGATRON_INDEX = "megatron-2777"
 CUDNN_WIDTH = "cudnn-9.19"
@@ -175,6 +186,7 @@ BRIDGE_POST_NORM = "bridge-5712"
 MEGATRON_COUNTS = "megatron-7081"
 MEGATRON_SINKS = "megatron-7452"
 MEGATRON_ROLLS = "megatron-6205"
+MEGATRON_GROUPS = "megatron-1378"
 
 _vllm = partial(UpstreamFix, package="vllm", version="0.21.0")
 _transformers = partial(
@@ -243,6 +255,12 @@ FIXES: dict[str, UpstreamFix] = {
             applies=lambda model, run: _bends_latent_norms(model),
         ),
         _transformers(
+            id=TRANSFORMERS_SOFTMAX,
+            issue="transformers #47435",
+            summary="the softmax of DeepSeek-V2 is not scaled by YaRN's `mscale_all_dim`",
+            applies=lambda model, run: _scales_plainly(model),
+        ),
+        _transformers(
             id=TRANSFORMERS_ROTARY,
             issue="transformers #48241",
             summary="MiniMax-M2's `rotary_dim` is ignored and whole heads are rotated; Megatron and vLLM go by the "
@@ -292,6 +310,15 @@ FIXES: dict[str, UpstreamFix] = {
             names=r"(.*\.weight|reported loss of further tokens).*",
             checks=("LSS001", "LSS002"),
             applies=lambda model, run: run.further and run.tp > 1,
+        ),
+        _megatron(
+            id=MEGATRON_GROUPS,
+            issue="Megatron-LM #1378",
+            summary="groups of experts are chosen by the sum of several scores, as DeepSeek-V3 does, where DeepSeek-V2 "
+            "chooses them by the best one",
+            names=rf"{_LOGPROBS}|.*\.weight|reported loss on rank \d+",
+            checks=("LGP001", "LSS001", "LSS002"),
+            applies=lambda model, run: sums_groups(model),
         ),
         _bridge(
             id=BRIDGE_ADAPTERS,

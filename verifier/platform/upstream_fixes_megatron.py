@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,6 +22,9 @@ POST_NORM = "megatron.bridge.models.common.te_layers:TERowParallelLinearLayerNor
 KEEP_BIAS = "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias"
 ROLL = "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq"
 PREPARE = "megatron.core.transformer.multi_latent_attention:_prepare_mla_core_attention_value"
+
+
+GROUPS = "megatron.core.transformer.moe.moe_utils:group_limited_topk"
 
 
 def install(fixes: Collection[str]) -> None:
@@ -121,6 +125,21 @@ def _unpadded(
     """
     width = None if value is None else value.shape[-1]
     return value, False, width, width
+
+
+def choose_groups_by_best() -> None:
+    """Choose groups of experts by the best score of each, as DeepSeek-V2 does; `scores` is [tokens, experts].
+
+    Source:
+        Megatron-LM #1378: core/transformer/moe/moe_utils.py, `group_limited_topk`.
+    """
+
+    def chosen(scores: Any, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int) -> Any:
+        best = scores.view(num_tokens, num_groups, -1).amax(dim=-1)
+        left_out = best.new_ones(best.shape).scatter(1, best.topk(group_topk)[1], 0).bool()
+        return scores.masked_fill(left_out.repeat_interleave(num_experts // num_groups, 1), -math.inf).topk(topk)
+
+    apply([Patch(GROUPS, chosen, takes="scores topk num_tokens num_experts num_groups group_topk")])
 
 
 def index_states(optimizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,6 +50,39 @@ def norm_latents_by_config(model: nn.Module) -> None:
         for name in ("q_a_layernorm", "kv_a_layernorm"):
             if (norm := getattr(module, name, None)) is not None:
                 norm.variance_epsilon = module.config.rms_norm_eps
+
+
+def scale_softmax_by_config(model: nn.Module) -> None:
+    """Scale the scores of DeepSeek-V2 by the square of YaRN's `mscale_all_dim` too, as Megatron and vLLM do.
+
+    Source:
+        transformers #47435: DeepSeek-V3 has it, and DeepSeek-V2 not.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "DeepseekV2Attention":
+            numbers = module.config.rope_parameters
+            if scale := numbers.get("mscale_all_dim"):
+                module.scaling = module.qk_head_dim**-0.5 * (0.1 * scale * math.log(numbers["factor"]) + 1) ** 2
+
+
+def choose_within_groups(model: nn.Module) -> None:
+    """Let DeepSeek-V2 choose experts within groups, where transformers 5.12.1 ends for want of a number.
+
+    A chosen expert weighs its own score, also one that is given and of a group that the router leaves out.
+    """
+    for module in model.modules():
+        if getattr(module, "topk_method", None) == "group_limited_greedy":
+            cast(Any, module).route_tokens_to_experts = partial(_chosen, module)
+
+
+def _chosen(block: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and their weights, [tokens, K] each, of logits [batch, length, experts]."""
+    scores = logits.flatten(0, 1).softmax(dim=-1, dtype=torch.float32)
+    groups = scores.unflatten(-1, (block.num_group, -1))
+    best = torch.topk(groups.amax(dim=-1), block.topk_group, dim=-1, sorted=False)[1]
+    left_out = torch.ones_like(groups[..., 0]).scatter(1, best, 0).bool()
+    chosen = torch.topk(groups.masked_fill(left_out[..., None], 0.0).flatten(1), block.top_k, dim=-1, sorted=False)[1]
+    return chosen, scores.gather(1, chosen) * block.routed_scaling_factor
 
 
 def rotate_by_config(model: nn.Module) -> None:

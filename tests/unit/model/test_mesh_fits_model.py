@@ -4,11 +4,13 @@ import subprocess
 import sys
 
 import pytest
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import nn
 
 from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.mesh_fit import validate
-from verifier.model.provider_megatron import DataParallel
+from verifier.model.provider_megatron import DataParallel, _require_packs
 from verifier.model.tiny import TINY
 
 
@@ -112,3 +114,37 @@ def test_validation_loads_nothing_heavy():
     code = "import sys, verifier.model.provider_megatron; print({'torch', 'megatron.core'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == "set()"
+
+
+class Chunk(nn.Module):
+    def forward(self, tokens, packed_seq_params=None):
+        return tokens
+
+
+class WithoutPacks(nn.Module):
+    def forward(self, tokens):
+        return tokens
+
+
+def with_plain_attention(name):
+    chunk, attention = Chunk(), DotProductAttention.__new__(DotProductAttention)
+    nn.Module.__init__(attention)
+    chunk.add_module(name, attention)
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lacks"),
+    [
+        (WithoutPacks(), "WithoutPacks"),
+        (with_plain_attention("decoder"), "DotProductAttention"),
+    ],
+)
+def test_a_model_that_takes_no_packed_sequences_is_refused_before_a_step(chunk, lacks):
+    with pytest.raises(UsageError, match=rf"^OddForCausalLM takes no packed sequences.* with {lacks}$"):
+        _require_packs("OddForCausalLM", [Chunk(), chunk])
+
+
+def test_what_reads_images_may_attend_without_packs():
+    chunks = [with_plain_attention("vision_model")]
+    assert _require_packs("OddForCausalLM", chunks) == chunks

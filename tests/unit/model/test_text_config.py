@@ -9,7 +9,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from verifier.config import RoundtripConfig
 from verifier.config_json import is_latent
@@ -17,7 +16,7 @@ from verifier.errors import UsageError
 from verifier.mesh import Mesh
 from verifier.model.families import num_experts_of, size_if_any
 from verifier.model.mesh_fit import misfits
-from verifier.model.provider_megatron import _require_packed, _require_rope
+from verifier.model.provider_megatron import _require_rope
 from verifier.platform.stand_ins import require_stand_ins
 from verifier.runs.model_under_test import require_roundtrip
 from verifier.stages.export.checks import _with_open_dtype
@@ -72,30 +71,3 @@ def test_a_yarn_rope_without_its_numbers_is_refused_by_their_names() -> None:
     _require_rope(
         SimpleNamespace(position_embedding_type="yarn", **{**numbers, "yarn_beta_fast": 32, "yarn_beta_slow": 1})
     )
-
-
-class DotProductAttention(nn.Module):
-    """Of the name of megatron-core's, which raises where sequences are packed."""
-
-
-class Packed(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, packed_seq_params: object) -> None:
-        del packed_seq_params
-
-
-class Unpacked(nn.Module):
-    def forward(self, rows: object) -> None:
-        del rows
-
-
-@pytest.mark.parametrize(
-    ("model", "lack"), [(Unpacked(), "Unpacked.forward"), (Packed(DotProductAttention()), "DotProductAttention")]
-)
-def test_a_model_that_takes_no_packed_sequences_is_refused_by_what_takes_none(model: nn.Module, lack: str) -> None:
-    with pytest.raises(UsageError, match=rf"builds Gemma4ForCausalLM with {lack}, which takes no packed sequences"):
-        _require_packed([model], "Gemma4ForCausalLM")
-    _require_packed([Packed(nn.Linear(1, 1))], "Qwen3ForCausalLM")

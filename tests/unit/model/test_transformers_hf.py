@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from verifier.model.architectures_hf import write_scaled
 from verifier.model.checkpoint import open_checkpoint
 from verifier.model.families import is_served
 from verifier.model.tiny import write_tiny
-from verifier.model.transformers_hf import checkpoint_places, load_model
+from verifier.model.transformers_hf import checkpoint_places, load_model, token_logprobs
+from verifier.oracle.routes_hf import choosing
 
 
 def test_a_padding_token_that_was_sampled_has_its_gradient(tmp_path: Path) -> None:
@@ -31,6 +33,32 @@ def test_every_tensor_of_a_mixture_has_its_place(name: str, tmp_path: Path) -> N
     checkpoint, places = open_checkpoint(path), checkpoint_places(load_model(path, torch.float32))
     assert places.keys() == set(checkpoint.names())
     assert all(places[tensor][1].equal(checkpoint.read(tensor)) for tensor in checkpoint.names())
+
+
+def test_deepseek_v2_chooses_experts_by_groups_and_scales_its_softmax_by_yarn(tmp_path: Path) -> None:
+    """transformers 5.12.1 ends there; published DeepSeek-V2 and V2.5 choose so."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(write_scaled("deepseek_v2", tmp_path), folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+    grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0}
+    changed = {**config, **grouped, "rope_parameters": None, "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(changed))
+    model = load_model(folder, torch.float32)
+    assert token_logprobs(model, [3, 5, 7], torch.float32).isfinite().all()
+    attention = model.model.layers[0].self_attn
+    assert attention.scaling == pytest.approx(attention.qk_head_dim**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    block, rows = model.model.layers[0].mlp, torch.randn(1, 6, model.config.hidden_size)
+    block.num_experts, logits = block.gate.weight.shape[0], block.gate(rows)
+    theirs = dict(zip(*map(torch.flatten, type(block).route_tokens_to_experts(block, logits[:, :1])), strict=True))
+    ours = dict(zip(*map(torch.flatten, block.route_tokens_to_experts(logits[:, :1])), strict=True))
+    assert {int(expert): float(weight) for expert, weight in ours.items()} == {
+        int(expert): float(weight) for expert, weight in theirs.items()
+    }
+    worst = logits.argsort(-1)[0, :, : block.top_k]
+    with choosing(model, {0: worst}):
+        routed = block(rows) - block.shared_experts(rows)
+    assert (routed.abs().amax(-1) > 0).all(), "experts of groups that are left out weigh nothing"
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3.5-35B-A3B"])

@@ -126,6 +126,7 @@ def test_a_model_of_several_modalities_is_planned_as_its_language_model():
 
 OTHERWISE_SPELLED = {
     "qwen3-vl-30b-a3b-instruct": (Mesh(tp=4, ep=8, dp=2), 30_532_122_624),  # no class of the text alone; untied outside
+    "qwen3-vl-8b-instruct": (Mesh(tp=4, pp=2), 8_190_735_360),  # the class of its text has no `tie_word_embeddings`
     "gemma-3n-e4b-it": (Mesh(tp=2, dp=4), 6_835_235_568),  # a width for each layer
     "phi-3.5-moe-instruct": (Mesh(tp=8, pp=2, ep=8), 41_873_153_344),  # PhiMoEForCausalLM, Phimoe in transformers
     "ernie-4.5-21b-a3b-pt": (Mesh(tp=4, ep=8, dp=2), 21_825_436_160),  # moe_num_experts, moe_k

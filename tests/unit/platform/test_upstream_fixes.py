@@ -20,6 +20,8 @@ TIED = {"model_type": "llama", "tie_word_embeddings": True}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SINKS = {"model_type": "gpt_oss"}
 DELTA = {"text_config": {"linear_num_value_heads": 32}}
+STRETCHED = {"model_type": "deepseek_v2", "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 0.707}}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
 RUN = fixes.RunFacts(tier="cpu", dtype="float32", engine="vllm", steps=2)
 
 
@@ -83,6 +85,13 @@ def reach(model, **run):
         ({**LATENT, "rms_norm_eps": 1e-5}, {}, []),
         ({"model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16}, {"engine": "hf"}, [fixes.TRANSFORMERS_ROTARY]),
         ({"model_type": "minimax_m2", "head_dim": 32}, {"engine": "hf"}, []),
+        (STRETCHED, {"engine": "hf"}, [fixes.TRANSFORMERS_SOFTMAX]),
+        ({**STRETCHED, "model_type": "deepseek_v3"}, {"engine": "hf"}, []),
+        ({**STRETCHED, "rope_scaling": None}, {"engine": "hf"}, []),
+        (GROUPS, {}, [fixes.MEGATRON_GROUPS]),
+        ({**GROUPS, "topk_method": "noaux_tc"}, {}, []),
+        ({**GROUPS, "topk_method": "greedy", "n_group": 1, "topk_group": 1}, {}, []),
+        ({**GROUPS, "topk_group": 6}, {}, []),
     ],
 )
 def test_a_bug_reaches_some_runs(model, run, found):
@@ -93,7 +102,8 @@ def test_a_bug_reaches_some_runs(model, run, found):
 def test_what_is_asked_for_and_takes_part_is_recorded_too():
     bugs = {bug.id: bug.fixed for bug in fixes.bugs_of(DENSE, replace(RUN, fixes=("all",)))}
     asked = (fixes.VLLM_BUFFERS, fixes.VLLM_HEADS, fixes.MEGATRON_DECAY, fixes.MEGATRON_INDEX, fixes.MEGATRON_COUNTS)
-    asked += (fixes.MEGATRON_SINKS, fixes.MEGATRON_ROLLS, fixes.BRIDGE_ADAPTERS, fixes.BRIDGE_POST_NORM)
+    asked += (fixes.MEGATRON_SINKS, fixes.MEGATRON_ROLLS, fixes.MEGATRON_GROUPS, fixes.BRIDGE_ADAPTERS)
+    asked += (fixes.BRIDGE_POST_NORM,)
     assert bugs == dict.fromkeys(asked, True)
     one = fixes.bugs_of(HYBRID, replace(RUN, engine="hf", dtype="bfloat16", fixes=(fixes.MEGATRON_DECAY,)))
     assert {bug.id: bug.fixed for bug in one} == {
