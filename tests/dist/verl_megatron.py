@@ -21,7 +21,7 @@ import_megatron("cpu")
 sys.modules.setdefault("megatron.energon", MagicMock())  # a loader of images that Megatron-Bridge's settings import
 
 import torch
-from verl_loop import ACTOR, COMMON, Loop, losses, train
+from verl_loop import ACTOR, COMMON, PROMPTS, Loop, losses, train
 from megatron.core import tensor_parallel
 from omegaconf import OmegaConf
 from verl.models.mcore import model_forward
@@ -31,7 +31,7 @@ from verl.workers.engine.megatron import transformer_impl
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
 from verifier.export.sharding import unshard
-from verifier.megatron.optimizer_megatron import named_gradients, torch_adams
+from verifier.megatron.optimizer_megatron import named_gradients, owned_masters, torch_adams
 from verifier.mesh import Mesh
 from verifier.model.checkpoint import read_config
 from verifier.model.provider_megatron import DataParallel, TrainerModel
@@ -109,10 +109,36 @@ class MegatronLoop(Loop):
     def watch_optimizer(self) -> None:
         """Hooks on the optimizer."""
         optim, engine = self.actor.optim, self.engine
+        self.real_grads, engine.optimizer.prepare_grads = engine.optimizer.prepare_grads, self.prepare_grads
+        if self.mesh.tp * self.mesh.pp > 1:  # parts of this rank beside tensors that others have, too
+            return
         [adam] = torch_adams(engine.optimizer)
-        [part] = engine.optimizer.chained_optimizers
-        names = {item: name for chunk in engine.module for name, item in chunk.named_parameters()}
-        del names, part, adam, optim
+        self.record.optimizer(
+            adam, [(item.name, item.held) for item in owned_masters(self.parts(), engine.optimizer)],
+            clip_grad=optim.clip_grad, asked={"betas": tuple(optim.betas)}, schedule=optim.lr_decay_style,
+            learning_rate=optim.lr, weight_decay=optim.weight_decay, warmup_steps=max(optim.lr_warmup_steps, 0),
+            total_steps=optim.total_training_steps, least_learning_rate=optim.min_lr,
+            updates_per_rate=PROMPTS // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs,
+            parts=engine.engine_config.use_distributed_optimizer,
+        )  # fmt: skip
+
+    def parts(self) -> TrainerModel:
+        """verl's model as functions of `verifier.megatron` take one."""
+        options = DataParallel(distributed_optimizer=self.engine.engine_config.use_distributed_optimizer)
+        return TrainerModel(
+            chunks=self.engine.module, bridge=self.engine.bridge, provider=self.engine.provider, mesh=self.mesh,
+            tier="cpu", data_parallel=options, fixes=frozenset(),
+        )  # fmt: skip
+
+    def prepare_grads(self) -> bool:
+        """Megatron's copy of gradients for the optimizer, before they are clipped."""
+        found = self.real_grads()
+        self.record.gradients(self.step, self.joined(named_gradients(self.parts()), gradients=True))
+        return found
+
+    def optimizer_step(self) -> float:
+        """verl's step, whose gradients `prepare_grads` records."""
+        return self.real["optimizer_step"]()
 
     def held(self, engine: Any) -> list[tuple[str, Any]]:
         """Tensors of an engine, joined of all ranks' by the checkpoint's names, apart from Megatron-Bridge."""
@@ -129,15 +155,6 @@ class MegatronLoop(Loop):
                 found.setdefault(places[name].group, (places[name], item))
         return list(unshard(found.values(), gradients=gradients))
 
-    def gradients(self) -> list[tuple[str, Any]]:
-        """Gradients that the optimizer is to get: of a distributed one each rank's part."""
-        options = DataParallel(distributed_optimizer=self.engine.engine_config.use_distributed_optimizer)
-        trainer = TrainerModel(
-            chunks=self.engine.module, bridge=self.engine.bridge, provider=self.engine.provider, mesh=self.mesh,
-            tier="cpu", data_parallel=options, fixes=frozenset(),
-        )  # fmt: skip
-        return self.joined(named_gradients(trainer), gradients=True)
-
     def enter(self, module: Any, args: Any, given: dict[str, Any]) -> None:
         """What the model gets of a micro-batch."""
         self.given = given
@@ -150,7 +167,7 @@ class MegatronLoop(Loop):
             self.record.micro_batch(
                 self.step, [self.ids[int(row)] for row in batch["row"]], self.given["input_ids"],
                 attention_mask=real, labels=label, loss_mask=self.places(pack, batch, label.shape),
-                cu_seqlens=pack.cu_seqlens_q, arguments={
+                cu_seqlens=pack.cu_seqlens_q_padded, arguments={
                     name: value for name, value in vars(pack).items() if value is not None
                 },
             )  # fmt: skip
