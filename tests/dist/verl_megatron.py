@@ -1,14 +1,14 @@
 """verl's training worker on its Megatron engine, on CPU cores over gloo, recorded by `verifier.probe`.
 
-`python verl_megatron.py CHECKPOINT TRACE [KEY=VALUE ...]`, then `verifier judge TRACE --oracle`. Keys are those of verl's
-config, such as `actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2` under `torchrun --nproc_per_node 2`.
+`python verl_megatron.py CHECKPOINT TRACE [KEY=VALUE ...]`, then `verifier judge TRACE --oracle`. Keys are those of
+verl's config, such as `actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2` under `torchrun --nproc_per_node 2`.
 """
 # ruff: noqa: E402 - Megatron is imported on the CPU tier
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,12 +21,13 @@ import_megatron("cpu")
 sys.modules.setdefault("megatron.energon", MagicMock())  # a loader of images that Megatron-Bridge's settings import
 
 import torch
-from verl_loop import ACTOR, COMMON, PROMPTS, Loop, losses, train
+import verl_loop  # noqa: F401 - sets verl's platform
 from megatron.core import tensor_parallel
 from omegaconf import OmegaConf
 from verl.models.mcore import model_forward
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine.megatron import transformer_impl
+from verl_loop import ACTOR, COMMON, PROMPTS, Loop, losses, train
 
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
@@ -38,7 +39,7 @@ from verifier.model.provider_megatron import DataParallel, TrainerModel
 
 MEGATRON = f"{ACTOR}.megatron"
 CONFIG = COMMON | {
-    f"{ACTOR}.optim.total_training_steps": 10, f"{MEGATRON}.dtype": "float32", f"{MEGATRON}.use_mbridge": True, f"{MEGATRON}.vanilla_mbridge": False,
+    f"{ACTOR}.optim.total_training_steps": 10, f"{MEGATRON}.dtype": "float32",
     f"{MEGATRON}.override_transformer_config": {
         "gradient_accumulation_fusion": False, "persist_layer_norm": False, "masked_softmax_fusion": False,
         "bias_dropout_fusion": False, "bias_activation_fusion": False, "deallocate_pipeline_outputs": False,

@@ -1,4 +1,4 @@
-"""Bugs that tests/dist/test_verl_megatron.py plants in verl's Megatron engine, and a script that runs the loop with each.
+"""Bugs that test_verl_megatron.py plants in verl's Megatron engine, and a script that runs the loop with each.
 
 `python verl_megatron_bugs.py CHECKPOINT FOLDER SETTINGS NAME...` leaves FOLDER/NAME for each, SETTINGS in JSON by name.
 """
@@ -61,10 +61,9 @@ def packed(change: Callable[..., Any], **changed: Any) -> Callable[[Patch], None
     return plant
 
 
-def one_sequence(rows: Any, pack: Any) -> Any:
-    ends = pack.cu_seqlens_q_padded[[0, -1]]
-    pack.cu_seqlens_q = pack.cu_seqlens_kv = ends
-    pack.max_seqlen_q = pack.max_seqlen_kv = int(ends[-1])
+def told_shorter(rows: Any, pack: Any) -> Any:
+    """Kernels are told that the longest sequence is a token shorter; those of the CPU tier do not read it."""
+    pack.max_seqlen_q = pack.max_seqlen_kv = pack.max_seqlen_q - 1
     return rows
 
 
@@ -136,7 +135,9 @@ def not_finalized(patch: Patch) -> None:
 
 def not_gathered(patch: Patch) -> None:
     """Each rank steps its part of the weights and keeps the others' as they were."""
-    patch.setattr("megatron.core.distributed.DistributedDataParallel.start_param_sync", lambda *_, **__: None)
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    patch.setattr(DistributedOptimizer, "start_param_sync_for_bucket_group_subset", lambda self: None)
 
 
 def tokens_of_the_rank(patch: Patch) -> None:
@@ -155,9 +156,10 @@ def tokens_of_the_rank(patch: Patch) -> None:
 BUGS: dict[str, Callable[[Patch], None]] = {
     "scaled by micro-batches": scaled_by_micro_batches, "temperature left out": temperature_left_out,
     "labels not rolled": packed(lambda rows, pack: rows, need_roll=False),
-    "pack as one sequence": packed(one_sequence), "gradients of the last micro-batch": gradients_of_the_last,
+    "longest sequence told shorter": packed(told_shorter), "gradients of the last micro-batch": gradients_of_the_last,
     "norm reported, not clipped": not_clipped, "keys sent as values": names_swapped, "sent once": sent_once,
-    "old of the update": old_of_the_update, "gradients not reduced": not_finalized, "weights not gathered": not_gathered,
+    "old of the update": old_of_the_update, "gradients not reduced": not_finalized,
+    "weights not gathered": not_gathered,
     "mean not multiplied by the ranks": tokens_of_the_rank,
 }  # fmt: skip
 

@@ -168,15 +168,8 @@ class LossRecorder(AnswerRecorder):
         count = len(self._ledgers.setdefault(step, []))
         self._ledgers[step].append(rows)
         if cu_seqlens is not None:
-            self._record_pack(
-                step,
-                f"rollouts micro-batch {count}",
-                [own.length(str(name)) for name in ids],
-                [0, *map(int, np.cumsum([len(part) for part in parts]))],
-                ends,
-                arguments or {},
-                len(tokens),
-            )
+            lengths, real = [own.length(str(name)) for name in ids], np.cumsum([0, *map(len, parts)]).tolist()
+            self._record_pack(step, f"rollouts micro-batch {count}", lengths, real, ends, arguments or {}, len(tokens))
 
     def _record_pack(
         self, step: int, name: str, lengths: list[int], real: list[int], ends: list[int], arguments: Mapping[str, Any],

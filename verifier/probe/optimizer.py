@@ -222,8 +222,9 @@ class OptimizerRecorder(LossRecorder):
                 part.own(item.gradient)
                 part.used = cut(item.model.detach(), part.begin, part.size)
             given = [item.parameter.grad for item in self._owned if item.parameter.grad is not None]
-            summed = [(whole(own) if is_partial(own) else local(own), self._has_parts or stands_for(own, self.rank)) for own in given]
-            grads = [own for own, counts in summed if counts]
+            counts = [self._has_parts or stands_for(own, self.rank) for own in given]
+            summed = [whole(own) if is_partial(own) else local(own) for own in given]
+            grads = [own for own, counted in zip(summed, counts, strict=True) if counted]
             squares = None
             if all(not is_sharded(own) or own.device_mesh.size() == self.world_size for own in given):
                 squares = real(sum(float(own.double().square().sum()) for own in grads))

@@ -272,8 +272,9 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
     What it checks: cumulative lengths against the rollouts' own; padded lengths: no shorter, multiples of tp (sequence
-    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last, where a recorded
-    loop may round as it likes; the greatest of them, which kernels are told; the rows of each context-parallel rank against the two zigzag chunks per sequence.
+    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; a recorded loop
+    may round up as it likes; the greatest of them, which kernels are told; the rows of each context-parallel rank
+    against the two zigzag chunks per sequence.
     Why it matters: attention and rope trust these numbers; wrong ones leak state between packed neighbours, or attend
     to padding, without an error.
     Evidence: pack/layout of every (dp, cp) rank.
