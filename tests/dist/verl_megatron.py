@@ -1,7 +1,7 @@
 """verl's training worker on its Megatron engine, on CPU cores over gloo, recorded by `verifier.probe`.
 
 `python verl_megatron.py CHECKPOINT TRACE [KEY=VALUE ...]`, then `verifier judge TRACE --oracle`. Keys are those of
-verl's config, such as `actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2` under `torchrun --nproc_per_node 2`.
+verl's config, `actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2` under `torchrun --nproc_per_node 2`.
 """
 # ruff: noqa: E402 - Megatron is imported on the CPU tier
 
