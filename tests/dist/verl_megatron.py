@@ -164,7 +164,10 @@ class MegatronLoop(Loop):
         """What the model got, and the token that each of its places is to predict."""
         if torch.is_grad_enabled():
             batch, pack = told["batch"], self.given["packed_seq_params"]
-            real = model_forward.preprocess_thd_engine(torch.ones_like(batch["input_ids"]))[0]
+            real = torch.zeros_like(label)
+            sizes = batch["input_ids"].offsets().diff().tolist()
+            for begin, size in zip(pack.cu_seqlens_q_padded.tolist(), sizes, strict=False):
+                real[0, begin : begin + size] = 1
             self.record.micro_batch(
                 self.step, [self.ids[int(row)] for row in batch["row"]], self.given["input_ids"],
                 attention_mask=real, labels=label, loss_mask=self.places(pack, batch, label.shape),

@@ -47,12 +47,14 @@ def temperature_left_out(patch: Patch) -> None:
 
 
 def packed(change: Callable[..., Any], **changed: Any) -> Callable[[Patch], None]:
-    """A bug in how sequences are packed."""
+    """A bug in how sequences are packed in training."""
 
     def plant(patch: Patch) -> None:
         real = model_forward.preprocess_thd_engine
 
         def wrong(given: Any, **told: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return real(given, **told)
             rows, pack, positions = real(given, **{**told, **changed})
             return change(rows, pack), pack, positions
 
@@ -62,8 +64,8 @@ def packed(change: Callable[..., Any], **changed: Any) -> Callable[[Patch], None
 
 
 def told_shorter(rows: Any, pack: Any) -> Any:
-    """Kernels are told that the longest sequence is a token shorter; those of the CPU tier do not read it."""
-    pack.max_seqlen_q = pack.max_seqlen_kv = pack.max_seqlen_q - 1
+    """Kernels are told that the longest sequence of keys is a token shorter; those of the CPU tier do not read it."""
+    pack.max_seqlen_kv -= 1
     return rows
 
 

@@ -156,9 +156,9 @@ class LossRecorder(AnswerRecorder):
             parts = [np.arange(*pair) for pair in pairwise(ends)]
         else:
             parts = np.split(np.arange(len(tokens)), len(ids)) if len(ids) else []
-        parts = [part[kept[part]] for part in parts]
         if len(parts) != len(ids) or any(len(column) != len(tokens) for column in (*columns.values(), kept)):
             raise UsageError(f"a micro-batch of step {step} has {len(ids)} rollouts, its tensors other rows")
+        parts = [part[kept[part]] for part in parts]
         sentinel = np.zeros(len(tokens), np.int64)
         for name, part in zip(ids, parts, strict=True):
             sentinel[part[:-1]] = (own.number(str(name)) + 1 << POSITION_BITS) + np.arange(1, max(len(part), 1))
