@@ -76,17 +76,19 @@ transformer_impl.logprobs_from_logits = lambda logits, **told: LOGPROBS(logits.f
 """As on GPUs, where flash-attention's kernel, and autocast's log_softmax, give float32."""
 PROMPTS, GROUP, MOST = 4, 4, 8
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CONFIG = {
-    "actor_rollout_ref.model.override_config": {"attn_implementation": "sdpa"},
-    f"{ACTOR}.strategy": "fsdp2", f"{ACTOR}.optim.lr": 1e-3, f"{ACTOR}.optim.weight_decay": 0.1,
-    f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-    f"{ACTOR}.fsdp_config.use_torch_compile": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+COMMON = {
+    f"{ACTOR}.optim.lr": 1e-3, f"{ACTOR}.optim.weight_decay": 0.1, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
     f"{ACTOR}.ppo_mini_batch_size": PROMPTS, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
     f"{ROLLOUT}.name": "hf",
     f"{ROLLOUT}.tensor_model_parallel_size": 1, f"{ROLLOUT}.n": GROUP, f"{ROLLOUT}.free_cache_engine": False,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8,
-    "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
     "data.max_prompt_length": 12, "data.max_response_length": MOST, "algorithm.adv_estimator": "grpo",
+}  # fmt: skip
+CONFIG = COMMON | {
+    "actor_rollout_ref.model.override_config": {"attn_implementation": "sdpa"}, f"{ACTOR}.strategy": "fsdp2",
+    f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    f"{ACTOR}.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.ref.fsdp_config.mixed_precision": f"${{{ACTOR}.fsdp_config.mixed_precision}}",
 }  # fmt: skip
 """Settings beside verl's defaults; `steps` and `sync_every`, batches that one sync serves, are those of the loop."""
 STEPS = 2
@@ -103,10 +105,10 @@ ESTIMATORS = {
 """verl's name of an estimator -> what the probe is told."""
 
 
-def config_of(checkpoint: Path, settings: Mapping[str, Any]) -> Any:
+def config_of(file: str, checkpoint: Path, settings: Mapping[str, Any]) -> Any:
     """verl's config."""
-    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    for key, value in {**CONFIG, "actor_rollout_ref.model.path": str(checkpoint), **settings}.items():
+    config = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / file)
+    for key, value in {"actor_rollout_ref.model.path": str(checkpoint), **settings}.items():
         OmegaConf.update(config, key, value, force_add=True)
     return config
 
@@ -115,20 +117,25 @@ class Group:
     """What verl's driver takes for its group of workers: this process's, and by torch.distributed the others'."""
 
     def __init__(self, worker: ActorRolloutRefWorker) -> None:
-        self.worker, self.rank = worker, torch.distributed.get_rank()
+        self.worker, self.engine = worker, worker.actor.engine
         self.world_size = torch.distributed.get_world_size()
         self._dispatch_info: dict[str, list[int]] = {}
 
     def _query_dispatch_info(self, role: str) -> list[int]:
-        return list(range(self.world_size))
+        return list(range(self.engine.get_data_parallel_size()))
 
     def _part(self, data: Any) -> Any:
-        return tu.chunk_tensordict(data, self.world_size)[self.rank]
+        size = self.engine.get_data_parallel_size()
+        return tu.chunk_tensordict(data, size)[self.engine.get_data_parallel_rank()]
 
-    def _all(self, data: Any) -> Any:
+    def _known(self, data: Any) -> list[Any]:
         parts = [None] * self.world_size
         torch.distributed.all_gather_object(parts, data)
-        return tu.concat_tensordict(parts) if self.world_size > 1 else data
+        return [part for part in parts if part is not None]  # of the ranks of one model one answers
+
+    def _all(self, data: Any) -> Any:
+        known = self._known(data)
+        return tu.concat_tensordict(known) if len(known) > 1 else known[0]
 
     def compute_log_prob(self, data: Any) -> Any:
         return self._all(self.worker.compute_log_prob(self._part(data)))
@@ -137,7 +144,7 @@ class Group:
         return self._all(self.worker.compute_ref_log_prob(self._part(data)))
 
     def update_actor(self, data: Any) -> Any:
-        return self.worker.update_actor(self._part(data))
+        return self._known(self.worker.update_actor(self._part(data)))[0]
 
 
 def with_adapter(base: Mapping[str, Any], adapter: Mapping[str, Any], scaling: float) -> dict[str, torch.Tensor]:
@@ -175,10 +182,13 @@ class Rollout:
 class Loop:
     """verl's step by its own functions, with what `verifier.probe` is handed."""
 
+    file, defaults, scores = "_generated_ppo_trainer.yaml", CONFIG, "prepare_model_inputs"
+    """verl's config, settings beside it, and the method of the engine that makes the model's inputs."""
+
     def __init__(self, checkpoint: Path, trace: Path, settings: Mapping[str, Any]) -> None:
         self.sync_every = settings.get("sync_every", 1)
         settings = {key: value for key, value in settings.items() if key != "sync_every"}
-        self.config = config_of(checkpoint, settings)
+        self.config = config_of(self.file, checkpoint, {**self.defaults, **settings})
         self.actor, self.actor_lora = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.model
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -206,7 +216,20 @@ class Loop:
 
     def watch(self, record: Any) -> None:
         """Hooks on the worker, the engine and the losses."""
-        self.record, engine, optim = record, self.engine, self.actor.optim
+        self.record, engine = record, self.engine
+        self.watch_optimizer()
+        self.real = {name: getattr(engine, name) for name in ("optimizer_step", self.scores)}
+        for name in self.real:
+            setattr(engine, name, getattr(self, name))
+        self.real["train_batch"] = self.worker.actor.train_batch
+        self.worker.actor.train_batch = self.train_batch
+        loss = self.worker.actor.loss_fn
+        self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
+        record.weights_held(self.live(), 0, after="load")
+
+    def watch_optimizer(self) -> None:
+        """Hooks on the optimizer."""
+        record, engine, optim = self.record, self.engine, self.actor.optim
         trained = [(name, value) for name, value in engine.module.named_parameters() if value.requires_grad]
         record.optimizer(
             engine.optimizer, trained, clip_grad=optim.clip_grad,
@@ -216,14 +239,6 @@ class Loop:
             least_learning_rate=(optim.min_lr_ratio or 0.0) * optim.lr,
             updates_per_rate=PROMPTS // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs,
         )  # fmt: skip
-        self.real = {name: getattr(engine, name) for name in ("optimizer_step", "prepare_model_inputs")}
-        for name in self.real:
-            setattr(engine, name, getattr(self, name))
-        self.real["train_batch"] = self.worker.actor.train_batch
-        self.worker.actor.train_batch = self.train_batch
-        loss = self.worker.actor.loss_fn
-        self.worker.actor.set_loss_fn(lambda model_output, data, **told: self.loss(loss, model_output, data, told))
-        record.weights_held(self.live(), 0, after="load")
 
     def sync(self, weights: Any, adapter: Mapping[str, Any] | None = None, scaling: float = 1.0) -> None:
         """Weights that go to the sampler, which adds an adapter to them."""
@@ -240,7 +255,7 @@ class Loop:
 
     def live(self) -> list[tuple[str, Any]]:
         """Weights as the engine holds them, with an adapter in them."""
-        held = {plain(name): item for name, item in self.engine.module.state_dict().items()}
+        held = {plain(name): item for name, item in self.held(self.engine)}
         base = {name: item for name, item in held.items() if ".lora_" not in name}
         adapter = self.adapter()
         own = self.actor_lora
@@ -248,18 +263,22 @@ class Loop:
 
     def adapter(self) -> dict[str, torch.Tensor]:
         """Matrices of the adapter as the engine holds them."""
-        held = self.engine.module.state_dict()
-        return {plain(name): whole(item) for name, item in held.items() if ".lora_" in name}
+        return {plain(name): whole(item) for name, item in self.held(self.engine) if ".lora_" in name}
+
+    def held(self, engine: Any) -> list[tuple[str, Any]]:
+        """Tensors of one of verl's engines."""
+        return list(engine.module.state_dict().items())
 
     def train_batch(self, data: Any) -> Any:
         """One optimizer step of verl's worker, on this process's part of a mini-batch."""
         self.step += 1
         self.record_rollouts(data)
         found = self.real["train_batch"](data)
-        metrics = tu.get(found, "metrics")
-        self.record.step(
-            self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
-        )  # fmt: skip
+        if found is not None:
+            metrics = tu.get(found, "metrics")
+            self.record.step(
+                self.step, loss=metrics["loss"], num_tokens=self.num_tokens, grad_norm=metrics["grad_norm"]
+            )  # fmt: skip
         if not self.actor_lora.lora_rank:
             self.record.weights_held(self.live(), self.step, after="step")
         if not self.is_last_of_batch() or self.batches % self.sync_every:
@@ -278,7 +297,7 @@ class Loop:
         rows = [self.batch_rows[row] for row in self.rows]
         self.ids = {row: f"{step}/{row}" for row in self.rows}
         if self.worker.ref is not None:
-            record.reference_weights(step, self.worker.ref.engine.module.state_dict())
+            record.reference_weights(step, self.held(self.worker.ref.engine))
         masks = [row[: len(own["response"])] for row, own in zip(data["response_mask"], rows, strict=True)]
         record.rollouts(
             step,
@@ -434,9 +453,12 @@ class Loop:
 
     def optimizer_step(self) -> float:
         """verl's clip and step."""
-        named = [(name, own.grad) for name, own in self.engine.module.named_parameters() if own.requires_grad]
-        self.record.gradients(self.step, named)
+        self.record.gradients(self.step, self.gradients())
         return self.real["optimizer_step"]()
+
+    def gradients(self) -> list[tuple[str, Any]]:
+        """Gradients that the optimizer is to get."""
+        return [(name, own.grad) for name, own in self.engine.module.named_parameters() if own.requires_grad]
 
     def is_last_of_batch(self) -> bool:
         """The step is the last that trains on the batch."""
@@ -551,13 +573,13 @@ def join() -> None:
         torch.distributed.init_process_group("gloo")
 
 
-def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
-    """Train for some steps; settings of verl's config beside `CONFIG`."""
+def train(checkpoint: Path, trace: Path, kind: type[Loop] = Loop, **settings: Any) -> None:
+    """Train for some steps; settings of verl's config beside those of `kind`."""
     steps, dtype = settings.pop("steps", STEPS), settings.pop("dtype", "float32")
     join()
     with probe.open(trace, model=checkpoint, dtype=dtype, engine="hf", keep_every=1) as record:
         torch.distributed.barrier()
-        loop = Loop(checkpoint, trace, settings)
+        loop = kind(checkpoint, trace, settings)
         loop.watch(record)
         loop.send()
         for number in range(steps):

@@ -137,7 +137,7 @@ class LossRecorder(AnswerRecorder):
             step: number of the step, after its `rollouts`.
             ids: of the rollouts in it: of each row, or of each sequence of a pack.
             input_ids: [B, L] padded rows, or with `cu_seqlens` a pack of [T] or [1, T].
-            attention_mask: of the same shape, 0 for padding; by default nothing is padding.
+            attention_mask: of the same shape, 0 for padding, also of a pack's sequences; by default there is none.
             labels: of the same shape, the token that each place is to predict (already shifted), -100 for none.
             loss_mask: of the same shape, whether the token that each place predicts is in the loss.
             position_ids: of the same shape.
@@ -155,9 +155,10 @@ class LossRecorder(AnswerRecorder):
             ends = [int(end) for end in row_of(cu_seqlens, np.int64)]
             parts = [np.arange(*pair) for pair in pairwise(ends)]
         else:
-            parts = [part[kept[part]] for part in np.split(np.arange(len(tokens)), len(ids))] if len(ids) else []
+            parts = np.split(np.arange(len(tokens)), len(ids)) if len(ids) else []
         if len(parts) != len(ids) or any(len(column) != len(tokens) for column in (*columns.values(), kept)):
             raise UsageError(f"a micro-batch of step {step} has {len(ids)} rollouts, its tensors other rows")
+        parts = [part[kept[part]] for part in parts]
         sentinel = np.zeros(len(tokens), np.int64)
         for name, part in zip(ids, parts, strict=True):
             sentinel[part[:-1]] = (own.number(str(name)) + 1 << POSITION_BITS) + np.arange(1, max(len(part), 1))
@@ -167,25 +168,20 @@ class LossRecorder(AnswerRecorder):
         count = len(self._ledgers.setdefault(step, []))
         self._ledgers[step].append(rows)
         if cu_seqlens is not None:
-            self._record_pack(
-                step,
-                f"rollouts micro-batch {count}",
-                [own.length(str(name)) for name in ids],
-                ends,
-                arguments or {},
-                len(tokens),
-            )
+            lengths, real = [own.length(str(name)) for name in ids], np.cumsum([0, *map(len, parts)]).tolist()
+            self._record_pack(step, f"rollouts micro-batch {count}", lengths, real, ends, arguments or {}, len(tokens))
 
     def _record_pack(
-        self, step: int, name: str, lengths: list[int], ends: list[int], arguments: Mapping[str, Any], rows: int
-    ) -> None:
+        self, step: int, name: str, lengths: list[int], real: list[int], ends: list[int], arguments: Mapping[str, Any],
+        rows: int,
+    ) -> None:  # fmt: skip
         longest = max((b - a for a, b in pairwise(ends)), default=0)
         told: dict[str, Any] = {
             key: tuple(map(int, row_of(arguments[key], np.int64))) for key in ARRAYS_OF_PACK if key in arguments
         }
         sizes: dict[str, Any] = {key: int(arguments[key]) for key in NUMBERS_OF_PACK[:2] if key in arguments}
         layout = PackLayout(
-            name=name, version=step, cp_rank=0, cu_seqlens=tuple(ends), cu_seqlens_padded=tuple(ends),
+            name=name, version=step, cp_rank=0, cu_seqlens=tuple(real), cu_seqlens_padded=tuple(ends),
             max_seqlen=next(iter(sizes.values()), longest), lengths=tuple(lengths), filler=False,
         )  # fmt: skip
         self.emit(layout, np.arange(ends[-1] if ends else 0))

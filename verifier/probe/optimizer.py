@@ -92,7 +92,7 @@ class OptimizerRecorder(LossRecorder):
         self._owned: list[_Torch] = []
         self._unowned: tuple[str, ...] = ()
         self._settings: dict[str, Any] = {}
-        self._clip_grad, self._divisor, self._updates_per_rate = 0.0, 1.0, 1
+        self._clip_grad, self._divisor, self._updates_per_rate, self._has_parts = 0.0, 1.0, 1, False
         self._passes: dict[str, Part] = {}
         self._last: UpdateSample | None = None
         self._updates: dict[int, _Update] = {}
@@ -105,7 +105,7 @@ class OptimizerRecorder(LossRecorder):
         asked: Mapping[str, Any] | None = None, scheduler: Any = None,
         schedule: Literal["constant", "linear", "cosine", ""] = "", learning_rate: float = 0.0, warmup_steps: int = 0,
         total_steps: int = 0, least_learning_rate: float = 0.0, weight_decay: float = 0.0, first_rate_step: int = 0,
-        vectors_decay: bool | None = None, divisor: float | None = None, updates_per_rate: int = 1,
+        vectors_decay: bool | None = None, divisor: float | None = None, updates_per_rate: int = 1, parts: bool = False,
     ) -> None:  # fmt: skip
         """Watch an optimizer of torch from now on, one step of it in each step of the loop.
 
@@ -128,6 +128,7 @@ class OptimizerRecorder(LossRecorder):
                 for the weights of tokens (ADV001) that of ranks with rollouts of their own.
             updates_per_rate: optimizer steps in each step of the schedule and of `scheduler`, as verl's in a batch of
                 several mini-batches or epochs.
+            parts: the parameters are parts that no other rank has: masters of an optimizer that shards them.
 
         Raises:
             UsageError: an optimizer is watched already.
@@ -136,10 +137,10 @@ class OptimizerRecorder(LossRecorder):
             raise UsageError("an optimizer is watched already: one process has one")
         self._optimizer, self._scheduler, self._clip_grad = optimizer, scheduler, clip_grad
         self._divisor, self.gradient_divisor = float(self.world_size if divisor is None else divisor), divisor
-        self._updates_per_rate = updates_per_rate
+        self._updates_per_rate, self._has_parts = updates_per_rate, parts
         self._asked = {key: _said(value) for key, value in (asked or {}).items()}
         groups = {id(item): group for group in optimizer.param_groups for item in group["params"]}
-        named = [(name, item) for name, item in named_parameters if item.requires_grad]
+        named = [(name, item) for name, item in named_parameters if item.requires_grad or id(item) in groups]
         self._owned = [
             _Torch(name=name, parameter=item, group=groups[id(item)], optimizer=optimizer)
             for name, item in sorted(named, key=lambda pair: pair[0])
@@ -162,7 +163,8 @@ class OptimizerRecorder(LossRecorder):
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for item in self._owned:
-            if not is_sharded(item.parameter):  # FSDP2 gives a shard its gradient past autograd
+            # FSDP2 gives a shard its gradient past autograd, and masters of their own get it as a copy.
+            if item.parameter.requires_grad and not is_sharded(item.parameter):
                 item.parameter.register_hook(lambda found, name=item.name: self._passed(name, found))
 
     @property
@@ -220,8 +222,9 @@ class OptimizerRecorder(LossRecorder):
                 part.own(item.gradient)
                 part.used = cut(item.model.detach(), part.begin, part.size)
             given = [item.parameter.grad for item in self._owned if item.parameter.grad is not None]
-            summed = [(whole(own) if is_partial(own) else local(own), stands_for(own, self.rank)) for own in given]
-            grads = [own for own, counts in summed if counts]
+            counts = [self._has_parts or stands_for(own, self.rank) for own in given]
+            summed = [whole(own) if is_partial(own) else local(own) for own in given]
+            grads = [own for own, counted in zip(summed, counts, strict=True) if counted]
             squares = None
             if all(not is_sharded(own) or own.device_mesh.size() == self.world_size for own in given):
                 squares = real(sum(float(own.double().square().sum()) for own in grads))

@@ -13,7 +13,7 @@ from msgspec import structs
 
 import verifier.stages.logprob.checks_stated as stated
 from verifier.config_json import Config, epsilon, has_delta_nets, head_dim, is_latent, rope, rotary_dim
-from verifier.core.check import At, Comparison, Given, Stage, Trace, check, compare_value
+from verifier.core.check import LOOP, At, Comparison, Given, Stage, Trace, check, compare_value
 from verifier.core.condition import ALWAYS, on, recorded
 from verifier.core.manifest import MeshSizes
 from verifier.mesh import Coordinate, Mesh
@@ -314,7 +314,7 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
     the model (LGP001), those that the installed Megatron does not take (`pad_between_seqs` before 0.19).
     References: RL#4070, TransformerEngine#3331, Megatron-Bridge#4400, SkyRL#2056.
     """
-    mesh = Mesh(**structs.asdict(trace.manifest.mesh or MeshSizes()))
+    mesh = Mesh(**structs.asdict(trace.manifest.mesh or MeshSizes(dp=max(trace.manifest.world_size, 1))))
     known = trace.has(ProviderFields)
     hybrid = any(item.values.get("is_hybrid_model") == "true" for item in trace.of(ProviderFields))
     layouts = {}
@@ -328,6 +328,8 @@ def packed_arguments_disagree(trace: Trace) -> Iterator[Comparison]:
             yield _told(item, at, "pack", "recorded", "absent", absent=True)
             continue
         ends, padded = layout.cu_seqlens, layout.cu_seqlens_padded
+        if trace.manifest.command == LOOP and item.cu_seqlens_q == padded:
+            ends = padded  # causal attention gives tokens nothing of the padding behind them
         longest = max(end - begin for begin, end in pairwise(padded))
         last = None if mesh.cp > 1 else -1
         for key, want in (

@@ -272,8 +272,9 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     """Each micro-batch is cut as Megatron's attention expects: lengths, alignment, zigzag rows.
 
     What it checks: cumulative lengths against the rollouts' own; padded lengths: no shorter, multiples of tp (sequence
-    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; the greatest of
-    them, which kernels are told; the rows of each context-parallel rank against the two zigzag chunks per sequence.
+    parallelism) times 2 * cp (context parallelism), and less than one multiple longer but for the last; a recorded loop
+    may round up as it likes; the greatest of them, which kernels are told; the rows of each context-parallel rank
+    against the two zigzag chunks per sequence.
     Why it matters: attention and rope trust these numbers; wrong ones leak state between packed neighbours, or attend
     to padding, without an error.
     Evidence: pack/layout of every (dp, cp) rank.
@@ -283,7 +284,8 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
     References: ms-swift#10071, Megatron-LM#4495, Megatron-LM#5541, prime-rl#2392, SkyRL packing_utils.
     """
     mesh = _mesh_of(trace)
-    tp, cp = (1, 1) if trace.manifest.command == LOOP else (mesh.tp, mesh.cp)
+    loop = trace.manifest.command == LOOP
+    tp, cp = (1, 1) if loop else (mesh.tp, mesh.cp)
     multiple = tp * 2 * cp if cp > 1 else tp
     for item in trace.of(PackLayout):
         real, padded = item.cu_seqlens, item.cu_seqlens_padded
@@ -295,7 +297,7 @@ def pack_layout_wrong(trace: Trace) -> Iterator[Comparison]:
             wrong = f"lengths {lengths}, the rollouts have {list(item.lengths)}"
         elif any(size % multiple or size < length for size, length in zip(room, lengths, strict=True)):
             wrong = f"padded lengths {room} for {lengths}, multiples of {multiple} are needed"
-        elif any(size - length >= multiple for size, length in zip(room[:-1], lengths[:-1], strict=True)):
+        elif not loop and any(size - own >= multiple for size, own in zip(room[:-1], lengths[:-1], strict=True)):
             wrong = f"padded lengths {room} for {lengths}: more than a multiple of {multiple} is wasted"
         elif item.max_seqlen != max(room):
             wrong = f"a longest sequence of {item.max_seqlen}, padded lengths are {room}"
