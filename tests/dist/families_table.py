@@ -20,7 +20,7 @@ from typing import Any
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.config import EngineOptions, GoldenConfig, RoundtripConfig
 from verifier.core import store
-from verifier.errors import UsageError, VerifierError
+from verifier.errors import InternalError, UsageError, VerifierError
 from verifier.mesh import Mesh
 from verifier.model.architectures_hf import architectures
 from verifier.platform.provenance import TRAINER, installed
@@ -91,6 +91,10 @@ def ended(runner: Runner, run: str, model: str, trace: Path, dtype: str = "float
     except UsageError as problem:
         return {"outcome": "refused", "reason": _line(str(problem))}
     except VerifierError as problem:
+        if isinstance(problem, InternalError) and "\n" not in str(
+            problem
+        ):  # what kept ranks refuse; see `Runner.roundtrip`
+            return {"outcome": "refused", "reason": _line(str(problem))}
         frames = _FRAME.findall(str(problem))
         theirs = [frame for frame in frames if frame[0].startswith("megatron/")] or frames
         place = f"{theirs[-1][0]}:{theirs[-1][1]}: " if theirs else ""
