@@ -9,9 +9,10 @@ import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY, run_check
 from verifier.core.finding import Outcome, Verdict
 from verifier.core.manifest import Manifest
+from verifier.core.stage import Stage
 from verifier.core.trace import Trace
 from verifier.stages.advantage.records import LossColumns
-from verifier.stages.logprob.records import OracleEntropy
+from verifier.stages.logprob.records import OracleEntropy, TrainerLogprobs
 from verifier.stages.loss.records import LossRows
 
 ENTROPY = np.linspace(0.5, 2.5, 150)
@@ -21,7 +22,7 @@ ROLLOUT, POSITION = np.repeat([0, 1], [100, 50]), np.concatenate([10 + np.arange
 
 def outcome(
     found: np.ndarray, *, dtype: str = "float32", noise: float = 1e-7, temperature: float = 1.0, num: int = 150,
-    noise_of_another: float = 0.0, scale: np.ndarray | None = None,
+    noise_of_another: float = 0.0, scale: np.ndarray | None = None, scored: bool = True,
 ) -> Outcome:  # fmt: skip
     """LGP012 on the first tokens of the two, whose rows two ranks hold in turn, a row of a prompt among them.
 
@@ -51,6 +52,7 @@ def outcome(
         OracleEntropy(name="update 4", version=2, temperature=temperature, noise=noise, array="oracle"),
         OracleEntropy(name="update 3", version=2, temperature=temperature, noise=noise_of_another, array="oracle"),
         OracleEntropy(name="update 2", version=1, temperature=temperature, noise=1.0, array="oracle"),
+        *([TrainerLogprobs(name="old", version=1, lengths=(), array="scores")] if scored else []),
     ]  # fmt: skip
     return run_check(REGISTRY["LGP012"], Trace(Manifest(dtype=dtype, complete=True), seen, arrays.__getitem__))
 
@@ -74,6 +76,16 @@ def test_one_token_that_is_off_shows_in_fp32(nats: float) -> None:
     assert found.verdict is Verdict.VIOLATED
     assert found.finding is not None
     assert [item.what for item in found.finding.bad] == ["y in update 4"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("scored", "before_the_loss"), [(True, False), (False, True)])
+def test_a_wrong_pass_is_named_before_the_loss_where_no_other_pass_scored_its_tokens(
+    dtype: str, scored: bool, before_the_loss: bool
+) -> None:
+    finding = outcome(ENTROPY[::-1], dtype=dtype, scored=scored).finding
+    assert finding is not None
+    assert (finding.first.place < (2, 0, Stage.LOSS)) is before_the_loss
 
 
 def test_entropies_of_other_tokens_show() -> None:

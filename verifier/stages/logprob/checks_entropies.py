@@ -21,7 +21,7 @@ from verifier.stages.logprob.checks_logprobs import (  # fmt: skip
     rounding,
     wider,
 )
-from verifier.stages.logprob.records import OracleEntropy
+from verifier.stages.logprob.records import OracleEntropy, TrainerLogprobs
 from verifier.stages.loss.checks_loss_rows import worst_rows
 from verifier.stages.loss.records import LossRows
 from verifier.stages.pack.checks_packing import UpdateRows, updates_of
@@ -58,49 +58,49 @@ def entropy_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
 def compare_entropies(trace: Trace, update: UpdateRows) -> Iterator[Comparison]:
     """Compare the entropies of an update with the oracle's; none if transformers did not compute the step."""
     name, version = update.columns.name, update.columns.version
+    # Without scores by the weights before it, as in fine-tuning, nothing else tells a wrong forward pass from the loss.
+    at = At(Stage.LOGPROB, version if trace.has(TrainerLogprobs) else version - 1)
     noise = max((float(oracle.noise) for oracle in trace.of(OracleEntropy, version=version)), default=0.0)
     for oracle in trace.of(OracleEntropy, version=version, name=name):
         scale, exact = trace.arrays(oracle).get("scale"), trace.manifest.dtype == "float32"
         told = update if oracle.rollouts is None else update.of(oracle.rollouts)
-        yield from _compare(told, oracle, trace.array(oracle), noise, scale, exact)
+        yield from _compare(at, told, oracle, trace.array(oracle), noise, scale, exact)
 
 
 def _compare(
-    update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, noise: float, scale: np.ndarray | None, exact: bool
-) -> Iterator[Comparison]:
+    where: At, update: UpdateRows, oracle: OracleEntropy, entropy: np.ndarray, noise: float,
+    scale: np.ndarray | None, exact: bool,
+) -> Iterator[Comparison]:  # fmt: skip
     columns, num = update.columns, int(update.in_loss.sum())
     if len(entropy) != num:
         raise LookupError(f"the oracle gave {len(entropy):,} entropies for the {num:,} tokens of {columns.name}")
     order = np.cumsum(update.in_loss)[update.place] - 1
-    expected = entropy[order]
-    actual = update.rows["entropy"].astype(np.float64)
-    gaps = np.abs(actual - expected)
-    gaps = np.where(np.isnan(gaps), np.inf, gaps)
+    expected, actual = entropy[order], update.rows["entropy"].astype(np.float64)
+    gaps = np.nan_to_num(np.abs(actual - expected), nan=np.inf, posinf=np.inf)
     of_all = _bound(GREATEST_NOISES * noise, oracle.temperature, len(entropy), exact)
     own = np.zeros(len(columns.ids))  # the greatest of each rollout, as one place's own may be near zero by chance
     if scale is not None:
         np.maximum.at(own, update.rollout, scale[order])
+    bounds = [wider(of_all, _by_logits(float(x), exact)) for x in own]
     if not exact and len(gaps):
-        yield _beyond(update, gaps, np.array([wider(of_all, _by_logits(float(x), exact)).absolute for x in own]))
+        yield _beyond(where, update, gaps, np.array([bound.absolute for bound in bounds]))
     for at in worst_rows(update.rollout, gaps) if exact else ():
-        rollout, gap = update.rollout[at], float(gaps[at])
-        name, bound = columns.ids[rollout], wider(of_all, _by_logits(float(own[rollout]), exact))
-        at_update, what = At(Stage.LOGPROB, columns.version), f"{name} in {columns.name}"
+        name, bound, gap = columns.ids[update.rollout[at]], bounds[update.rollout[at]], float(gaps[at])
+        what = f"{name} in {columns.name}"
         subject = f"in {columns.name} the entropy, nats, at a token of `{name}`"
         says = "the trainer", f"transformers in fp32, at a temperature of {oracle.temperature:g}"
         hint = "look at the temperature, and at what is summed over the ranks of a vocabulary"
         left, right = float(actual[at]), float(expected[at])
-        yield compare_value(at_update, what, left, right, subject=subject, says=says, allowed=bound, gap=gap, hint=hint)
+        yield compare_value(where, what, left, right, subject=subject, says=says, allowed=bound, gap=gap, hint=hint)
 
 
-def _beyond(update: UpdateRows, gaps: np.ndarray, bounds: np.ndarray) -> Comparison:
+def _beyond(at: At, update: UpdateRows, gaps: np.ndarray, bounds: np.ndarray) -> Comparison:
     """Number of tokens off by more than their rollout's bound in bfloat16: noise of single ones has long tails."""
     columns, beyond = update.columns, int((gaps > bounds[update.rollout]).sum())
     most = most_beyond(len(gaps), len(gaps))
     worst = columns.ids[update.rollout[int(np.argmax(gaps))]]
     return compare_value(
-        At(Stage.LOGPROB, columns.version), f"entropies of {columns.name}",
-        beyond if np.isfinite(gaps).all() else math.inf, None,
+        at, f"entropies of {columns.name}", beyond if np.isfinite(gaps).all() else math.inf, None,
         subject=f"the number of tokens in {columns.name} whose entropy is off by more than noise explains",
         allowed=Tolerance(absolute=most, unit="tokens", source="as many exceed the noise of as many others by chance"),
         hint=f"look at `{worst}`, the temperature, and what is summed over the ranks of a vocabulary",
