@@ -11,6 +11,7 @@ from verifier.config.commands import (
     DTYPES,
     MAX_TIMEOUT_S,
     TimedConfig,
+    fixes_knob,
     folder_name,
     next_trace,
     seed_knob,
@@ -100,9 +101,7 @@ class GateConfig(TimedConfig):
     cycles: int = knob("Updates of each round trip.", 2, flag="--cycles", least=1)
     train_steps: int = knob("Steps of each training run.", 3, flag="--steps", least=1)
     seed: int = seed_knob("Seed of tokens, data and noise.")
-    fixes: tuple[str, ...] = knob(
-        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )
+    fixes: tuple[str, ...] = fixes_knob()
     budget_minutes: float | None = knob(
         "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
         flag="--budget", metavar="MINUTES", unit="minutes", above=0,

@@ -49,7 +49,6 @@ def _trainers(test: Callable[[int, int, int, int, int], bool]) -> Recorders:
 
 
 every_rank = _trainers(lambda tp, cp, dp, pp, stages: True)
-rank_0 = _trainers(lambda tp, cp, dp, pp, stages: tp == cp == dp == pp == 0)
 first_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == pp == 0)
 """Ranks that are given rows of tokens, one of each tensor-parallel group."""
 last_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == 0 and pp == stages - 1)
