@@ -10,6 +10,7 @@ from verifier.config.cluster import RayOptions
 from verifier.config.commands import (
     DTYPES,
     MAX_TIMEOUT_S,
+    SPELLED,
     TimedConfig,
     fixes_knob,
     folder_name,
@@ -122,8 +123,7 @@ class GateConfig(TimedConfig):
 
     def _fill(self) -> None:
         require_known(self.fixes)
-        spelled = {value: name for name, value in DTYPES.items()}
-        object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
+        object.__setattr__(self, "dtypes", tuple(SPELLED.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
             object.__setattr__(self, "folder", next_trace(folder_name(self.models[0]), GATES))
 
