@@ -375,17 +375,12 @@ def token_losses(
             difference, side = (sizes * _means(values, counts) for values in (difference, side))
             difference = difference + sizes * (logprob - logprob.detach())
         ratio, told = (torch.exp(torch.clamp(values, -LIMIT, LIMIT)) for values in (difference, side))
-        if name in ("clipped", *WHOLE) and "side" in columns:
+        if name in ("clipped", *WHOLE):
             at_edge = torch.clamp(told, low, high) * advantage
             gain = torch.where(at_edge < told * advantage, at_edge, ratio * advantage)
             if (most := objective["dual_clip"]) is not None:
                 beyond = (advantage < 0) & (torch.minimum(told * advantage, at_edge) < most * advantage)
                 gain = torch.where(beyond, most * advantage, gain)
-            total = -gain
-        elif name in ("clipped", *WHOLE):
-            gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
-            if objective["dual_clip"] is not None:
-                gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)
             total = -gain
         elif name == "cispo":
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob
