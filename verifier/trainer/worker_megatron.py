@@ -196,7 +196,7 @@ class TrainerWorker:
         """
         config, at = self._config, self._config.mesh.coordinate(self._context.rank)
         rollouts, columns = load_rollouts(Path(batch))
-        rate, gradients = optimizer_megatron.learning_rate_of(self._optimizer), dict[str, str]()
+        rate, gradients = max(float(group["lr"]) for group in self._optimizer.param_groups), dict[str, str]()
         update = Update(
             step=step, number=number, batch=Path(batch).stem, rollouts=rollouts, first=first, last=last, note=note
         )
