@@ -294,11 +294,9 @@ def _loss(
             found.append(found[0] + further.detach())
         if near.any():
             found = [nats_of(columns["side"], entropy.detach())] * len(found)
-        for values, parts in zip(found, nats, strict=True):
+        for values, parts in zip([*found, near], [*nats, told], strict=True):
             for index, part in zip(batch.places, values.split(counts), strict=True):
                 parts[index] = part
-        for index, part in zip(batch.places, near.split(counts), strict=True):
-            told[index] = part
         change = torch.stack([slope - slopes[0] for slope in slopes]).abs().amax(0)
         if not (slopes[0].any() or change.any() or objective["entropy_weight"] or later):
             continue  # an advantage of 0, as of a group of equal rewards: the gradient is 0 and right sides agree
