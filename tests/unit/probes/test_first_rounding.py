@@ -37,10 +37,8 @@ def measured(*knobs, model=TRAINED, num_weights=SAMPLED + 1, dtype="float32"):
 
 
 def vars_of(config):
-    return {
-        name: getattr(config, name)
-        for name in ("run", "verify", "lora", "dtype", "megatron", "algorithm", "grpo", "beyond_oracle")
-    }
+    names = ("run", "verify", "lora", "dtype", "megatron", "algorithm", "grpo", "beyond_oracle")
+    return {name: getattr(config, name) for name in names}
 
 
 @pytest.mark.parametrize(
