@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.left_padding import left_pad, remove_left_padding, response_of
 from tests.unit.megatron.test_token_ledger import audit as misplaced
 from tests.unpacking import unpack, unpack_labels, unshard_cp
-from verifier.data.recorded import check_steps
+from verifier.data.recorded import RolloutRow, check_steps
 from verifier.data.rollout import Rollout
 from verifier.errors import ContractError, UsageError
 from verifier.megatron.microbatch import split_by_count, split_by_tokens
 from verifier.megatron.pack import IGNORE_LABEL, PADDING, loss_rows, pack, shard_cp
 from verifier.megatron.token_layout import cp_rows, sp_slice
-from verifier.strategies import Packing, packings, rollouts, shards, step_lists
+from verifier.strategies import Packing, packings, rollouts, shards
 
 FIELDS = ("tokens", "sampled", "mask", "roles", "logprobs", "versions")
 
@@ -169,6 +169,31 @@ def test_predictions_of_a_left_padded_batch_land_on_their_response_token(batch: 
     for at, item in enumerate(batch):
         assert landed[at, padded.response_BR[at]].tolist() == item.tokens[item.prompt_length :].tolist()
         assert np.isnan(landed[at, ~padded.response_BR[at]]).all()
+
+
+@st.composite
+def step_lists(draw: st.DrawFn, *, max_trajectories: int = 3, max_steps: int = 4) -> list[RolloutRow]:
+    """Steps of whole, contiguous trajectories with cumulative inputs; shrinks to one trajectory of one step."""
+    steps = []
+    for number in range(draw(st.integers(1, max_trajectories), label="trajectories")):
+        name, tokens = f"t{number}", ()
+        pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
+        turns = draw(st.lists(pairs, min_size=1, max_size=max_steps), label=name)
+        for index, (asked, answered) in enumerate(turns):
+            first, drawn = 1000 * (number + 1) + len(tokens), (True,) * answered
+            prompt, response = (
+                (*tokens, *range(first, first + asked)),
+                tuple(range(first + asked, first + asked + answered)),
+            )
+            steps.append(
+                RolloutRow(
+                    id=f"{name}/{index}", group=name, prompt=prompt, response=response, sampled=drawn, mask=drawn,
+                    logprobs=tuple(-token / 256 for token in response), versions=(index,) * answered, reward=0.0,
+                    trajectory=name, index=index, is_last_step=index == len(turns) - 1,
+                )
+            )  # fmt: skip
+            tokens = (*prompt, *response)
+    return steps
 
 
 @given(steps=step_lists())

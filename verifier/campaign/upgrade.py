@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verifier.campaign.gate.matrix import SPELLED
-from verifier.config.commands import stored_dtype
+from verifier.config.commands import SPELLED, stored_dtype
 from verifier.core.finding import ExitCode
 from verifier.core.outputs import printable
 from verifier.errors import InternalError, UsageError

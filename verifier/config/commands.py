@@ -29,6 +29,7 @@ C = TypeVar("C", bound="CommandConfig")
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Spelling in a config and on the command line -> spelling everywhere else."""
+SPELLED = {value: name for name, value in DTYPES.items()}
 MAX_TIMEOUT_S = 7 * 24 * 3600
 GPU_GIB = 80.0
 """Memory of a GPU where a plan is not told another."""

@@ -10,7 +10,9 @@ from verifier.config.cluster import RayOptions
 from verifier.config.commands import (
     DTYPES,
     MAX_TIMEOUT_S,
+    SPELLED,
     TimedConfig,
+    fixes_knob,
     folder_name,
     next_trace,
     seed_knob,
@@ -100,9 +102,7 @@ class GateConfig(TimedConfig):
     cycles: int = knob("Updates of each round trip.", 2, flag="--cycles", least=1)
     train_steps: int = knob("Steps of each training run.", 3, flag="--steps", least=1)
     seed: int = seed_knob("Seed of tokens, data and noise.")
-    fixes: tuple[str, ...] = knob(
-        "Install the fix of an upstream bug, or `all`; repeatable.", (), flag="--fix", metavar="ID", last=True
-    )
+    fixes: tuple[str, ...] = fixes_knob()
     budget_minutes: float | None = knob(
         "Minutes for all cells; those that do not fit are not run, and the gate is inconclusive.", None,
         flag="--budget", metavar="MINUTES", unit="minutes", above=0,
@@ -123,8 +123,7 @@ class GateConfig(TimedConfig):
 
     def _fill(self) -> None:
         require_known(self.fixes)
-        spelled = {value: name for name, value in DTYPES.items()}
-        object.__setattr__(self, "dtypes", tuple(spelled.get(name, name) for name in self.dtypes))
+        object.__setattr__(self, "dtypes", tuple(SPELLED.get(name, name) for name in self.dtypes))
         if self.folder == Path() and self.models:
             object.__setattr__(self, "folder", next_trace(folder_name(self.models[0]), GATES))
 

@@ -19,7 +19,7 @@ from verifier.core.manifest import MovedContract
 from verifier.core.outputs import write_whole
 from verifier.launch.failures import Place
 from verifier.platform import Tier
-from verifier.platform.provenance import code_digest, differing, installed_versions, running_set
+from verifier.platform.provenance import code_digest, installed_versions, running_set
 
 DEADLINE_S = 600.0
 """Deadline of one module's process; each takes 5 to 40 s on two cores."""
@@ -82,7 +82,7 @@ def look_at(module: str, tier: Tier) -> list[Looked]:
     return [
         Looked(
             contract=item, failure=None if told[item.name] is None else Place(**told[item.name]),
-            verified_set=running_set(tier),
+            verified_set=running_set(tier)[0],
         )
         for item in contracts
     ]  # fmt: skip
@@ -131,9 +131,9 @@ def declared(tier: Tier, kept: Path) -> dict[str, Any]:
     Returns:
         `verified_set`, or `verified` and `moved_contracts`.
     """
-    pins = differing(tier)
-    if not pins:
-        return {"verified_set": running_set(tier)}
+    name, pins = running_set(tier)
+    if name:
+        return {"verified_set": name}
     return {"verified": pins, "moved_contracts": _moved(tier, kept)}
 
 

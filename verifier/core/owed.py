@@ -49,7 +49,6 @@ def _trainers(test: Callable[[int, int, int, int, int], bool]) -> Recorders:
 
 
 every_rank = _trainers(lambda tp, cp, dp, pp, stages: True)
-rank_0 = _trainers(lambda tp, cp, dp, pp, stages: tp == cp == dp == pp == 0)
 first_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == pp == 0)
 """Ranks that are given rows of tokens, one of each tensor-parallel group."""
 last_stage = _trainers(lambda tp, cp, dp, pp, stages: tp == 0 and pp == stages - 1)
@@ -80,11 +79,24 @@ def once(run: Manifest) -> Sequence[When]:
     return [ANYTIME]
 
 
-def per_update(run: Manifest) -> Sequence[When]:
-    """In each optimizer step."""
-    if run.facts.step:
-        return [(run.facts.step, number) for number in run.facts.updates]
-    return per_step(run)
+def never(run: Manifest) -> Sequence[When]:
+    """In no run."""
+    return []
+
+
+def _choose(test: Callable[[Manifest], object], times: Times, otherwise: Times = never) -> Times:
+    """Times of a run of which the test is true, and those of others."""
+    return lambda run: (times if test(run) else otherwise)(run)
+
+
+def _in_step(run: Manifest) -> int:
+    """Number of the step of a training run; 0 for others."""
+    return run.facts.step
+
+
+def _cycles(run: Manifest) -> int:
+    found = run.config.get("cycles", 0) if run.command == "roundtrip" else 0
+    return found if isinstance(found, int) else 0
 
 
 def per_step(run: Manifest) -> Sequence[When]:
@@ -96,9 +108,46 @@ def per_step(run: Manifest) -> Sequence[When]:
     return [(version, None) for version in (run.facts.updates or range(1, _cycles(run) + 1))] or [ANYTIME]
 
 
-def per_live(run: Manifest) -> Sequence[When]:
-    """Each version whose tensors are joined: all that are sent in a step of a training run."""
-    return per_sync(run) if run.facts.step else per_step(run)
+def per_sync(run: Manifest) -> Sequence[When]:
+    """Each version that the engine gets."""
+    return [(version, None) for version in run.synced_versions] or [ANYTIME]
+
+
+def per_cycle(run: Manifest) -> Sequence[When]:
+    """Each version of a round trip's weights."""
+    return [(version, None) for version in range(_cycles(run) + 1)]
+
+
+per_version = _choose(_cycles, per_cycle, per_step)
+"""Each version of the weights that a round trip scores with; the step of a training run."""
+per_update = _choose(_in_step, lambda run: [(run.facts.step, number) for number in run.facts.updates], per_step)
+"""In each optimizer step."""
+per_live = _choose(_in_step, per_sync, per_step)
+"""Each version whose tensors are joined: all that are sent in a step of a training run."""
+per_held = _choose(_cycles, per_cycle, per_sync)
+"""Each version that an engine holds: in a round trip those that it begins with too."""
+per_pass = _choose(_cycles, per_cycle, per_update)
+"""In each pass that trains; of a round trip with the weights of each version, which score too."""
+per_sample = _choose(_cycles, per_cycle, once)
+"""Each version of a round trip's weights; elsewhere some time."""
+per_sent = _choose(_in_step, per_sync, once)
+"""Each version that a training run sends; elsewhere some time."""
+if_scored = _choose(_cycles, per_cycle)
+"""Each version of the weights that a round trip scores with."""
+if_drawn = _choose(lambda run: run.command != "probe", per_version)
+"""Each version of a round trip's weights; a recorded loop need not draw one token again and again."""
+if_asked = _choose(lambda run: _cycles(run) and run.config.get("update") == "step", once)
+"""Once in a round trip, whose steps have an objective and a rule of their own."""
+if_idle = _choose(lambda run: not run.facts.frozen_base, if_asked)
+"""Once in a round trip whose steps move more than adapters."""
+if_measured = _choose(lambda run: run.facts.noise, once)
+"""Once, where the noise of the run's dtype was measured."""
+after_another = _choose(lambda run: run.facts.part == "export" or run.facts.step != 1, once)
+"""Once, where a step went before."""
+if_cut = _choose(lambda run: run.facts.part != "export" or (run.layout and not run.facts.frozen_base), once)
+"""Once, but for exports that no layout cuts: of adapters, or of a family without one."""
+at_load = _choose(lambda run: not run.facts.step or run.facts.loaded or run.facts.frozen_base, once)
+"""Once, where the ranks loaded the model: in a step of a training run that is the first, or of adapters."""
 
 
 def per_answers(run: Manifest) -> Sequence[When]:
@@ -107,25 +156,10 @@ def per_answers(run: Manifest) -> Sequence[When]:
     return [*per_step(run), *([(run.facts.step - 1, None)] if before else [])]
 
 
-def per_held(run: Manifest) -> Sequence[When]:
-    """Each version that an engine holds: in a round trip those that it begins with too."""
-    return per_version(run) if _cycles(run) else per_sync(run)
-
-
 def per_gradient(run: Manifest) -> Sequence[When]:
     """In each optimizer step, and in a round trip's idle one at version 0."""
     idle = _cycles(run) and run.config.get("update") == "step" and not run.facts.frozen_base
     return [*([(0, None)] if idle else []), *per_update(run)]
-
-
-def if_asked(run: Manifest) -> Sequence[When]:
-    """Once in a round trip, whose steps have an objective and a rule of their own."""
-    return [ANYTIME] if _cycles(run) and run.config.get("update") == "step" else []
-
-
-def if_scored(run: Manifest) -> Sequence[When]:
-    """Each version of the weights that a round trip scores with."""
-    return per_version(run) if _cycles(run) else []
 
 
 def at_last(run: Manifest) -> Sequence[When]:
@@ -141,14 +175,11 @@ def per_score(run: Manifest) -> Sequence[When]:
     return [(run.facts.step - 1, None), *([(0, None)] if run.facts.has_reference else [])]
 
 
-def after_another(run: Manifest) -> Sequence[When]:
-    """Once, where a step went before."""
-    return [ANYTIME] if run.facts.part == "export" or run.facts.step != 1 else []
-
-
-def if_cut(run: Manifest) -> Sequence[When]:
-    """Once, but for exports that no layout cuts: of adapters, or of a family without one."""
-    return [] if run.facts.part == "export" and (run.facts.frozen_base or not run.layout) else [ANYTIME]
+def per_export(run: Manifest) -> Sequence[When]:
+    """Each version that is exported."""
+    if _cycles(run):
+        return per_version(run)
+    return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
 
 
 def if_adapted(run: Manifest) -> Sequence[When]:
@@ -158,52 +189,14 @@ def if_adapted(run: Manifest) -> Sequence[When]:
     return [] if _without_adapters(run) else per_export(run)
 
 
-def if_stepped(run: Manifest) -> Sequence[When]:
-    """Each export of adapters but that of a training run's first ones, which no step of its trace has made."""
-    return per_step(run) if run.facts.step and not _without_adapters(run) else if_adapted(run)
-
-
 def _without_adapters(run: Manifest) -> bool:
     """Tell of an export, and of a recorded loop, whether no adapters are trained."""
     return (run.facts.part == "export" or run.command == "probe") and not run.facts.frozen_base
 
 
-def if_measured(run: Manifest) -> Sequence[When]:
-    """Once, where the noise of the run's dtype was measured."""
-    return [ANYTIME] if run.facts.noise else []
-
-
-def per_noise(run: Manifest) -> Sequence[When]:
-    """Same as `per_score`, where a run says what transformers scores."""
-    return per_score(run) if run.facts.step or _cycles(run) else []
-
-
-def per_pass(run: Manifest) -> Sequence[When]:
-    """In each pass that trains; of a round trip with the weights of each version, which score too."""
-    return per_update(run) if not _cycles(run) else per_version(run)
-
-
-def per_sample(run: Manifest) -> Sequence[When]:
-    """Each version of a round trip's weights; elsewhere some time."""
-    return once(run) if not _cycles(run) else per_version(run)
-
-
-def at_load(run: Manifest) -> Sequence[When]:
-    """Once, where the ranks loaded the model: in a step of a training run that is the first, or of adapters."""
-    first = not run.facts.step or run.facts.loaded or run.facts.frozen_base
-    return [ANYTIME] if first else []
-
-
-def per_version(run: Manifest) -> Sequence[When]:
-    """Each version of the weights that a round trip scores with; the step of a training run."""
-    return per_step(run) if not _cycles(run) else [(version, None) for version in range(_cycles(run) + 1)]
-
-
-def per_export(run: Manifest) -> Sequence[When]:
-    """Each version that is exported."""
-    if _cycles(run):
-        return per_version(run)
-    return [(version, None) for version in run.facts.exported or run.synced_versions] or [ANYTIME]
+def if_stepped(run: Manifest) -> Sequence[When]:
+    """Each export of adapters but that of a training run's first ones, which no step of its trace has made."""
+    return per_step(run) if run.facts.step and not _without_adapters(run) else if_adapted(run)
 
 
 def if_export_moves(run: Manifest) -> Sequence[When]:
@@ -213,35 +206,14 @@ def if_export_moves(run: Manifest) -> Sequence[When]:
     return per_export(run) if run.command == "golden" or (_cycles(run) and run.synced_versions) else []
 
 
-def if_idle(run: Manifest) -> Sequence[When]:
-    """Once in a round trip whose steps move more than adapters."""
-    return [] if run.facts.frozen_base else if_asked(run)
-
-
 def if_frozen(run: Manifest) -> Sequence[When]:
     """In each step of adapters, whose base a layout knows."""
     known = run.facts.part == "step" and (run.facts.step or (_cycles(run) and run.synced_versions and run.layout))
     return per_step(run) if run.facts.frozen_base and known else []
 
 
-def per_sent(run: Manifest) -> Sequence[When]:
-    """Each version that a training run sends; elsewhere some time."""
-    return per_sync(run) if run.facts.step else once(run)
-
-
-def if_drawn(run: Manifest) -> Sequence[When]:
-    """Each version of a round trip's weights; a recorded loop need not draw one token again and again."""
-    return [] if run.command == "probe" else per_version(run)
-
-
-def per_sync(run: Manifest) -> Sequence[When]:
-    """Each version that the engine gets."""
-    return [(version, None) for version in run.synced_versions] or [ANYTIME]
-
-
-def _cycles(run: Manifest) -> int:
-    found = run.config.get("cycles", 0) if run.command == "roundtrip" else 0
-    return found if isinstance(found, int) else 0
+per_noise = _choose(lambda run: run.facts.step or _cycles(run), per_score)
+"""Same as `per_score`, where a run says what transformers scores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,9 @@ def digest_of(contents: bytes) -> str:
 
 def sealed(manifest: Manifest) -> bytes:
     """A manifest as it is stored, with its own digest."""
-    whole = replace(manifest, digest=_own_digest(manifest))
+    own = digest_of(msgspec.json.encode(replace(manifest, digest=""), order="deterministic"))
+    whole = replace(manifest, digest=own)
     return msgspec.json.format(msgspec.json.encode(whole, order="deterministic"), indent=1) + b"\n"
-
-
-def _own_digest(manifest: Manifest) -> str:
-    return digest_of(msgspec.json.encode(replace(manifest, digest=""), order="deterministic"))
 
 
 def digests_of(path: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from verifier.data.rollout import Role, Rollout, make_rollout
+from verifier.data.rollout import Rollout, make_rollout
 from verifier.errors import UsageError
 
 _LONGEST_NAME = 255
@@ -87,15 +86,6 @@ def rollout_of(row: RolloutRow) -> Rollout:
         row.id, row.prompt, row.response, group=row.group, sampled=row.sampled, mask=row.mask, logprobs=row.logprobs,
         versions=row.versions, reward=row.reward, routes=None if row.routes is None else np.array(row.routes),
     )  # fmt: skip
-
-
-def steps_of(rows: Sequence[RolloutRow]) -> list[Step]:
-    """Steps of step-wise rows, unchecked."""
-    return [
-        Step(trajectory=row.trajectory, index=row.index, is_last_step=row.is_last_step, rollout=rollout_of(row))
-        for row in rows
-        if row.trajectory is not None
-    ]
 
 
 def encoded(row: RolloutRow) -> Any:
@@ -186,14 +176,12 @@ def _check_tokens(row: RolloutRow, vocab_size: int | None) -> None:
 
 def _check_trajectories(rows: Sequence[RolloutRow], lines: Sequence[str]) -> None:
     """`check_steps`, with the line of the trajectory that it refuses: of a torn one, the line where it goes on."""
-    steps = steps_of(rows)
-    seen: set[str] = set()
+    seen: set[str | None] = set()
     at = 0
-    for trajectory, run in groupby(steps, key=lambda step: step.trajectory):
-        own = list(run)
+    for trajectory, own in _trajectories(rows):
         with _named(lines[at]):
-            check_steps(own if trajectory not in seen else steps)
-            if len({step.rollout.group for step in own}) > 1:
+            check_steps(own if trajectory not in seen else rows)
+            if len({row.group for row in own}) > 1:
                 raise UsageError(f"trajectory `{trajectory}`: its steps belong to several groups")
         seen.add(trajectory)
         at += len(own)
@@ -234,65 +222,46 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
         raise UsageError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """One turn: the whole input given to the engine and the response that it sampled."""
-
-    trajectory: str
-    index: int
-    """Number of the turn within its trajectory, from 0."""
-    is_last_step: bool
-    rollout: Rollout
-    """Rollout whose prompt is everything before this turn and whose response is this turn alone."""
-
-
-def check_steps(steps: Sequence[Step]) -> None:
-    """Refuse steps, in training order, that do not form whole trajectories.
+def check_steps(rows: Sequence[RolloutRow]) -> None:
+    """Refuse rows, each a step, in training order, that do not form whole trajectories.
 
     Raises:
         UsageError: names the trajectory and the step: a trajectory is not contiguous, steps are missing or out of
-            order, `is_last_step` is not exactly on the last one, an input does not begin with the tokens of the step
-            before it, or the loss mask covers a token that was not sampled in that very step.
+            order, `is_last_step` is not exactly on the last one, or an input does not begin with the tokens of the
+            step before it.
 
     Source:
         SkyRL, train/utils/trainer_utils.py `_validate_step_wise_fields` (contiguous ids, `is_last_step` on boundaries);
-        cumulative inputs and the mask are checked here on top.
+        cumulative inputs are checked here on top.
     """
-    seen: set[str] = set()
-    for trajectory, own in _trajectories(steps):
+    seen: set[str | None] = set()
+    for trajectory, own in _trajectories(rows):
         if trajectory in seen:
             raise UsageError(
                 f"trajectory `{trajectory}`, step {own[0].index}: another trajectory's steps lie between its own"
             )
         seen.add(trajectory)
-    for trajectory, own in _trajectories(steps):
-        for at, step in enumerate(own):
-            where = f"trajectory `{trajectory}`, step {step.index}"
-            if step.index != at:
+    for trajectory, own in _trajectories(rows):
+        for at, row in enumerate(own):
+            where = f"trajectory `{trajectory}`, step {row.index}"
+            if row.index != at:
                 raise UsageError(f"{where}: step {at} is expected here")
-            if step.is_last_step != (at == len(own) - 1):
-                wrong = "is marked as the last one, but others follow" if step.is_last_step else "is not marked as last"
+            if row.is_last_step != (at == len(own) - 1):
+                wrong = "is marked as the last one, but others follow" if row.is_last_step else "is not marked as last"
                 raise UsageError(f"{where}: {wrong} (`is_last_step` belongs on step {len(own) - 1})")
             if at:
-                _check_cumulative(own[at - 1].rollout, step.rollout, where)
-            outside = step.rollout.mask & (step.rollout.roles != Role.ASSISTANT)
-            if outside.any():
-                raise UsageError(f"{where}: token {int(outside.argmax())} is in the loss mask, but nobody sampled it")
+                _check_cumulative(own[at - 1].tokens, row.prompt, where)
 
 
-def _trajectories(steps: Sequence[Step]) -> Iterator[tuple[str, list[Step]]]:
-    return ((trajectory, list(own)) for trajectory, own in groupby(steps, key=lambda step: step.trajectory))
+def _trajectories(rows: Sequence[RolloutRow]) -> Iterator[tuple[str | None, list[RolloutRow]]]:
+    return ((trajectory, list(own)) for trajectory, own in groupby(rows, key=lambda row: row.trajectory))
 
 
-def _check_cumulative(before: Rollout, after: Rollout, where: str) -> None:
-    given = after.tokens[: after.prompt_length]
+def _check_cumulative(before: Sequence[int], given: Sequence[int], where: str) -> None:
     if len(given) < len(before):
         raise UsageError(
             f"{where}: its input has {len(given)} tokens, fewer than the {len(before)} of the step before it"
         )
-    differs = given[: len(before)] != before.tokens
-    if differs.any():
-        at = int(differs.argmax())
-        raise UsageError(
-            f"{where}: token {at} of its input is {int(given[at])}, the step before it had {int(before.tokens[at])}"
-        )
+    for at, (token, known) in enumerate(zip(given, before, strict=False)):
+        if token != known:
+            raise UsageError(f"{where}: token {at} of its input is {token}, the step before it had {known}")

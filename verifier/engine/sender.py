@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from verifier.engine.api import TransferWatch
 from verifier.engine.client import EngineClient
 from verifier.errors import ContractError, VerifierError
+from verifier.launch.child import in_thread
 from verifier.plan.chunk_plan import ChunkPlan
 from verifier.transport.buffer import Packed, pack
 from verifier.transport.wire import AHEAD, STOPPED, Agreement, Receipt, TransferFailed, chunk_message, disagreement
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from verifier.transport.cuda_ipc import TrainerRounds
-    from verifier.transport.gloo import GlooGroup, Listener
+    from verifier.transport.gloo import Listener
     from verifier.transport.group import TransferGroup
 
 
@@ -87,7 +86,7 @@ def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | No
 
     answer = engine.connect(listener.address)
     with _engine_first(answer):
-        joined = _accepting(listener)
+        joined = in_thread(listener.accept, "accept")  # it ends by the listener's deadline if the engine has died
         while not joined.done() and not engine.speaks(_GLANCE_S):
             pass
         if not joined.done():  # it has joined first, or it failed or died, and nobody else ends the wait for it
@@ -97,20 +96,6 @@ def connect(engine: EngineClient, listener: Listener, rounds: TrainerRounds | No
     group = bulk_group(control, rounds)
     answer()
     return group
-
-
-def _accepting(listener: Listener) -> Future[GlooGroup]:
-    """Accept in a thread, which nothing waits for if the engine has died: it ends by the listener's deadline."""
-    found: Future[GlooGroup] = Future()
-
-    def accept() -> None:
-        try:
-            found.set_result(listener.accept())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=accept, name="accept", daemon=True).start()
-    return found
 
 
 def _nothing() -> None:

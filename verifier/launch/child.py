@@ -18,11 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing import connection
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from verifier.errors import InternalError, UsageError
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -187,6 +190,20 @@ def end_with_owner() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True, name="follows its owner").start()
+
+
+def in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Call in a thread that nothing waits for at the end: what it waits for itself has deadlines, and may have died."""
+    found = Future[T]()
+
+    def run() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found
 
 
 def entered(within: Sequence[str], *given: Any) -> contextlib.AbstractContextManager[Any]:

@@ -135,11 +135,6 @@ def _scheduler(optimizer: Any, rule: RolloutRule | StepSettings, **options: Any)
     return OptimizerParamScheduler(optimizer, max_lr=rule.learning_rate, min_lr=rule.least_learning_rate, **options)
 
 
-def learning_rate_of(optimizer: Any) -> float:
-    """Greatest learning rate of the next step."""
-    return max(float(group["lr"]) for group in optimizer.param_groups)
-
-
 def steps_of(optimizer: Any) -> int:
     """Number of steps that Adam has taken, by its own count; 0 before the first.
 

@@ -294,11 +294,9 @@ def _loss(
             found.append(found[0] + further.detach())
         if near.any():
             found = [nats_of(columns["side"], entropy.detach())] * len(found)
-        for values, parts in zip(found, nats, strict=True):
+        for values, parts in zip([*found, near], [*nats, told], strict=True):
             for index, part in zip(batch.places, values.split(counts), strict=True):
                 parts[index] = part
-        for index, part in zip(batch.places, near.split(counts), strict=True):
-            told[index] = part
         change = torch.stack([slope - slopes[0] for slope in slopes]).abs().amax(0)
         if not (slopes[0].any() or change.any() or objective["entropy_weight"] or later):
             continue  # an advantage of 0, as of a group of equal rewards: the gradient is 0 and right sides agree
@@ -375,17 +373,12 @@ def token_losses(
             difference, side = (sizes * _means(values, counts) for values in (difference, side))
             difference = difference + sizes * (logprob - logprob.detach())
         ratio, told = (torch.exp(torch.clamp(values, -LIMIT, LIMIT)) for values in (difference, side))
-        if name in ("clipped", *WHOLE) and "side" in columns:
+        if name in ("clipped", *WHOLE):
             at_edge = torch.clamp(told, low, high) * advantage
             gain = torch.where(at_edge < told * advantage, at_edge, ratio * advantage)
             if (most := objective["dual_clip"]) is not None:
                 beyond = (advantage < 0) & (torch.minimum(told * advantage, at_edge) < most * advantage)
                 gain = torch.where(beyond, most * advantage, gain)
-            total = -gain
-        elif name in ("clipped", *WHOLE):
-            gain = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
-            if objective["dual_clip"] is not None:
-                gain = torch.where(advantage < 0, torch.maximum(gain, objective["dual_clip"] * advantage), gain)
             total = -gain
         elif name == "cispo":
             total = -torch.clamp(ratio.detach(), low, high) * advantage * logprob

@@ -145,15 +145,13 @@ def nearest_set(found: Mapping[str, str | None], others: Collection[str] = ()) -
     return name, differ[name]
 
 
-def differing(tier: Literal["cpu", "cuda"]) -> dict[str, str]:
-    """Distribution name -> version in the nearest verified set, of those of a tier that are at another one."""
-    return nearest_set(installed_versions(), _OTHER_TIERS[tier])[1]
+def running_set(tier: Literal["cpu", "cuda"]) -> tuple[str, dict[str, str]]:
+    """Name of the verified set that is installed, empty in other versions; and the packages of the tier that differ.
 
-
-def running_set(tier: Literal["cpu", "cuda"]) -> str:
-    """Name of the verified set that is installed; empty where a package of the tier is at another version."""
+    Of these, distribution name -> version in the nearest verified set.
+    """
     name, differ = nearest_set(installed_versions(), _OTHER_TIERS[tier])
-    return "" if differ else name
+    return "" if differ else name, differ
 
 
 def require_installed(*names: str) -> None:

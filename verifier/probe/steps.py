@@ -40,6 +40,9 @@ Source:
 DDOFS = (1, 0)
 """Numbers to subtract from the terms under a variance where a loop does not say: `torch.std`, `numpy.std`."""
 
+PLAIN = {"ratio_over": "old", "weight_level": "", "weight_cap": 1.0, "max_staleness": 0}
+"""Fields of `PolicyColumns` of a step that says nothing of them."""
+
 
 @dataclass
 class OpenStep:
@@ -55,7 +58,7 @@ class OpenStep:
     """Tokens that left the loss mask after they were sampled."""
     estimator: str = ""
     reasons: tuple[str, ...] = ()
-    policy: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=lambda: {**PLAIN})
     denominator: dict[str, Any] = field(default_factory=dict)
     has_rewards: bool = True
     has_engine: bool = True
@@ -116,7 +119,7 @@ class OpenStep:
 
     def divisor(self) -> np.ndarray | None:
         """[N] log-probabilities that the ratio divides by, float64."""
-        over = self.old if self.policy.get("ratio_over", "old") == "old" else self.tokens.engine
+        over = self.old if self.policy["ratio_over"] == "old" else self.tokens.engine
         return None if over is None else over.astype(np.float64)
 
 
@@ -453,15 +456,9 @@ class StepRecorder(ABC):
         tokens, nan = own.tokens, np.full(len(own.tokens.tokens), np.nan, np.float32)
         if own.old is None or not tokens.ids:
             return
-        told: dict[str, Any] = {
-            "ratio_over": "old",
-            "weight_level": "",
-            "weight_cap": 1.0,
-            "max_staleness": 0,
-        } | own.policy
-        ratio_over = told["ratio_over"]
         columns = {
-            "old": own.old, "engine": tokens.engine, "divisor": own.old if ratio_over == "old" else tokens.engine,
+            "old": own.old, "engine": tokens.engine,
+            "divisor": own.old if own.policy["ratio_over"] == "old" else tokens.engine,
             "reference" if not own.denominator.get("kl_weight") else "penalty_reference": nan
             if own.reference is None
             else own.reference,
@@ -471,8 +468,7 @@ class StepRecorder(ABC):
         if not own.has_engine:
             del columns["engine"]
         record = PolicyColumns(
-            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, trained_version=step - 1,
-            **told,
+            name="policy", version=step, ids=tokens.ids, lengths=tokens.lengths, trained_version=step - 1, **own.policy
         )  # fmt: skip
         self.emit(record, columns)
         if own.advantage is None:

@@ -122,7 +122,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     ) -> None:  # fmt: skip
         if reward not in REWARDS and ":" not in reward:
             raise UsageError(f"unknown reward `{reward}`: give {', '.join(REWARDS)} or package.module:function")
-        self._reward, self._environment, self._deadline_s, self._errors = reward, environment, deadline_s, errors
+        self._reward, self._who, self._errors = reward, f"environment `{environment}`", errors
         count = processes or min(_MOST, len(os.sched_getaffinity(0)))
         self._processes = [_Process(reward, environment, deadline_s) for _ in range(count)]
         self._threads = ThreadPoolExecutor(count)
@@ -206,10 +206,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _who(self) -> str:
-        return f"environment `{self._environment}`"
 
     def _fail(self, session: EpisodeHandle) -> None:
         self._failed.add(session)

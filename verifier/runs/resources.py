@@ -95,7 +95,8 @@ class Resources:
         self._own_server: ForkServer | None = None
         self._oracles = oracles
         self._engines: dict[EngineConfig, RunningEngine] = {}
-        self._started: deque[EngineProcess] = deque(maxlen=_LOGS)
+        self.started: deque[EngineProcess] = deque(maxlen=_LOGS)
+        """The last engines, dead or alive, in the order in which they were started."""
         self._oracle: Oracle | None = None
         self.notes: dict[Path, tuple[str, ...]] = {}
         """Notes on each checkpoint that was looked at."""
@@ -146,7 +147,7 @@ class Resources:
             self.stop_engine(config)
         if config not in self._engines:
             process = self._process(config, until, name)
-            self._started.append(process)
+            self.started.append(process)
             with contextlib.ExitStack() as until_ready:
                 until_ready.callback(process.stop)
                 until_ready.callback(process.hasten)
@@ -193,10 +194,6 @@ class Resources:
         if self._own_server is not None and not self.warm:
             self._own_server.close()
             self._fork_server = self._own_server = None
-
-    def engine_logs(self) -> dict[str, bytes]:
-        """Ends of the logs of the last engines, by name, in the order in which they were started."""
-        return {f"engine{number}": process.log() for number, process in enumerate(self._started)}
 
     def stop_engines(self) -> None:
         """End the engines; the launcher and the oracle stay."""

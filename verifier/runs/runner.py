@@ -248,7 +248,8 @@ class Runner:
 
         def logs() -> dict[str, bytes]:
             ranks = sorted((work / "ranks").glob("*.log"))
-            return {file.stem: end_of(file) for file in ranks} | self.resources.engine_logs()
+            engines = {f"engine{number}": process.log() for number, process in enumerate(self.resources.started)}
+            return {file.stem: end_of(file) for file in ranks} | engines
 
         return recording(traces, manifest, logs, record_failure, notes)
 

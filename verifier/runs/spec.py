@@ -24,6 +24,13 @@ from verifier.runs.resources import COLLECTIVE_DEADLINE_S
 from verifier.runs.workload import Workload
 
 
+def places_of(num_gpus: int) -> list[str]:
+    """Names of this machine's GPUs as CUDA_VISIBLE_DEVICES takes them; one empty name where there are none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name.strip() for name in given.split(",")] if given else [str(number) for number in range(num_gpus)]
+    return named[:num_gpus] if num_gpus else [""]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """GPUs of trainer and engine, and the transport of weights between them."""
@@ -81,8 +88,7 @@ def place(config: GoldenConfig | RoundtripConfig | TrainConfig, tier: Tier, rank
             f"{given} takes {engine} GPUs, and the trainer has {trainer}: make it smaller, use a larger mesh, or "
             f"--transport nccl with {trainer + engine} GPUs"
         )
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in given.split(",")] if given else [str(place) for place in range(found)]
+    names = places_of(found)
     first = trainer if transport == "nccl" else 0
     places = [range(at, at + engine // replicas) for at in range(first, first + engine, engine // replicas)]
     visible = tuple(",".join(names[place] for place in own) for own in places)

@@ -4,8 +4,8 @@ They shrink towards one rank, one rollout, one token. `docs/examples/test_your_p
 """
 
 from verifier.strategies.layouts import chunk_plans, meshes, shards, stages
-from verifier.strategies.rollouts import Packing, length_profiles, packings, rollouts, step_lists
+from verifier.strategies.rollouts import Packing, length_profiles, packings, rollouts
 
 __all__ = [
-    "Packing", "chunk_plans", "length_profiles", "meshes", "packings", "rollouts", "shards", "stages", "step_lists",
+    "Packing", "chunk_plans", "length_profiles", "meshes", "packings", "rollouts", "shards", "stages",
 ]  # fmt: skip

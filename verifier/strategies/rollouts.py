@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from verifier.data.recorded import Step
 from verifier.data.rollout import MISSING_ROUTE, Rollout, make_rollout
 from verifier.megatron.token_layout import FP8_RECIPES, Alignment
 
@@ -85,27 +84,6 @@ def rollouts(
         )
         next_token += total
     return batch
-
-
-@st.composite
-def step_lists(draw: st.DrawFn, *, max_trajectories: int = 3, max_steps: int = 4) -> list[Step]:
-    """Steps of whole, contiguous trajectories with cumulative inputs; shrinks to one trajectory of one step."""
-    steps = []
-    for number in range(draw(st.integers(1, max_trajectories), label="trajectories")):
-        name = f"t{number}"
-        turns = draw(
-            st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=max_steps), label=name
-        )
-        tokens = np.zeros(0, np.int64)
-        for index, (given, answered) in enumerate(turns):
-            prompt = np.concatenate([tokens, 1000 * (number + 1) + len(tokens) + np.arange(given)])
-            response = 1000 * (number + 1) + len(prompt) + np.arange(answered)
-            rollout = make_rollout(
-                f"{name}/{index}", prompt, response, group=name, logprobs=-response / np.float32(256), versions=index
-            )
-            tokens = rollout.tokens
-            steps.append(Step(trajectory=name, index=index, is_last_step=index == len(turns) - 1, rollout=rollout))
-    return steps
 
 
 def _routes(tokens: Sequence[int] | np.ndarray, num_moe_layers: int, topk: int, num_experts: int) -> np.ndarray:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verifier.config import TrainConfig
 from verifier.data.recorded import RolloutRow
 from verifier.errors import InternalError
+from verifier.launch.child import in_thread
 from verifier.trainer.generation import EngineRollouts
 from verifier.trainer.sampled_batch import SampledBatch
 
@@ -58,7 +58,7 @@ class AheadRollouts:
         steps = range(last + 1, min(step + self._config.grpo.max_staleness, self._config.steps) + 1)
         begun = [_Batch(step=later, held=[step - 1]) for later in steps]
         self._queue += begun
-        self._thread = _started(lambda: self._sample(begun)) if begun else None
+        self._thread = in_thread(lambda: self._sample(begun), "sampler") if begun else None
         return self._engine.handed_on(step, batch)
 
     def pause(self) -> None:
@@ -119,18 +119,3 @@ class AheadRollouts:
         if batch.sampled is None:
             batch.sampled = self._engine.finish(batch.step, batch.held)
         return batch.sampled
-
-
-def _started(function: Callable[[], None]) -> Future[None]:
-    """Call in a thread that nothing waits for at the end: what it waits for itself has deadlines, and may have died."""
-    found: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-            found.set_result(None)
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="sampler", daemon=True).start()
-    return found

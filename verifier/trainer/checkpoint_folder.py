@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from verifier.config.training import TrainConfig
 from verifier.core.outputs import remove
+from verifier.core.reader import digest_of
 from verifier.errors import UsageError
 from verifier.trainer.ahead import AheadRollouts
 from verifier.trainer.observer import SILENT, Observer
@@ -139,7 +139,7 @@ def read_state(folder: Path) -> RunState:
 
 def digest_of_values(values: Any) -> str:
     """Digest of JSON-able values."""
-    return "xxh3:" + xxhash.xxh3_128_hexdigest(msgspec.json.encode(values, order="deterministic"))
+    return digest_of(msgspec.json.encode(values, order="deterministic"))
 
 
 def _sealed(files: dict[str, str]) -> bytes:

@@ -128,16 +128,9 @@ class Metrics:
 
     def _add_text(self, step: int, markdown: str) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
-        plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        text = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
-        value = Summary.Value(tag="rollout/samples", metadata=plugin, tensor=text)
-        self._writer.add_event(Event(step=step, summary=Summary(value=[value])))
+        self._writer.add_event(Event(step=step, summary=text_pb("rollout/samples", markdown)))
 
 
 def table_of(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -73,9 +73,7 @@ class WorkerSpec(RankSpec):
 
 def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
     """Fields of `StepSettings` that a config asks for."""
-    values = asdict(config.optimizer)
-    updates = config.steps * (config.grpo.updates if config.algorithm == "grpo" else 1)
-    return {**values, "decay_steps": max(updates, config.optimizer.warmup_steps + 1)}
+    return {**asdict(config.optimizer), "decay_steps": max(config.num_updates, config.optimizer.warmup_steps + 1)}
 
 
 def loss_of(config: TrainConfig) -> tuple[str, LossOptions]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from verifier.megatron.step_megatron import OnShards, StepResult
 from verifier.megatron.vocab_logprob import is_greedy
 from verifier.model.provider_megatron import TrainerModel
 from verifier.plan.digest import digest_tensors
-from verifier.platform import Tier
 from verifier.trainer.observer import RankObserver
 from verifier.trainer.run_folder import RunFolder
 
@@ -32,17 +30,6 @@ def gradient_digests(trainer: TrainerModel) -> dict[str, str]:
     owned = [(f"{name} (chunk {chunk})", tensor) for chunk, name, tensor in owned_gradients(trainer)]
     digests = digest_tensors(tensor for _, tensor in owned)
     return {name: digest for (name, _), digest in zip(owned, digests, strict=True)}
-
-
-def peak_memory(tier: Tier) -> int:
-    """Most memory that this rank has held since it started, bytes: of torch on its GPU, or of its process without one.
-
-    Source:
-        getrusage(2): `ru_maxrss` is in KiB, and a forked process begins with what it shares with its parent.
-    """
-    if tier == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def metrics_of_update(result: StepResult, facts: Mapping[str, float], *, policy: bool) -> dict[str, float]:

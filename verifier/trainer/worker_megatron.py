@@ -34,6 +34,7 @@ from verifier.megatron import (
     router_order_megatron,
     step_megatron,
 )
+from verifier.megatron.memory import peaks
 from verifier.megatron.offload_megatron import HostState, state_tensors
 from verifier.megatron.policy_loss_megatron import LossMeter, policy_loss
 from verifier.megatron.step_megatron import OnShards, StepResult
@@ -127,7 +128,7 @@ class TrainerWorker:
         if lora is not None:
             self._adapters = Adapters(self._trainer, self._source, lora, rank, config.run / "adapters")
             self._live = self._adapters.trained
-        self._reference = self._new_reference() if config.grpo.has_reference else []
+        self._reference = [item.clone() for _, _, item in self._live.tensors() if config.grpo.has_reference]
         self._parts = (self._trainer, self._optimizer, self._scheduler)
         self._writer = checkpoint_megatron.Writer(
             *self._parts, asynchronous=config.checkpoint.asynchronous, read_back=config.verify.steps
@@ -147,9 +148,6 @@ class TrainerWorker:
             self._trained = int(folder.name)
         self._observer.on_load(folder, same_mesh=same_mesh)
         return {"knobs": self._reached(), **effective_settings(*self._parts[:2])} if rank == 0 else {}
-
-    def _new_reference(self) -> list[torch.Tensor]:
-        return [item.clone() for _, _, item in self._live.tensors()]
 
     def _state(self) -> Facts:
         with step_megatron.params_synced(self._trainer):
@@ -198,7 +196,7 @@ class TrainerWorker:
         """
         config, at = self._config, self._config.mesh.coordinate(self._context.rank)
         rollouts, columns = load_rollouts(Path(batch))
-        rate, gradients = optimizer_megatron.learning_rate_of(self._optimizer), dict[str, str]()
+        rate, gradients = max(float(group["lr"]) for group in self._optimizer.param_groups), dict[str, str]()
         update = Update(
             step=step, number=number, batch=Path(batch).stem, rollouts=rollouts, first=first, last=last, note=note
         )
@@ -219,7 +217,7 @@ class TrainerWorker:
                 on_gradients=on_gradients, **self._batching,
             )  # fmt: skip
         self._trained = step
-        memory = update_facts_megatron.peak_memory(self._spec.tier)
+        memory = peaks(self._spec.tier).peak
         said = update_log.RankUpdate(
             step=step, number=number, batch=Path(batch).name, first=first, mesh=config.mesh.label(), steps=config.steps,
             loss=result.loss, grad_norm=result.grad_norm, peak_memory=memory, gradients=gradients,

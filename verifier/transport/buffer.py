@@ -54,7 +54,7 @@ def pack(chunk: Chunk, tensors: Mapping[str, torch.Tensor], into: torch.Tensor |
     if guards is not None and guards.check(*sources):
         return Packed(chunk=chunk, buffer=into, sums=_pack_on_gpu(chunk, sources, into))
     _compare(chunk, sources)
-    if _by_kernel(into, sources):
+    if _runs_kernel(into) and set(map(torch.Tensor.get_device, sources)) == {into.get_device()}:
         if _row_by_row(sources):
             chunk.guards[into.device] = _guards_of(sources)
         else:
@@ -115,10 +115,6 @@ def _compare(chunk: Chunk, found: Sequence[torch.Tensor]) -> None:
 
 def _runs_kernel(into: torch.Tensor) -> bool:
     return into.is_cuda and has_triton()
-
-
-def _by_kernel(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    return _runs_kernel(into) and set(map(torch.Tensor.get_device, sources)) == {into.get_device()}
 
 
 def _row_by_row(sources: Sequence[torch.Tensor]) -> bool:

@@ -15,8 +15,7 @@ DIED = Looked(contract=Contract(name="c", package="vllm", checks=("ENG002",)), f
 
 def test_the_verified_set_is_not_looked_at_again(tmp_path, monkeypatch):
     monkeypatch.setattr(examine, "look", None)
-    monkeypatch.setattr(examine, "differing", lambda tier: {})
-    monkeypatch.setattr(examine, "running_set", lambda tier: "vllm-0.22")
+    monkeypatch.setattr(examine, "running_set", lambda tier: ("vllm-0.22", {}))
     assert declared("cpu", tmp_path) == {"verified_set": "vllm-0.22"}
 
 
@@ -38,7 +37,7 @@ def test_what_a_verified_set_states_has_not_moved(verified_set, moved):
 
 def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):
     looks = []
-    monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
+    monkeypatch.setattr(examine, "running_set", lambda tier: ("", {"vllm": "0.21.0"}))
     monkeypatch.setattr(examine, "look", lambda tier: looks.append(tier) or [MOVED, MENDED])
     first, second = (declared("cpu", tmp_path / "kept") for _ in range(2))
     assert first == second
@@ -50,7 +49,7 @@ def test_what_moved_is_looked_at_once_and_kept(tmp_path, monkeypatch):
 
 def test_a_process_that_died_is_asked_again(tmp_path, monkeypatch):
     looks = []
-    monkeypatch.setattr(examine, "differing", lambda tier: {"vllm": "0.21.0"})
+    monkeypatch.setattr(examine, "running_set", lambda tier: ("", {"vllm": "0.21.0"}))
     monkeypatch.setattr(examine, "look", lambda tier: looks.append(tier) or [DIED])
     assert [declared("cpu", tmp_path)["moved_contracts"][0].checks for _ in range(2)] == [("ENG002",)] * 2
     assert len(looks) == 2

@@ -8,7 +8,7 @@ import pytest
 from verifier.errors import UsageError
 from verifier.platform import install_for
 from verifier.platform.patch import Patch, apply, parameters, source_parameters
-from verifier.platform.provenance import DEFAULT_SET, PINS, SETS, differing, nearest_set, pinned, require_installed
+from verifier.platform.provenance import DEFAULT_SET, PINS, SETS, nearest_set, pinned, require_installed, running_set
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_parameters_of_a_class_are_those_of_its_constructor():
 def test_another_version_runs_and_an_absent_package_does_not(monkeypatch):
     monkeypatch.setitem(PINS, "pytest", "0.0.1")
     require_installed("pytest")
-    assert differing("cpu") == {"pytest": "0.0.1"}
+    assert running_set("cpu") == ("", {"pytest": "0.0.1"})
     monkeypatch.setitem(PINS, "no-such-distribution", "1.0")
     with pytest.raises(UsageError, match=r"^no-such-distribution is not installed: install version 1.0$"):
         require_installed("no-such-distribution")

@@ -17,7 +17,7 @@ from verifier.core.manifest import Manifest
 from verifier.core.trace import Trace
 from verifier.data.arithmetic import calculator_examples
 from verifier.data.encode import encode_example, encode_prompt
-from verifier.data.recorded import RolloutRow, check_steps, rollout_of, steps_of
+from verifier.data.recorded import RolloutRow, check_steps, rollout_of
 from verifier.data.rollout import Role
 from verifier.data.tokenizer import chat_template_of, open_tokenizer
 from verifier.engine.api import Sample, Sampling
@@ -105,11 +105,11 @@ def test_what_the_tool_says_has_no_logprob_and_no_version(turns):
 
 
 def test_steps_are_whole_trajectories_of_the_one_rollouts_tokens(turns):
-    steps = steps_of(rows_of(turns, row, step_wise=True))
+    steps = rows_of(turns, row, step_wise=True)
     check_steps(steps)
     (whole,) = rows_of(turns, row, step_wise=False)
-    assert steps[-1].rollout.tokens.tolist() == whole.tokens
-    assert sum(step.rollout.mask.sum() for step in steps) == rollout_of(whole).mask.sum()
+    assert steps[-1].tokens == whole.tokens
+    assert sum(sum(step.mask) for step in steps) == rollout_of(whole).mask.sum()
 
 
 def test_a_reward_reads_the_last_step_alone(turns):

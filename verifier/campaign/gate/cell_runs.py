@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
 from multiprocessing import connection
 from pathlib import Path
 
@@ -72,7 +71,7 @@ class CellRuns:
 
     def run(self, cell: Cell, deadline_s: float) -> CellResult:
         """Run and judge a cell, whatever comes of it."""
-        began, at = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", time.monotonic()
+        began, at = store.now(), time.monotonic()
         sys.argv[1:] = cell.arguments  # the command line in the traces' manifests
         place = self._folder / "traces" / cell.id.replace(" ", "-").replace(":", "-").replace("/", "-")
         shutil.rmtree(place, ignore_errors=True)

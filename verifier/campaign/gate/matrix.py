@@ -26,7 +26,7 @@ from typing import Any
 
 import verifier.faults
 from verifier.config import GateConfig, GoldenConfig, RoundtripConfig, TrainConfig
-from verifier.config.commands import DTYPES, stored_dtype
+from verifier.config.commands import DTYPES, SPELLED, stored_dtype
 from verifier.config.load import load
 from verifier.engine.api import refuse_unsupported
 from verifier.errors import UsageError
@@ -44,7 +44,6 @@ from verifier.report.gate_result import Cell, LeftOut, left_out
 from verifier.runs.model_under_test import require_buildable, require_roundtrip
 from verifier.trainer.fitting import require_fit
 
-SPELLED = {value: name for name, value in DTYPES.items()}
 _EXPORT = ("load", "export")
 _ROUNDTRIP = (
     *_EXPORT, "packing", "gradient parity", "optimizer step", "checkpoint and resume", "chunk plan", "transport",

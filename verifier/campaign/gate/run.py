@@ -7,7 +7,6 @@ beyond its cell's deadline makes a failed cell of it, and the next cell gets a n
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +57,7 @@ from verifier.platform.provenance import (
 from verifier.report.gate_result import RESULT, Cell, CellResult, GateResult
 from verifier.report.progress import Progress
 from verifier.runs.node_servers import NodeServer
+from verifier.runs.spec import places_of
 
 if TYPE_CHECKING:
     from verifier.runs.cluster_ray import Actor
@@ -186,13 +186,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     def _end(self, worker: CellWorker) -> None:
         worker.close()
         self._free += worker.places
-
-
-def places_of(num_gpus: int) -> list[str]:
-    """Names of this machine's GPUs as CUDA_VISIBLE_DEVICES takes them; one empty name where there are none."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    named = [name.strip() for name in given.split(",")] if given else [str(number) for number in range(num_gpus)]
-    return named[:num_gpus] if num_gpus else [""]
 
 
 def planned(config: GateConfig, tier: Tier, num_gpus: int) -> Matrix:

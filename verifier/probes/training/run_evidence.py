@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from verifier.config.training import TrainConfig
@@ -216,7 +215,7 @@ class RunEvidence(Observer):
         data = run.data
         record_sampled(probe, run.config, data, step, batch)
         asks = sampling_asked(run.config, run.model.checkpoint, data.tokenizer, step, whole_answers=run.whole_answers)
-        probe.emit(msgspec.structs.replace(asks, sent=tuple(sent[-max(run.config.grpo.max_staleness, 1) - 2 :])))
+        probe.emit(replace(asks, sent=tuple(sent[-max(run.config.grpo.max_staleness, 1) - 2 :])))
         self._rounds = batch.rounds
 
     def on_scores(self, step: int, scored: ScoredRollouts, parts: Sequence[Sequence[int]], file: Path) -> None:
@@ -438,7 +437,7 @@ class RunEvidence(Observer):
         """
         sampled = self._sampled is not None
         if not sampled and self.noise is not None:
-            probe.emit(msgspec.structs.replace(self.noise, version=step))
+            probe.emit(replace(self.noise, version=step))
         measures = sampled and (fresh or not self.run.config.samples or self.run.model.dtype == "float32")
         return measures or self.noise is not None
 

@@ -51,13 +51,10 @@ def _same(key: str, field: str = "", only: Wanted = lambda config: True) -> Row:
     return Row(key, field or key, lambda config: value_stated(config, key) if only(config) else ...)
 
 
-def _clamp(fields: Config) -> Any:
-    return fields.get("activation_func_clamp_value")
-
-
-def _cap(key: str) -> Row:
-    """Row of a bound of scores or logits: null and absent are none."""
-    return Row(key, key, lambda config: config.get(key, ...), lambda fields: fields.get(key))
+def _bound(key: str, field: str = "", want: Wanted | None = None) -> Row:
+    """Row of a number, or a bound of activations, scores or logits, of which null and absent say that there is none."""
+    name = field or key
+    return Row(key, name, want or (lambda config: config.get(key, ...)), lambda fields: fields.get(name))
 
 
 def value_stated(config: Config, key: str) -> Any:
@@ -88,7 +85,7 @@ TRAINER = (
     Row("attention_bias", "add_qkv_bias", stated.attention_bias, stated.trainer_attention_bias),
     Row("head_dim hidden_size num_attention_heads", "kv_channels", head_dim),
     Row("rms_norm_eps layer_norm_epsilon norm_eps layer_norm_eps", "layernorm_epsilon", epsilon),
-    Row("hidden_act hidden_activation mlp_hidden_act", "activation_func", stated.activation, stated.trainer_activation),
+    Row("hidden_act hidden_activation mlp_hidden_act", "activation_func", stated.activation),
     Row(
         "sliding_window use_sliding_window layer_types max_window_layers", "window_size", stated.window,
         stated.trainer_window,
@@ -108,10 +105,7 @@ TRAINER = (
         stated.original_length, stated.trainer_original_length,
     ),
     *(_rope(key, f"yarn_{key}") for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
-    Row(
-        "num_experts n_routed_experts num_local_experts moe_num_experts", "num_moe_experts", stated.experts,
-        stated.trainer_experts,
-    ),
+    _bound("num_experts n_routed_experts num_local_experts moe_num_experts", "num_moe_experts", stated.experts),
     _same("num_experts_per_tok", "moe_router_topk", stated.has_experts),
     _same("moe_intermediate_size", "moe_ffn_hidden_size", stated.has_experts),
     _same("n_group", "moe_router_num_groups", stated.has_experts),
@@ -138,9 +132,9 @@ TRAINER = (
     _same("chunk_size", "mamba_chunk_size", stated.is_hybrid),
     Row("hybrid_override_pattern mtp_hybrid_override_pattern", "hybrid_layer_pattern", stated.hybrid_layers),
     _same("residual_in_fp32", "fp32_residual_connection", stated.is_hybrid),
-    Row("swiglu_limit", "activation_func_clamp_value", stated.glu_limit, _clamp),
+    _bound("swiglu_limit", "activation_func_clamp_value", stated.glu_limit),
     Row("moe_router_dtype", "moe_router_dtype", stated.router_dtype, stated.trainer_router_dtype),
-    *map(_cap, ("attn_logit_softcapping", "final_logit_softcapping")),
+    *map(_bound, ("attn_logit_softcapping", "final_logit_softcapping")),
 )  # fmt: skip
 """Every key of config.json that has a counterpart in the trainer, and how the one says the other."""
 

@@ -68,11 +68,6 @@ def has_experts(config: Config) -> bool:
     return experts(config) is not None
 
 
-def trainer_experts(fields: Config) -> int | None:
-    """Number of routed experts of a layer in the trainer."""
-    return fields.get("num_moe_experts")
-
-
 def attention_bias(config: Config) -> Any:
     """Flag for biases of queries, keys and values."""
     return True if config.get("model_type") in BIASED else config.get("attention_bias", ...)
@@ -90,11 +85,6 @@ def activation(config: Config) -> Any:
     names = ("hidden_activation", "hidden_act", "mlp_hidden_act")
     found: Any = next((config[key] for key in names if config.get(key) is not None), ...)
     return ACTIVATIONS.get(found, found)
-
-
-def trainer_activation(fields: Config) -> Any:
-    """Activation of the feed-forward layers in the trainer."""
-    return fields.get("activation_func", ...)
 
 
 def glu_limit(config: Config) -> Any:

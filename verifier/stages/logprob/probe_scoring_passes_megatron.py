@@ -116,7 +116,8 @@ def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int
         yield
     counts = dict.fromkeys(range(len(trainer.chunks)), 0)
     for number, packed, tokens in seen:
-        lengths = {key: _ints(getattr(packed, key)) for key in ARRAYS_OF_PACK}
+        arrays = {key: getattr(packed, key) for key in ARRAYS_OF_PACK}
+        lengths = {key: None if values is None else tuple(values.tolist()) for key, values in arrays.items()}
         hints = {key: getattr(packed, key) for key in NUMBERS_OF_PACK if hasattr(packed, key)}
         where = f"{name} micro-batch {counts[number]}"
         probe.emit(
@@ -127,7 +128,3 @@ def given_arguments(probe: Probe, trainer: TrainerModel, name: str, version: int
             )
         )  # fmt: skip
         counts[number] += 1
-
-
-def _ints(values: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values.tolist())

@@ -31,11 +31,6 @@ TILTS = 32
 """Tilts of Chernoff's bound among which the best is found: where shares depend on earlier tokens each is a case."""
 
 
-def _distribution(trace: Trace, drawn: DrawnTokens) -> np.ndarray:
-    """[V] the oracle's probability of each token, float64."""
-    return np.exp(trace.array(following(trace, drawn)).astype(np.float64))
-
-
 def _reported_noise(trace: Trace, drawn: DrawnTokens, distribution: np.ndarray) -> float:
     """Greatest distance of a drawn token's reported log-probability from the oracle's, nats; 0 in float32."""
     if trace.manifest.dtype == "float32":
@@ -119,7 +114,7 @@ def sampled_from_another_distribution(trace: Trace) -> Iterator[Comparison]:
     References: verl#1949, trl#6945, vllm#42259, RL#3497, verl#5179, ms-swift#7858, ms-swift#4383.
     """
     for item in trace.of(DrawnTokens):
-        distribution, total = _distribution(trace, item), len(item.tokens)
+        distribution, total = np.exp(trace.array(following(trace, item)).astype(np.float64)), len(item.tokens)
         yield _within(item, item.tokens, len(distribution))
         counts = list(_beyond(distribution, item.tokens))
         rows = [("among its least likely tokens, which have", *row) for row in counts]
@@ -293,11 +288,6 @@ def compare_cached(of: Record | At, name: str, cached: Sequence[int], common: Se
         yield compare_value(of, what, f"{cached[at]:,}", right, same=more <= 0, subject=what, hint=hint)
 
 
-def _of_drawn(nats: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """Log-probabilities of drawn tokens; minus infinity beyond the vocabulary."""
-    return np.array([nats[token] if token < len(nats) else -math.inf for token in tokens], np.float64)
-
-
 @check(
     "LGP002",
     needs=(EngineLogprobs, OracleLogprobs),
@@ -358,5 +348,6 @@ def sampled_logprob_differs_from_oracle(trace: Trace) -> Iterator[Comparison]:
     for item in trace.of(DrawnTokens):
         asked = item.stage, item.name, item.version, [len(item.tokens)]
         bound = bounds_of(trace, *asked, temperatures=[item.temperature]).greatest[0]
-        expected = _of_drawn(trace.array(following(trace, item)), item.tokens)
+        nats = trace.array(following(trace, item))  # of no token beyond the vocabulary
+        expected = np.array([nats[token] if token < len(nats) else -math.inf for token in item.tokens], np.float64)
         yield compare_one(item, "samples", trace.array(item), expected, bound, (SAMPLER, ORACLE))
