@@ -28,6 +28,15 @@ def test_all_hold():
     assert (decision, reasons, stage) == ("PASS", [], "")
 
 
+def test_a_model_without_a_run_of_its_own_does_not_pass():
+    """As by `--mesh tp=2` where 2 does not divide its heads; a caught fault is a run of the machine."""
+    fault = CellResult(cell=FAULT, status="holds")
+    decision, reasons, _ = decided([HOLDS, fault], [], [HOLDS.cell.model, "published:smollm2-135m"])
+    lack = "the matrix has no run of published:smollm2-135m: see what is left out"
+    assert (decision, reasons) == ("INCONCLUSIVE", [lack])
+    assert decided([fault], [], ["published:smollm2-135m"])[:2] == ("INCONCLUSIVE", [lack])
+
+
 def test_a_violation_fails_the_gate_and_names_the_first_bad_stage_of_all():
     late = violated(finding("ENG001", "engine", (1, 1, 13)), cell=replace(CELL, id="late"))
     decision, reasons, stage, _, _ = decide(late, violated(), HOLDS)

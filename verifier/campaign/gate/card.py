@@ -82,7 +82,7 @@ def card_of(result: GateResult, model: str) -> Card:
     made = [item.cell for item in own if item.status != "not run"]
     family = next((item.cell.family for item in own), "")
     waivers = [item for item in result.waivers if model == item.model or (item.family and item.family == family)]
-    decision, reasons, _ = decided(cells, waivers)
+    decision, reasons, _ = decided(cells, waivers, [model])
     doubts = [found.sentence for item in own for found in item.findings if not found.violated]
     left_out = [item for item in result.left_out if f" {model} " in f" {item.what.replace(',', ' ')} "]
     gate = {name: getattr(result, name) for name in GateEnd.__struct_fields__}

@@ -1,8 +1,9 @@
 """Waivers and the decision: a pure function of the cells, the waivers and the day.
 
 FAIL: a violation that is not waived, a cell whose run died or hung, or a fault that was not caught, since the checks do
-not see what they have to see then. INCONCLUSIVE: nothing of that, and a cell that was not run or not judged whole.
-PASS: neither. What the matrix leaves out decides nothing; the report says it.
+not see what they have to see then. INCONCLUSIVE: nothing of that, and a cell that was not run or not judged whole, or a
+model of which the matrix leaves out every run. PASS: neither. What else it leaves out decides nothing; the report says
+it.
 
 The ledger of a gate: a line of JSON for each cell that has ended, on the disk before the next one begins.
 
@@ -97,8 +98,10 @@ def _waiver_of(finding: GateFinding, cell: Cell, waivers: Sequence[Waiver], toda
     return min(covering)[1] if covering else None
 
 
-def decided(cells: Sequence[CellResult], uses: Sequence[WaiverUse]) -> tuple[Decision, list[str], str]:
-    """Return the decision, its reasons, and the first bad stage of all violations that are not waived."""
+def decided(
+    cells: Sequence[CellResult], uses: Sequence[WaiverUse], models: Collection[str] = ()
+) -> tuple[Decision, list[str], str]:
+    """Return the decision on these models, its reasons, and the first bad stage of violations that are not waived."""
     reasons, doubts = [], []
     for result in cells:
         name, bad = result.cell.id, result.unwaived
@@ -116,7 +119,9 @@ def decided(cells: Sequence[CellResult], uses: Sequence[WaiverUse]) -> tuple[Dec
             doubts.append(f"{name} is inconclusive: {_first_line(result.reason)}")
         elif result.status == "not run":
             doubts.append(f"{name} was not run: {_first_line(result.reason)}")
-    if not cells:
+    own = {result.cell.model for result in cells if result.cell.kind != "faults"}
+    doubts += [f"the matrix has no run of {model}: see what is left out" for model in models if model not in own]
+    if not cells and not doubts:
         doubts.append("no cell was run")
     expired = [
         f"the waiver of {item.check} expired on {item.until} and waives nothing" for item in uses if item.num_expired

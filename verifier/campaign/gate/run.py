@@ -223,7 +223,7 @@ def gate(config: GateConfig, progress: Progress) -> GateResult:
         def result_at(ended: str) -> GateResult:
             results = [ledger.rows.get(identify(cell)) or _not_run(config, cell) for cell in matrix.cells]
             cells, uses = waived(results, config.waivers, datetime.now(timezone.utc).date())
-            decision, reasons, stage = decided(cells, uses)
+            decision, reasons, stage = decided(cells, uses, config.models if {*config.kinds} - {"faults"} else ())
             return GateResult(
                 decision=decision, reasons=tuple(reasons), first_bad_stage=stage, began=began, ended=ended,
                 host=host(), tier=tier, gpus=gpus, verifier=__version__, commit=this_code().commit,
