@@ -112,9 +112,12 @@ class Group:
     get_dp_size = workers.PPORayActorGroup.get_dp_size
 
     def __init__(self, worker: Any) -> None:
-        self.worker, at = worker, worker.mesh_rank
-        ranks = [dispatch.MeshRank(rank, 0, 0, 0, at.world_size, at.dp_size, 1) for rank in range(at.world_size)]
-        self.actor_infos = [dispatch.ActorInfo(handle=Handle(worker, own.dp == at.dp), rank=own) for own in ranks]
+        self.worker, every = worker, [worker.mesh_rank] * worker.mesh_rank.world_size
+        torch.distributed.all_gather_object(every, worker.mesh_rank)
+        own = torch.distributed.get_rank()
+        self.actor_infos = [
+            dispatch.ActorInfo(handle=Handle(worker, rank == own), rank=place) for rank, place in enumerate(every)
+        ]
 
 
 class Handle:
@@ -140,7 +143,7 @@ def made(kind: Any, config: Any, checkpoint: Path) -> Any:
 class Loop:
     """SkyRL's step by its own functions, with what `verifier.probe` is handed."""
 
-    workers = (fsdp_worker.FSDPPolicyWorkerBase, fsdp_worker.FSDPRefWorkerBase)
+    kinds = (fsdp_worker.FSDPPolicyWorkerBase, fsdp_worker.FSDPRefWorkerBase)
     defaults: Mapping[str, Any] = CONFIG
     home: Any = workers
     """Module of the terms of the loss."""
@@ -154,7 +157,7 @@ class Loop:
         self.own, self.algorithm = self.config.trainer, self.config.trainer.algorithm
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        policy, reference = self.workers
+        policy, reference = self.kinds
         self.worker = made(policy, self.config, checkpoint)
         self.worker.init_model(str(checkpoint), num_training_steps=settings.get("total", 10))
         self.worker._set_pad_token_id(self.tokenizer.pad_token_id)
@@ -213,7 +216,7 @@ class Loop:
         optim = self.own.policy.optimizer_config
         self.record.optimizer(
             self.worker.optimizer, list(self.module().named_parameters()), clip_grad=optim.max_grad_norm,
-            asked={"betas": tuple(optim.adam_betas), "weight_decay": optim.weight_decay, "lr": optim.lr},
+            asked={"betas": tuple(optim.adam_betas), "weight_decay": optim.weight_decay},
             scheduler=self.worker.scheduler, schedule=optim.scheduler.removesuffix("_with_warmup"),
             learning_rate=optim.lr, weight_decay=optim.weight_decay, warmup_steps=optim.num_warmup_steps,
             total_steps=10,

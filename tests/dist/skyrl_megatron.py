@@ -8,7 +8,7 @@ SkyRL's config, `trainer.policy.megatron_config.tensor_model_parallel_size=2` un
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -26,8 +26,7 @@ import yaml
 from megatron.core import parallel_state, tensor_parallel
 from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper as wrapper
 from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
-from skyrl.backends.skyrl_train.workers.worker_utils import BaseBatchIterator
-from skyrl_loop import CONFIG, FLOAT32, OPTIMIZER, Loop, on_cores, train
+from skyrl_loop import CONFIG, FLOAT32, Loop, train
 
 from verifier.export.live_weights import LiveWeights
 from verifier.export.names import layout_of
@@ -73,7 +72,7 @@ class Follower:
 class MegatronLoop(Loop):
     """The same loop on SkyRL's Megatron workers."""
 
-    workers = (megatron_worker.MegatronPolicyWorkerBase, megatron_worker.MegatronRefWorkerBase)
+    kinds = (megatron_worker.MegatronPolicyWorkerBase, megatron_worker.MegatronRefWorkerBase)
     defaults = DEFAULTS
     home = wrapper
 
@@ -198,6 +197,14 @@ def seeded(strategy: Any, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def once(**sizes: Any) -> None:
+    """Groups of Megatron, which a process's policy and reference share here: SkyRL gives each a process."""
+    if not parallel_state.model_parallel_is_initialized():
+        INITIALIZED(**sizes)
+
+
+INITIALIZED = parallel_state.initialize_model_parallel
+parallel_state.initialize_model_parallel = once
 megatron_worker.MegatronStrategy.set_seed = seeded
 megatron_worker.patch_fa2_head_dim_allowlist = lambda: None
 CONFIGURED = megatron_worker.MegatronWorker.init_configs
