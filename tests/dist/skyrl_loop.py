@@ -359,18 +359,21 @@ class Loop:
             told["steepness"] = (asked.sapo.tau_pos, asked.sapo.tau_neg)
         groups, micro = [it["group"] for it in own], self.own.micro_train_batch_size_per_gpu
         prompts = self.size // GROUP
-        by_prompt = {group: sum(float(n) for n, at in zip(counts, groups, strict=True) if at == group) for group in groups}
+        sizes = list(zip(groups, counts.tolist(), strict=True))
+        by_prompt = {group: max(sum(size for own, size in sizes if own == group), 1) for group in groups}
         mean, weights = {
             "token_mean": ({"aggregation": "token_mean"}, [1 / self.num_tokens] * len(own)),
             "sequence_mean": (
-                {"aggregation": "sequence_mean", "divisor": self.size}, [1 / self.size / max(float(n), 1) for n in counts]
+                {"aggregation": "sequence_mean", "divisor": self.size},
+                [1 / self.size / max(size, 1) for _, size in sizes],
             ),
             "seq_mean_token_sum_norm": (
                 {"aggregation": "token_mean", "divisor": self.size * (asked.max_seq_len or 1)},
                 [1 / self.size / (asked.max_seq_len or 1)] * len(own),
             ),
             "prompt_mean": (
-                {"aggregation": "prompt_mean", "divisor": prompts}, [1 / prompts / max(by_prompt[group], 1) for group in groups]
+                {"aggregation": "prompt_mean", "divisor": prompts},
+                [1 / prompts / by_prompt[group] for group in groups],
             ),
             "token_mean_legacy": ({
                 "aggregation": "prompt_mean", "divisor": self.size // micro,
@@ -407,7 +410,8 @@ class Loop:
         self, log_probs: Any, old_log_probs: Any, advantages: Any, *, loss_mask: Any, **told: Any
     ) -> Any:  # fmt: skip
         """SkyRL's policy loss, with each token's before the sum."""
-        self.terms, real = {"logprobs": log_probs, "old": old_log_probs, "advantages": advantages}, ppo_utils.reduce_loss
+        self.terms = {"logprobs": log_probs, "old": old_log_probs, "advantages": advantages}
+        real = ppo_utils.reduce_loss
 
         def reduce_loss(loss: Any, loss_mask: Any) -> Any:
             self.terms["loss"] = loss * (loss_mask > 0)

@@ -82,9 +82,13 @@ RIGHT: dict[str, tuple[int, dict[str, Any]]] = {name: (1, case) for name, case i
     "hotter": HOT, "micro-batches by tokens": {**MANY, "trainer.max_tokens_per_microbatch": 60},
     "old of the whole batch": {**MANY, "trainer.recompute_old_logprobs_per_minibatch": False},
     "recomputed": {**ONE, "trainer.gradient_checkpointing": True},
+    "overlong": {**ONE, "generator.apply_overlong_filtering": True},
+    "groups of one reward": {"steps": 2, f"{ALGORITHM}.zero_variance_filter": True},
+    "cosine": {"steps": 3, f"{OPTIMIZER}.scheduler": "cosine", f"{OPTIMIZER}.num_warmup_steps": 1},
 }.items()}  # fmt: skip
 RIGHT |= {
-    "two processes": (2, {"steps": 2}), "two processes, KL": (2, KL),
+    "two processes": (2, {"steps": 2}),
+    "two processes, KL": (2, KL),
     "two processes, prompt_mean": (2, {**MANY, f"{ALGORITHM}.loss_reduction": "prompt_mean"}),
     "two processes, micro-batches by tokens": (2, {**MANY, "trainer.max_tokens_per_microbatch": 60}),
 }
@@ -105,10 +109,13 @@ PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
     "gradients of the last micro-batch": (1, MANY, Stage.LOSS, "LSS001"),
     "micro-batch dropped": (1, MANY, Stage.PACK, "PCK001"),
     "weights of the inverse ratio": (1, {**STALE, f"{OFF}.tis_ratio_type": "token"}, Stage.ADVANTAGE, "ADV003"),
+    "engine's log-probabilities from the left": (
+        1, {**STALE, f"{OFF}.tis_ratio_type": "token"}, Stage.ADVANTAGE, "ADV003",
+    ),
     "norm reported, not clipped": (1, MANY, Stage.TRAIN, "TRN005"),
     "sent before the last step": (1, MANY, Stage.EXPORT, "WGT005"),
     "mean not multiplied by the ranks": (2, ONE, Stage.ADVANTAGE, "ADV001"),
-}
+}  # fmt: skip
 """Bug -> number of processes, settings, first bad stage, a check that sees it there."""
 Ran = Callable[[str], Report]
 

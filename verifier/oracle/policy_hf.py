@@ -348,8 +348,8 @@ def token_losses(
     Args:
         logprob: [K] float64 log-probabilities by the weights that are trained, nats.
         entropy: [K] float64, nats.
-        columns: [K] "advantage", "divisor" and "reference"; maybe "side", log-probabilities that tell what is clipped, and
-            "kl" and "entropy", what the weights of these terms are multiplied by.
+        columns: [K] "advantage", "divisor" and "reference"; maybe "side", log-probabilities that tell what is clipped,
+            and "kl" and "entropy", what the weights of these terms are multiplied by.
         objective: "loss" and its options.
         counts: of each sequence, how many of the K tokens are its own.
 

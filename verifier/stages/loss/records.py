@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import msgspec
+
 from verifier.core.owed import (
     Owed,
     anyone,
@@ -84,7 +86,7 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     kl_ratio: bool | Literal["own"] = False
     """The KL estimate is multiplied by the token's ratio; "own": by the ratio to itself, which is 1 with a gradient."""
     entropy_weight: float = 0.0
-    shares: dict[str, tuple[float, ...]] = {}
+    shares: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
     """By "kl" and "entropy", of each rollout what a term's weight is multiplied by where its mean is another's."""
     temperature: float = 1.0
     """Divisor of the logits."""
