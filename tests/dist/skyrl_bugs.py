@@ -150,18 +150,6 @@ def _unscaled(real: Any) -> Any:
     return wrong
 
 
-def _last_alone(real: Any) -> Any:
-    def wrong(self: Any, micro_batches: Any, **told: Any) -> Any:
-        found = []
-        for item in micro_batches:
-            for chunk in self.actor_module:
-                chunk.zero_grad_buffer()
-            found += real(self, micro_batches=[item], **told)
-        return found
-
-    return wrong
-
-
 def _told_shorter(real: Any) -> Any:
     def wrong(*args: Any, **told: Any) -> Any:
         rows, pack = real(*args, **told)
@@ -187,9 +175,6 @@ def _keys_for_values(real: Any) -> Any:
 
 MEGATRON_BUGS: dict[str, Plant] = {
     "scaled by micro-batches": replaced(WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _unscaled),
-    "gradients of the last micro-batch": replaced(
-        WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _last_alone
-    ),
     "temperature left out": replaced(WRAPPER, "MegatronModelWrapper.forward", _cold),
     "longest sequence told shorter": replaced(WRAPPER, "preprocess_packed_seqs", _told_shorter),
     "targets of the token before": replaced(WRAPPER, "_build_packed_targets", _rolled),

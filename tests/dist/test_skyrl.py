@@ -128,7 +128,7 @@ def runs(
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *FOLDERS, *sys.path])
     script, settings = Path(__file__).with_name("skyrl_bugs.py"), {name: given for name, (_, given) in loops.items()}
     parts = [[name for name in loops if loops[name][0] == size and name not in alone] for size in (1, 2)]
-    for names in (*parts, *([name] for name in alone)):
+    for names in filter(None, (*parts, *([name] for name in alone))):
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launch += ["--nproc_per_node", str(loops[names[0]][0]), str(script), loop, str(checkpoint), str(folder)]
         subprocess.run([*launch, json.dumps(settings), *names], env=environment, check=True)

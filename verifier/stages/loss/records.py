@@ -87,7 +87,7 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """The KL estimate is multiplied by the token's ratio; "own": by the ratio to itself, which is 1 with a gradient."""
     entropy_weight: float = 0.0
     shares: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
-    """By "kl" and "entropy", of each rollout what a term's weight is multiplied by where its mean is another's."""
+    """Factors of a term's weight, one of each rollout, by "kl" and "entropy", where its mean is not the loss's."""
     temperature: float = 1.0
     """Divisor of the logits."""
     divisor: float | None = None
