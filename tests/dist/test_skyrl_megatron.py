@@ -1,6 +1,6 @@
 """SkyRL's trainer on its Megatron workers, recorded by `verifier.probe`: it holds, planted bugs are caught.
 
-What this does not exercise: GPUs, Transformer Engine, Ray, several processes, padded rows, micro-batches by tokens,
+What this does not exercise: GPUs, Transformer Engine, Ray, tensor and pipeline parallelism, padded rows, micro-batches by tokens,
 entropy, LoRA, experts.
 """
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 RIGHT: dict[str, tuple[int, dict[str, Any]]] = {
     "defaults": (1, ONE), "KL": (1, KL), "gspo": (1, {**MANY, f"{ALGORITHM}.policy_loss_type": "gspo"}),
-    "hotter": (1, {**HOT, f"{ALGORITHM}.use_kl_loss": True}),
+    "hotter": (1, {**HOT, f"{ALGORITHM}.use_kl_loss": True}), "dp2": (2, {"steps": 2}),
 }  # fmt: skip
 """Loop -> number of processes, settings."""
 PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
@@ -38,13 +38,15 @@ PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
     "norm reported, not clipped": (1, {**ONE, f"{OPTIMIZER}.max_grad_norm": 0.01}, Stage.TRAIN, "TRN005"),
     "keys sent as values": (1, ONE, Stage.EXPORT, "WGT004"),
     "sent before the last step": (1, {"steps": 2}, Stage.EXPORT, "WGT005"),
+    "mean not multiplied by the ranks": (2, ONE, Stage.ADVANTAGE, "ADV001"),
+    "gradients not reduced": (2, ONE, Stage.LOSS, "LSS001"),
 }  # fmt: skip
 """Bug -> number of processes, settings, first bad stage, a check that sees it there."""
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    """The report of a loop; all of them were run in one process."""
+    """The report of a loop; all of them were run in as few processes as may be."""
     folder = tmp_path_factory.mktemp("skyrl")
     checkpoint = write_tiny("add", folder / "checkpoint", changes={"tie_word_embeddings": False})
     runs("skyrl_megatron", checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()})
@@ -57,7 +59,7 @@ def test_a_right_loop_holds(name: str, ran: Ran) -> None:
     found = ran(name)
     assert found.verdict is Verdict.HOLDS, render_text(found)
     assert not found.not_judged
-    more = {"LGP010"} if "KL" in name or name == "hotter" else set[str]()
+    more = {"LGP010"} if name in ("KL", "hotter") else {"WGT002"} if name == "dp2" else set[str]()
     assert {item.code for item in found.outcomes} == HELD | {"LGP008", "PCK002"} | more
 
 
