@@ -1,7 +1,7 @@
 """SkyRL's trainer on its Megatron workers, recorded by `verifier.probe`: it holds, planted bugs are caught.
 
-What this does not exercise: GPUs, Transformer Engine, Ray, tensor and pipeline parallelism, padded rows, micro-batches by tokens,
-entropy, LoRA, experts.
+What this does not exercise: GPUs, Transformer Engine, Ray, tensor and pipeline parallelism, padded rows,
+micro-batches by tokens, entropy, LoRA, experts.
 """
 
 from __future__ import annotations
