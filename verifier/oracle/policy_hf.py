@@ -346,7 +346,8 @@ def token_losses(
     Args:
         logprob: [K] float64 log-probabilities by the weights that are trained, nats.
         entropy: [K] float64, nats.
-        columns: [K] "advantage", "divisor" and "reference"; maybe "side", log-probabilities that tell what is clipped.
+        columns: [K] "advantage", "divisor" and "reference"; maybe "side", log-probabilities that tell what is clipped,
+            and "kl" and "entropy", what the weights of these terms are multiplied by.
         objective: "loss" and its options.
         counts: of each sequence, how many of the K tokens are its own.
 
@@ -405,9 +406,9 @@ def token_losses(
         if objective.get("kl_ratio") is True:
             own = _means(divergence, counts) if name in WHOLE else divergence.detach()
             divergence = ratio.detach() * divergence + own * (ratio - ratio.detach())
-        total = total + objective["kl_weight"] * divergence
+        total = total + objective["kl_weight"] * columns.get("kl", 1.0) * divergence
     if objective["entropy_weight"]:
-        total = total - objective["entropy_weight"] * entropy
+        total = total - objective["entropy_weight"] * columns.get("entropy", 1.0) * entropy
     return total
 
 

@@ -254,7 +254,8 @@ class _Recording:
             if own is None or (read and policy is None):
                 return {}
             columns |= {"lengths": np.array(rollouts.lengths), **({} if policy is None else seen.arrays(policy))}
-            parts.append({name: columns[name] for name in ("lengths", "tokens", "mask", *read)})
+            shares = {key: np.repeat(np.array(row), rollouts.lengths) for key, row in own.shares.items()}
+            parts.append({name: columns[name] for name in ("lengths", "tokens", "mask", *read)} | shares)
             groups += own.parts or rollouts.groups
         inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         masks = ragged.split(inputs["mask"].astype(bool), inputs["lengths"])

@@ -203,6 +203,7 @@ class LossRecorder(AnswerRecorder):
             logprobs: [B, T] the log-probability that each token's loss is computed from, nats.
             losses: [B, T] loss of each token, nats; the loss that is differentiated is a weighted sum of these. Or
                 pairs of a factor and such a tensor, for terms that the loop averages apart: the policy's, KL, entropy.
+                A factor may be a tensor, such as 1 over the weight of a mean that the loop multiplies into advantages.
             ids: of the rollout of each row.
             mask: [B, T] tokens in the loss, of each row those of its rollout in order; by default the row has a place
                 for each token of the response, or of the rollout, or for all but the first, from the left.
@@ -243,7 +244,7 @@ class LossRecorder(AnswerRecorder):
                 values = np.asarray(on_host(given).double(), np.float64)
                 columns[key] = np.broadcast_to(values.reshape(shape[0], -1), shape)[rows]
         micro = _Micro(np.concatenate(sentinel or [np.zeros(0, np.int64)]), rows, columns, scale)
-        columns["loss"] = sum(each * np.asarray(on_host(item).double(), np.float64)[rows] for each, item in terms)
+        columns["loss"] = sum(np.asarray(on_host(each * item).double(), np.float64)[rows] for each, item in terms)
         told = {"current": logprobs, "loss": losses, "entropy": entropies}
         for key, tensor in told.items():
             if tensor is None:

@@ -31,6 +31,7 @@ from verifier.probe.declared import UNDERTAKINGS, Undertaking
 from verifier.probe.held_sender import Sender, meta_of
 from verifier.probe.sharded import Named, is_sharded, pairs_of
 from verifier.probe.state import HEAD, EngineRecorder
+from verifier.probe.steps import DTYPES
 from verifier.probe.tokens import mark_of, seal
 from verifier.stages.export.probe_tensors import record_tensors, recorded
 from verifier.stages.export.records import ExportedAdapterMatrix, ExportedAdapterScaling, ExportedTensor
@@ -229,13 +230,13 @@ class LoopRecorder(EngineRecorder):
         pairs, whole, kept = pairs_of(named), isinstance(named, Mapping | list | tuple), dict[str, Any]()
         if whole:
             held = list(pairs)
-            record_tensors(self, kind, held, version, **fields)
+            record_tensors(self, kind, [(key, self.as_sent(kind, item)) for key, item in held], version, **fields)
             pairs = iter(held)
         elif kind is ExportedTensor:  # what is held while later tensors come is looked at again
             pairs = recorded(self, pairs, version)
         for name, tensor in pairs:
             if kind is not ExportedTensor and not whole:
-                record_tensors(self, kind, [(name, tensor)], version, **fields)
+                record_tensors(self, kind, [(name, self.as_sent(kind, tensor))], version, **fields)
             if keeps:
                 kept[name] = tensor if whole else _copied(tensor)
             if kind is ExportedTensor and name == HEAD:
@@ -281,7 +282,7 @@ def _copied(tensor: Any) -> Any:
 
 def open(  # noqa: A001 - `probe.open` is what a loop calls
     path: Path | str, *, model: Path | str = "", dtype: str = "", mesh: Mapping[str, int] | None = None,
-    engine: str = "vllm", rank: int | None = None, world_size: int | None = None, keep_every: int = 0,
+    engine: str = "vllm", rank: int | None = None, world_size: int | None = None, keep_every: int = 0, sends: str = "",
     undertakes: Sequence[Undertaking] = (), config: Mapping[str, bool | int | float | str] | None = None,
 ) -> LoopRecorder:  # fmt: skip
     """A recorder of one trainer process; rank 0 makes the trace, others wait for it.
@@ -296,6 +297,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
         world_size: number of them, by default of torch.distributed or WORLD_SIZE. With 1 only this process records.
         keep_every: copy weights and gradients of every n-th step, the first among them, for `verifier judge --oracle`;
             0 copies none.
+        sends: dtype that weights are rounded to, once, on their way to the engine, where it is another than that of the
+            checkpoint's files or of live weights: "bfloat16", "float16" or "float32", of all floating-point tensors.
         undertakes: what the loop says that it records: a check without this evidence is inconclusive.
         config: settings of the loop, for the report.
 
@@ -305,6 +308,8 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
     unknown = [name for name in undertakes if name not in UNDERTAKINGS]
     if unknown:
         raise UsageError(f"a loop cannot undertake `{unknown[0]}`: choose of {', '.join(UNDERTAKINGS)}")
+    if sends not in ("", *DTYPES[:3]):
+        raise UsageError(f"sends is `{sends}`: weights are sent as {', '.join(DTYPES[:3])}")
     if keep_every < 0:
         raise UsageError(f"keep_every is {keep_every}: 0 keeps nothing, 1 every step")
     path, (own, size) = Path(path), _place(rank, world_size)
@@ -328,7 +333,9 @@ def open(  # noqa: A001 - `probe.open` is what a loop calls
                 config={**known, "model": str(model), "undertakes": [*undertakes]},
             ),
         )  # fmt: skip
-    return _joined(path, "trainer", own, str(model), keep_every)
+    record = _joined(path, "trainer", own, str(model), keep_every)
+    record.sends = sends
+    return record
 
 
 def attach(path: Path | str, *, role: Role = "engine", rank: int = 0) -> LoopRecorder:

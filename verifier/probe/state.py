@@ -38,9 +38,10 @@ from verifier.stages.export.probe_tensors import (
     source_tensors,
 )
 from verifier.stages.export.records import ExportedConfig, ShardAfterExport, WrittenShard
-from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig
+from verifier.stages.load.records import ExpectedShard, LoadedShard, SourceConfig, SourceTensor
 from verifier.stages.train.records import (
     FrozenShard,
+    JoinedTensor,
     ShardAfterIdleStep,
     ShardAfterScoring,
     UpdatedShard,
@@ -68,6 +69,8 @@ class StateRecorder(OptimizerRecorder):
 
     model = ""
     has_source = False
+    sends = ""
+    """Dtype that weights are rounded to on their way to the engine; empty: they keep theirs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,12 +112,20 @@ class StateRecorder(OptimizerRecorder):
                 facts = described(read.to(dtypes.get(name, read.dtype)))
                 self.emit(ExpectedShard(name=name, coordinate="", **facts))
 
+    def as_sent(self, kind: type[Any], tensor: Any) -> Any:
+        """A tensor that an export is compared with, rounded as `sends` tells; any other as it is."""
+        if not self.sends or kind not in (SourceTensor, JoinedTensor) or not tensor.is_floating_point():
+            return tensor
+        import torch
+
+        return tensor.to(getattr(torch, self.sends))
+
     def _record_source(self) -> None:
         from verifier.model.checkpoint import open_checkpoint
 
         source = open_checkpoint(self.model)
         tied = tied_head(source)
-        for item in source_tensors(source):
+        for item in source_tensors(source, lambda tensor: self.as_sent(SourceTensor, tensor)):
             self.emit(item)
             if item.name == tied:  # a state_dict has both names
                 self.emit(replace(item, name=HEAD, copy_of=item.name))

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -382,6 +383,7 @@ class StepRecorder(ABC):
         dual_clip: float | None = None, kl_weight: float = 0.0, kl_kind: str = "k3", entropy_weight: float = 0.0,
         kl_limit: float | None = None, kl_ratio: bool | Literal["own"] = False, divisor: float | None = None,
         parts: Sequence[Any] = (), steepness: tuple[float, float] = (1.0, 1.05),
+        shares: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """The loss that a step is to have: its terms by the names of `verifier explain LSS004`, and its mean.
 
@@ -393,7 +395,8 @@ class StepRecorder(ABC):
         of those with tokens in the loss. `kl_kind` is one of `KL_KINDS`, at most `kl_limit`, where it has no gradient.
         With `kl_ratio` each token's KL estimate is multiplied by its ratio, the loss's, with a gradient (arXiv
         2512.02556); "own" is the ratio to the log-probability itself, of value 1 (arXiv 2506.09477). With `parts`, one
-        of each rollout such as its micro-batch, "prompt_mean" is of their means.
+        of each rollout such as its micro-batch, "prompt_mean" is of their means. `shares` are, by "kl" and "entropy", a
+        number of each rollout: the weight of its tokens in the mean of that term over that in the mean of the loss.
 
         Raises:
             UsageError: an unknown mean or estimate.
@@ -407,6 +410,7 @@ class StepRecorder(ABC):
             name=aggregation, version=step, loss=name, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip,
             kl_weight=kl_weight, kl_kind=kl_kind, kl_limit=kl_limit, kl_ratio=kl_ratio, entropy_weight=entropy_weight,
             temperature=own.tokens.temperature, divisor=divisor, parts=tuple(map(str, parts)), steepness=steepness,
+            shares={key: tuple(map(float, row)) for key, row in shares.items()},
         )  # fmt: skip
         self.emit(own.terms)
         if name not in FORMULAS:

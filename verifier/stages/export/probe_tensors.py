@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -62,11 +62,13 @@ def record_source(probe: Probe, source: Checkpoint) -> None:
         probe.emit(item)
 
 
-def source_tensors(source: Checkpoint) -> Iterator[SourceTensor]:
-    """Each tensor of the source checkpoint as it is recorded, with its digest."""
+def source_tensors(
+    source: Checkpoint, rounded: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> Iterator[SourceTensor]:
+    """Each tensor of the source checkpoint as it is recorded, with its digest, maybe rounded before."""
     copies = copies_of(source.config)
     for name in source.names():
-        yield SourceTensor(name=name, copy_of=copies.get(name, ""), **described(source.read(name)))
+        yield SourceTensor(name=name, copy_of=copies.get(name, ""), **described(rounded(source.read(name))))
 
 
 def recorded(probe: Probe, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:

@@ -110,7 +110,7 @@ def _formula(trace: Trace, update: UpdateRows, terms: LossTerms) -> Generator[Co
         ("gradient", update.rows["gradient"].astype(np.float64), weight * slope, edge, np.abs(weight) * of_slope),
         (
             "gradient by the entropy", update.rows["entropy_gradient"].astype(np.float64),
-            -terms.entropy_weight * weight, np.zeros(len(edge), bool), np.zeros(len(edge)),
+            -_weight_of(update, terms, "entropy") * weight, np.zeros(len(edge), bool), np.zeros(len(edge)),
         ),
     )  # fmt: skip
     for what, actual, expected, spared, rounding in pairs:
@@ -192,9 +192,10 @@ def _textbook(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.ndar
         if terms.kl_ratio is True:
             times, own = np.exp(np.clip(difference, -LIMIT, LIMIT)), update.shared(divergence, terms.loss)
             divergence, rate = times * divergence, times * (update.sizes(terms.loss) * own + rate)
-        value, slope = value + terms.kl_weight * divergence, slope + terms.kl_weight * rate
+        weight = _weight_of(update, terms, "kl")
+        value, slope = value + weight * divergence, slope + weight * rate
     if terms.entropy_weight:  # a recorded loop without one may have no entropies
-        value = value - terms.entropy_weight * update.rows["entropy"].astype(np.float64)
+        value = value - _weight_of(update, terms, "entropy") * update.rows["entropy"].astype(np.float64)
     return value, slope, edge
 
 
@@ -215,7 +216,14 @@ def _roundings(update: UpdateRows, terms: LossTerms) -> tuple[np.ndarray, np.nda
         times = np.exp(np.clip(update.log_ratios(terms.loss), -LIMIT, LIMIT)) * update.sizes(terms.loss)
         further = kl_estimates(terms.kl_kind, update.rows["current"] - update.given["reference"])
         lever, of_slope = times * (lever + further), times * (of_slope + NATS * (2 * lever + further))
-    return terms.kl_weight * NATS * lever, terms.kl_weight * of_slope
+    weight = _weight_of(update, terms, "kl")
+    return weight * NATS * lever, weight * of_slope
+
+
+def _weight_of(update: UpdateRows, terms: LossTerms, term: str) -> np.ndarray:
+    """Weight of a further term at each row, beside the loss's own."""
+    weight = terms.kl_weight if term == "kl" else terms.entropy_weight
+    return weight * np.array(terms.shares.get(term) or np.ones(len(update.columns.ids)))[update.rollout]
 
 
 def _at_limit(difference: np.ndarray) -> np.ndarray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+import msgspec
+
 from verifier.core.owed import (
     Owed,
     anyone,
@@ -84,6 +86,8 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     kl_ratio: bool | Literal["own"] = False
     """The KL estimate is multiplied by the token's ratio; "own": by the ratio to itself, which is 1 with a gradient."""
     entropy_weight: float = 0.0
+    shares: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
+    """Factors of a term's weight, one of each rollout, by "kl" and "entropy", where its mean is not the loss's."""
     temperature: float = 1.0
     """Divisor of the logits."""
     divisor: float | None = None
