@@ -139,7 +139,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """The report of a loop; all of them were run in as few processes as may be."""
     folder = tmp_path_factory.mktemp("skyrl")
     checkpoint = write_tiny("add", folder / "checkpoint", changes={"tie_word_embeddings": False})
-    tied = write_tiny("add", folder / "tied")
+    tied = write_tiny("add", folder / "tied checkpoint")
     runs("skyrl_loop", checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()})
     runs("skyrl_loop", tied, folder, {"tied": (1, ONE)}, ("tied",))
     with Oracle(checkpoint, 120.0) as oracle:
