@@ -128,18 +128,19 @@ def _unpadded(
 
 
 def choose_groups_by_best() -> None:
-    """Choose groups of experts by the best score of each, as DeepSeek-V2 does; `scores` is [tokens, experts].
+    """Choose groups of experts by the best score of each, as DeepSeek-V2 does.
 
     Source:
         Megatron-LM #1378: core/transformer/moe/moe_utils.py, `group_limited_topk`.
     """
+    apply([Patch(GROUPS, best_of_groups, takes="scores topk num_tokens num_experts num_groups group_topk")])
 
-    def chosen(scores: Any, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int) -> Any:
-        best = scores.view(num_tokens, num_groups, -1).amax(dim=-1)
-        left_out = best.new_ones(best.shape).scatter(1, best.topk(group_topk)[1], 0).bool()
-        return scores.masked_fill(left_out.repeat_interleave(num_experts // num_groups, 1), -math.inf).topk(topk)
 
-    apply([Patch(GROUPS, chosen, takes="scores topk num_tokens num_experts num_groups group_topk")])
+def best_of_groups(scores: Any, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int) -> Any:
+    """Scores and experts, [tokens, topk], of the groups whose best `scores` [tokens, experts] are the greatest."""
+    best = scores.view(num_tokens, num_groups, -1).amax(dim=-1)
+    left_out = best.new_ones(best.shape).scatter(1, best.topk(group_topk)[1], 0).bool()
+    return scores.masked_fill(left_out.repeat_interleave(num_experts // num_groups, 1), -math.inf).topk(topk)
 
 
 def index_states(optimizer: Any) -> None:

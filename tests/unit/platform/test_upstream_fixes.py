@@ -6,12 +6,15 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
 import verifier.checks  # noqa: F401  (fills the registry)
 from verifier.core.check import REGISTRY
 from verifier.errors import UsageError
 from verifier.platform import upstream_fixes as fixes
 from verifier.platform.stand_ins import require_stand_ins, stand_ins_of
+from verifier.platform.upstream_fixes_megatron import best_of_groups
 
 DENSE = {"model_type": "qwen3"}
 HYBRID = {"model_type": "nemotron_h", "mamba_num_heads": 16}
@@ -221,3 +224,11 @@ def test_a_layer_that_nothing_stands_in_for_is_refused(model, layers):
 @pytest.mark.parametrize("model", [DENSE, HYBRID, LATENT, {**LATENT, "index_topk": None}, DELTA])
 def test_what_has_a_stand_in_is_not_refused(model):
     require_stand_ins(model)
+
+
+def test_groups_are_chosen_by_their_best_expert_and_megatron_by_the_sum_of_several() -> None:
+    """Megatron-LM #1378: the best expert, 0, is of a group whose two best add up to less than those of the other."""
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5]])
+    given = {"topk": 2, "num_tokens": 1, "num_experts": 4, "num_groups": 2, "group_topk": 1}
+    assert best_of_groups(scores, **given)[1].tolist() == [[0, 1]]
+    assert group_limited_topk(scores, **given)[1].tolist() == [[2, 3]]
