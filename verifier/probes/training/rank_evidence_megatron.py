@@ -26,7 +26,7 @@ from verifier.megatron.written_megatron import Stepped
 from verifier.model.families import served
 from verifier.model.provider_megatron import TrainerModel
 from verifier.probes.training.kept_records import Kept
-from verifier.probes.training.step_trace import can_audit, compares_products, cuts_exports, has_router_losses
+from verifier.probes.training.step_trace import can_audit, cuts_exports, has_router_losses
 from verifier.stages.checkpoint.probe_loaded_state_megatron import record_facts, record_loaded
 from verifier.stages.checkpoint.records import LoadedState, SavedState
 from verifier.stages.engine.probe_engine_state import HeldEngine, record_held
@@ -43,6 +43,7 @@ from verifier.stages.loss.records import LossRows, UpdateRatios
 from verifier.stages.pack.probe_tokens import TokenProbe
 from verifier.stages.replay.records import UsedRoutes
 from verifier.stages.train.probe_adam_audit_megatron import Audits, groups_of
+from verifier.stages.train.probe_gradient_products_megatron import compares_products
 from verifier.stages.train.probe_hand_on_megatron import AdapterEvidence, HandOn, router_balance
 from verifier.stages.train.records import ParameterGroup, StepReport, TrainerStep, UpdatedShard
 from verifier.stages.transport.probe_megatron import AdapterTransfer, WeightTransfer, held_adapter
@@ -411,7 +412,7 @@ def watched(probe: Recorder, trainer: TrainerModel, config: TrainConfig, name: s
         stack.enter_context(router_balance(probe, trainer, name, version, rate=rate))
         if has_router_losses(config):
             stack.enter_context(router_losses(probe, trainer, name, version))
-        if compares_products(trainer.tier):
+        if compares_products(trainer):
             grpo = config.grpo if config.algorithm == "grpo" else None
             temperature, spread = (grpo.temperature, bool(grpo.entropy_weight)) if grpo else (1.0, False)
             looked = logit_spreads(probe, trainer, name, version, temperature=temperature, spread=spread)

@@ -40,14 +40,6 @@ def has_router_losses(config: TrainConfig) -> bool:
     return not config.grpo.replay_routes and bool(options.moe_aux_loss or options.moe_z_loss)
 
 
-def compares_products(tier: str) -> bool:
-    """Tell whether gradients of weights that scale the same numbers are compared (LSS007).
-
-    On GPUs fine-tuning in bf16 is within 0.18 of its bound; neither GRPO nor what it costs a step there was measured.
-    """
-    return tier == "cpu"
-
-
 def cuts_exports(config: TrainConfig, tier: str, num_bytes: int) -> bool:
     """Tell whether each rank compares its export with its shards at every sync: on a GPU, of small models alone.
 

@@ -114,12 +114,15 @@ class _Pair(NamedTuple):
     right: tuple[str, ...]
 
 
-ON_CPU = condition("what it costs a step on a GPU was not measured", lambda run: run.tier == "cpu")
+MULTIPLIED = condition(
+    "Transformer Engine multiplies float32 in TF32 on a GPU",
+    lambda run: run.tier == "cpu" or run.dtype != "float32", gap=True,
+)  # fmt: skip
 
 
 @check(
     "LSS007", needs=(GradientProducts, TrainerStep, LogitSpreads),
-    applies=on(step=UPDATED & NO_FSDP & LAYOUT & ON_CPU),
+    applies=on(step=UPDATED & NO_FSDP & LAYOUT & MULTIPLIED),
 )  # fmt: skip
 def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     """Weights that scale the same numbers have gradients that tell of one change, down from the rows of the loss.
@@ -152,8 +155,8 @@ def gradients_disagree_on_scale(trace: Trace) -> Iterator[Comparison]:
     than half.
     What it does not catch: a gradient that is changed within a layer alike for all weights that it reaches (LSS001),
     as of both matrices of an adapter; experts that are cut from a router with a loss of its own; the last norm where
-    logits are bent to a bound; the residual stream of layers with further norms; runs on
-    a GPU, where its cost has not been measured.
+    logits are bent to a bound; the residual stream of layers with further norms, and on a GPU, where fused norms do not
+    show what epsilon takes; float32 on a GPU.
     References: torchtitan#3827, DeepSpeed#8154, Liger-Kernel#1298, Megatron-LM#1464, mcore-bridge#173,
     Megatron-Bridge#1750, Megatron-Bridge#5634, peft#2826.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verifier.core.record import real
+from verifier.model.provider_megatron import TrainerModel
 from verifier.stages.train.records import TensorProduct
 
 ELEMENTS = 2**24
@@ -37,6 +38,14 @@ def _sums(terms: torch.Tensor) -> torch.Tensor:
     """Sum and sum of squares, [2] float64."""
     squares = torch.linalg.vector_norm(terms, dtype=torch.float64).square()
     return torch.stack([terms.sum(dtype=torch.float64), squares])
+
+
+def compares_products(trainer: TrainerModel) -> bool:
+    """Tell whether gradients of weights that scale the same numbers are compared (LSS007).
+
+    Not in float32 on a GPU, where Transformer Engine multiplies in TF32.
+    """
+    return trainer.tier == "cpu" or bool(trainer.provider.bf16)
 
 
 class Damped:

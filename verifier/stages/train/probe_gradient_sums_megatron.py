@@ -22,9 +22,8 @@ from verifier.export.sharding import ParamPlacement
 from verifier.megatron.optimizer_megatron import in_norm, owned_parts
 from verifier.megatron.written_megatron import Stepped
 from verifier.model.provider_megatron import TrainerModel
-from verifier.probes.training.step_trace import compares_products
 from verifier.stages.train.probe_gradient_elements import ELEMENTS, TENSORS, WHOLE, Part, cut, sums_record
-from verifier.stages.train.probe_gradient_products_megatron import READS_STREAM, Damped, Products
+from verifier.stages.train.probe_gradient_products_megatron import READS_STREAM, Damped, Products, compares_products
 from verifier.stages.train.records import GradientProducts
 
 Places = Mapping[tuple[int, str], ParamPlacement]
@@ -160,7 +159,7 @@ class UpdateSums:
         for parameter, place in self.chosen:
             self._parts[parameter] = part = self.sums.part_of(self.number, parameter, place)
             self._hooks.append(parameter.register_hook(partial(self._given, parameter, part)))
-        if compares_products(self.sums.trainer.tier):
+        if self.sums.trainer.tier == "cpu":  # Transformer Engine's fused norms show no output to a hook
             from verifier.platform.cpu_modules import WATCHERS
 
             places = self.sums.places.items()
@@ -185,6 +184,7 @@ class UpdateSums:
             from verifier.platform.cpu_modules import WATCHERS
 
             WATCHERS.clear()
+        if compares_products(self.sums.trainer):
             self._products = Products(self.sums.trainer.provider)
         for chunk in self.sums.trainer.chunks:
             for parameter, offset, own in owned_parts(chunk, sharded=_is_sharded(self.sums.trainer)):
@@ -204,12 +204,12 @@ class UpdateSums:
             squares=real(squares) if self.sums.knows_all else None, miscounted=self.sums.miscounted,
         )  # fmt: skip
         probe.emit(record, arrays)
-        if self.sums.knows_all and self._products is not None and self._damped is not None:
-            own = self._products
+        if self.sums.knows_all and self._products is not None:
+            own, damped = self._products, self._damped
             probe.emit(
                 GradientProducts(
                     name=name, version=version, coordinate=coordinate, products=own.found(), bent=own.bent,
-                    damped=real(float(self._damped.total)), silent=own.silent,
+                    damped=None if damped is None else real(float(damped.total)), silent=own.silent,
                 )
             )  # fmt: skip
 
