@@ -54,6 +54,12 @@ def models(tmp_path_factory) -> Path:
     return Path(tmp_path_factory.mktemp("models"))
 
 
+def shares_of(reports: list[Report]) -> dict[str, float]:
+    """Check -> greatest share of a bound that a comparison of a run took."""
+    shares = [(item.code, item.shares.greatest) for report in reports for item in report.outcomes if item.shares.count]
+    return {code: round(max(share for each, share in shares if each == code), 3) for code, _ in shares}
+
+
 def trained(resources: Any, model: Path, folder: Path, fault: Fault | None = None) -> tuple[list[Report], int, str]:
     """Reports of a run's steps, how often the bug's code ran, and the error that ended the run early, if one did."""
     run, fire, crashed = folder / "run", FireCounter(mark=folder / "fired-controller"), ""
@@ -81,7 +87,8 @@ def test_a_run_without_a_bug_holds(kind, runner, models, measured, tmp_path):
     reports, _, crashed = trained(runner.resources, sized_faults.written(kind, models), tmp_path)
     judged = {item.code for report in reports for item in report.outcomes if item.verdict is Verdict.HOLDS}
     gaps = [gap for report in reports for gap in report.not_judged]
-    measured(kind=kind, verdicts=[str(report.verdict) for report in reports], judged=sorted(judged), not_judged=gaps)
+    verdicts = [str(report.verdict) for report in reports]
+    measured(kind=kind, verdicts=verdicts, judged=sorted(judged), not_judged=gaps, shares=shares_of(reports))
     assert not crashed
     assert [report.verdict for report in reports] == [Verdict.HOLDS] * 2
     assert judged >= JUDGED
@@ -95,7 +102,8 @@ def test_a_planted_bug_is_caught_in_its_stage(name, runner, models, measured, tm
     bad = [item for outcome in outcomes if outcome.finding for item in outcome.finding.bad]
     first = min(bad, key=lambda item: item.place).stage.label if bad else None
     caught = sorted({item.code for item in outcomes})
-    measured(fault=name, fired=fired, caught=caught, first_bad_stage=first, crashed=crashed)
+    shares = shares_of(reports)
+    measured(fault=name, fired=fired, caught=caught, first_bad_stage=first, crashed=crashed, shares=shares)
     assert fired
     if name in UNSEEN:
         assert not caught, f"{name} is seen: take it out of UNSEEN"
