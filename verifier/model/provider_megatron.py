@@ -411,7 +411,8 @@ def _require_packs(kind: str, chunks: list[Any]) -> list[Any]:
     """Refuse a model that ends at packed sequences, which each pass of a round trip or a training run has."""
     for chunk in chunks:
         modules = [module for name, module in chunk.named_modules() if READS_IMAGES not in name]
-        attends = _UNPACKED & {base.__name__ for module in modules for base in type(module).__mro__}
+        bases = {base for module in modules for base in type(module).__mro__}
+        attends = _UNPACKED & {base.__name__ for base in bases if base.__module__.startswith("megatron.")}
         taken = inspect.signature(chunk.forward).parameters
         if attends or not {"packed_seq_params", "kwargs"} & taken.keys():
             raise UsageError(

@@ -145,6 +145,13 @@ def test_a_model_that_takes_no_packed_sequences_is_refused_before_a_step(chunk, 
         _require_packs("OddForCausalLM", [Chunk(), chunk])
 
 
+def test_the_attention_of_transformer_engine_takes_packs_whatever_its_base_is_called():
+    base = type("DotProductAttention", (nn.Module,), {"__module__": "transformer_engine.pytorch.attention"})
+    chunk = Chunk()
+    chunk.add_module("decoder", type("TEDotProductAttention", (base,), {"__module__": "megatron.core.extensions"})())
+    assert _require_packs("OddForCausalLM", [chunk]) == [chunk]
+
+
 def test_what_reads_images_may_attend_without_packs():
     chunks = [with_plain_attention("vision_model")]
     assert _require_packs("OddForCausalLM", chunks) == chunks
