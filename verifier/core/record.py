@@ -87,6 +87,20 @@ class ArrayRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
     array: ArrayKey = ""
 
 
+class RankRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A fact of one trainer rank."""
+
+    coordinate: str
+    """Mesh coordinate of the rank, such as "tp=0 pp=1 ep=0 etp=0 cp=0 dp=0"."""
+
+
+class RankArrays(ArrayRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A fact of one trainer rank, with arrays beside it."""
+
+    coordinate: str
+    """Mesh coordinate of the rank."""
+
+
 class UnknownRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A fact of a kind that nothing here declares: of a plugin that is not installed, or of a later version.
 

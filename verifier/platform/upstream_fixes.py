@@ -115,45 +115,10 @@ def _is_hybrid(model: Sizes) -> bool:
     return model.get("mamba_num_heads") is not None
 
 
-def _pads_values(model: Sizes) -> bool:
-    keys = int(model.get("qk_nope_head_dim") or 0) + int(model.get("qk_rope_head_dim") or 0)
-    return model.get("kv_lora_rank") is not None and keys > int(model.get("v_head_dim") or 0)
-
-
-def _norms_after(model: Sizes) -> bool:
-    """Test for norms behind attention and MLP, whose epsilon is not the 1e-5 that the bridge makes them with."""
-    return model.get("model_type") in ("gemma2", "gemma3_text", "gemma4_text") and model.get("rms_norm_eps") != 1e-5
-
-
-def _has_sinks(model: Sizes) -> bool:
-    keys = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")
-    return model.get("model_type") == "gpt_oss" or any(model.get(key) for key in keys)
-
-
-def _bends_latent_norms(model: Sizes) -> bool:
-    """Test for latent attention in a model whose epsilon is not the 1e-6 that transformers makes its norms with."""
-    return model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
-
-
-def _scales_plainly(model: Sizes) -> bool:
-    return model.get("model_type") == "deepseek_v2" and bool(rope(model).get("mscale_all_dim"))
-
-
-def _rotates_whole_heads(model: Sizes) -> bool:
-    """Test for a MiniMax-M2 of whose heads a part is rotated, by the key that transformers does not read."""
-    kind, width = model.get("model_type"), model.get("rotary_dim")
-    return kind == "minimax_m2" and width is not None and width != model.get("head_dim")
-
-
 def sums_groups(model: Sizes) -> bool:
     """Test for groups of experts that are chosen by their best one, of which Megatron adds up several."""
     by_best = model.get("topk_method") == "group_limited_greedy" and model.get("n_group", 1) > 1
     return by_best and model["num_experts_per_tok"] // model["topk_group"] > 1
-
-
-def _keeps_head(model: Sizes) -> bool:
-    kind = str(model.get("model_type"))
-    return kind in SEPARATE_HEADS and bool(model.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT))
 
 
 def _rounds_decay(model: Sizes, run: RunFacts) -> bool:
@@ -170,6 +135,7 @@ SEPARATE_HEADS = frozenset((
 ))  # fmt: skip
 """Model types with a bridge whose tied head is a module of its own in vLLM 0.21; in others it is the embedding's."""
 _TIED_BY_DEFAULT = frozenset(("gemma3_text", "gemma4_text"))
+_SINKS = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias")
 VLLM_BUFFERS = "vllm-44371"
 VLLM_HEADS = "vllm-tied-heads"
 VLLM_LATENT = "vllm-48251"
@@ -218,7 +184,10 @@ FIXES: dict[str, UpstreamFix] = {
             names=rf".*\blm_head\.cpu_linear|{_LOGPROBS}",
             checks=("ENG001", "ENG002", "LGP002", "LGP003", "LGP004", "LGP009"),
             tiers=("cpu",),
-            applies=lambda model, run: _keeps_head(model),
+            applies=lambda model, run: (
+                model.get("model_type") in SEPARATE_HEADS
+                and bool(model.get("tie_word_embeddings", model.get("model_type") in _TIED_BY_DEFAULT))
+            ),
         ),
         _vllm(
             id=VLLM_LATENT,
@@ -252,20 +221,26 @@ FIXES: dict[str, UpstreamFix] = {
             issue="transformers #44261",
             summary="the norms within latent attention have an epsilon of 1e-6, whatever the config says; Megatron and "
             "vLLM go by the config, and so does the oracle",
-            applies=lambda model, run: _bends_latent_norms(model),
+            applies=lambda model, run: (
+                model.get("kv_lora_rank") is not None and model.get("rms_norm_eps", 1e-6) != 1e-6
+            ),
         ),
         _transformers(
             id=TRANSFORMERS_SOFTMAX,
             issue="transformers #47435",
             summary="the softmax of DeepSeek-V2 is not scaled by YaRN's `mscale_all_dim`",
-            applies=lambda model, run: _scales_plainly(model),
+            applies=lambda model, run: (
+                model.get("model_type") == "deepseek_v2" and bool(rope(model).get("mscale_all_dim"))
+            ),
         ),
         _transformers(
             id=TRANSFORMERS_ROTARY,
             issue="transformers #48241",
             summary="MiniMax-M2's `rotary_dim` is ignored and whole heads are rotated; Megatron and vLLM go by the "
             "config, and so does the oracle",
-            applies=lambda model, run: _rotates_whole_heads(model),
+            applies=lambda model, run: (
+                model.get("model_type") == "minimax_m2" and model.get("rotary_dim") not in (None, model.get("head_dim"))
+            ),
         ),
         _megatron(
             id=MEGATRON_DECAY,
@@ -300,7 +275,11 @@ FIXES: dict[str, UpstreamFix] = {
             "gradients are clipped has those of the first rank alone",
             names=r"tensors in the norm of update \d+ on rank \d+",
             checks=("TRN006",),
-            applies=lambda model, run: run.steps > 0 and run.tp > 1 and _has_sinks(model),
+            applies=lambda model, run: (
+                run.steps > 0
+                and run.tp > 1
+                and (model.get("model_type") == "gpt_oss" or any(model.get(key) for key in _SINKS))
+            ),
         ),
         _megatron(
             id=MEGATRON_ROLLS,
@@ -335,7 +314,10 @@ FIXES: dict[str, UpstreamFix] = {
             summary="the norms behind a Gemma's attention and MLP have an epsilon of 1e-5, whatever the config says",
             names=rf"epsilon of .*\.post_layernorm|{_LOGPROBS}|.*\.weight",
             checks=("LGP001", "LGP007", "LSS001"),
-            applies=lambda model, run: _norms_after(model),
+            applies=lambda model, run: (
+                model.get("model_type") in ("gemma2", "gemma3_text", "gemma4_text")
+                and model.get("rms_norm_eps") != 1e-5
+            ),
         ),
         UpstreamFix(
             id=CUDNN_WIDTH,
@@ -347,7 +329,11 @@ FIXES: dict[str, UpstreamFix] = {
             names=r"model\.(layers|embed_tokens)\..*",
             checks=("LSS001",),
             tiers=("cuda",),
-            applies=lambda model, run: _pads_values(model),
+            applies=lambda model, run: (
+                model.get("kv_lora_rank") is not None
+                and (model.get("qk_nope_head_dim") or 0) + (model.get("qk_rope_head_dim") or 0)
+                > (model.get("v_head_dim") or 0)
+            ),
         ),
     )
 }

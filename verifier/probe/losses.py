@@ -283,10 +283,9 @@ class LossRecorder(AnswerRecorder):
     def _record_rows(self, step: int, own: OpenStep, micros: list[_Micro]) -> None:
         name, tokens = f"update {self.update_of(step)}", own.tokens
         count = max(int(tokens.mask.sum()), 1)
-        whole = own.flat()
         joined: dict[str, list[np.ndarray]] = {}
         for micro in micros:
-            at = whole[0][(micro.sentinel >> POSITION_BITS) - 1] + (micro.sentinel & ((1 << POSITION_BITS) - 1))
+            at = _places(own, micro.sentinel)
             given = {
                 key: np.asarray(on_host(value).double(), np.float64)[micro.mask] / micro.scale
                 for key, value in micro.gradients.items()
@@ -302,11 +301,8 @@ class LossRecorder(AnswerRecorder):
                 "gradient": given.get("current", nothing) * count,
                 "entropy_gradient": given.get("entropy", nothing) * count,
             }
-            for key, column in (
-                ("divisor", own.divisor()),
-                ("advantage", own.weighted()),
-                ("reference", own.reference),
-            ):
+            read = {"divisor": own.divisor(), "advantage": own.weighted(), "reference": own.reference}
+            for key, column in read.items():
                 if column is not None:
                     found[key] = micro.columns.get(key, column[at])
             for key, values in found.items():
@@ -315,7 +311,7 @@ class LossRecorder(AnswerRecorder):
         rows = {key: np.concatenate(parts).astype(kinds.get(key, np.float32)) for key, parts in joined.items()}
         self.emit(LossRows(name=name, version=step, coordinate=str(self.rank)), rows)
         weight = np.where(tokens.mask, np.nan, 0.0)  # NaN: the token came to no loss
-        at = whole[0][(rows["sentinel"] >> POSITION_BITS) - 1] + (rows["sentinel"] & ((1 << POSITION_BITS) - 1))
+        at = _places(own, rows["sentinel"])
         weight[at] = rows["weight"].astype(np.float64) / count
         if (terms := own.terms) is not None:
             record = LossColumns(
@@ -331,6 +327,12 @@ class LossRecorder(AnswerRecorder):
             )  # fmt: skip
             if own.policy.get("ratio_over", "old") == "old":
                 self.emit(ratios)
+
+
+def _places(own: OpenStep, sentinel: np.ndarray) -> np.ndarray:
+    """Places of tokens among all of the step, by their sentinels."""
+    found: np.ndarray = own.starts[(sentinel >> POSITION_BITS) - 1] + (sentinel & ((1 << POSITION_BITS) - 1))
+    return found
 
 
 def _keep(gradients: dict[str, Any], key: str, found: Any) -> None:

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -67,7 +68,6 @@ class OpenStep:
     truncated: tuple[bool, ...] = ()
     penalties: tuple[float, ...] = ()
     others: tuple[tuple[Any, ...], ...] = ()
-    numbers: dict[str, int] = field(default_factory=dict)
     terms: LossTerms | None = None
     is_first: bool = True
     """The log-probabilities before the step are of the weights that it trains."""
@@ -78,11 +78,13 @@ class OpenStep:
         Raises:
             UsageError: the step has no such rollout.
         """
-        if name not in self.numbers:
-            self.numbers.update({own: at for at, own in enumerate(self.tokens.ids)})
-        if name not in self.numbers:
+        if name not in self._numbers:
             raise UsageError(f"the step has no rollout `{name}`")
-        return self.numbers[name]
+        return self._numbers[name]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {own: at for at, own in enumerate(self.tokens.ids)}
 
     def length(self, name: str) -> int:
         """Tokens of a rollout, its prompt included."""
@@ -90,8 +92,8 @@ class OpenStep:
 
     def in_loss(self, name: str) -> np.ndarray:
         """[K] int64 positions of a rollout's tokens in the loss."""
-        starts, number = self.flat()[0], self.number(name)
-        found: np.ndarray = np.flatnonzero(self.tokens.mask[starts[number] : starts[number] + self.length(name)])
+        begin = self.starts[self.number(name)]
+        found: np.ndarray = np.flatnonzero(self.tokens.mask[begin : begin + self.length(name)])
         return found
 
     def positions(self, name: str, size: int, what: str, *, shortest: bool = False) -> np.ndarray:
@@ -109,10 +111,10 @@ class OpenStep:
             size = response
         return np.arange(max(whole - size, 1), whole)
 
-    def flat(self) -> tuple[np.ndarray, int]:
-        """[R] place of each rollout's first token among all of the step, and the number of them."""
-        ends = np.cumsum([0, *self.tokens.lengths])
-        return ends[:-1], int(ends[-1])
+    @property
+    def starts(self) -> np.ndarray:
+        """[R] place of each rollout's first token among all of the step."""
+        return np.cumsum([0, *self.tokens.lengths])[:-1]
 
     def weighted(self) -> np.ndarray | None:
         """[N] advantages, times importance weights."""
@@ -477,8 +479,7 @@ class StepRecorder(ABC):
         self.emit(record, columns)
         if own.advantage is None:
             return
-        parts = np.split(own.advantage, np.cumsum(tokens.lengths)[:-1])
-        masks = np.split(tokens.mask, np.cumsum(tokens.lengths)[:-1])
+        parts, masks = (np.split(values, own.starts[1:]) for values in (own.advantage, tokens.mask))
         inside = [part[mask] if mask.any() else part[-1:] for part, mask in zip(parts, masks, strict=True)]
         if own.estimator not in ESTIMATORS and any((part != part[0]).any() for part in inside):
             return  # one of each token, for which no check has a formula

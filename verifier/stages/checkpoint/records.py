@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verifier.core.owed import Owed, every_rank, once
-from verifier.core.record import ArrayRecord, Count, Lengths, TensorRecord
+from verifier.core.record import ArrayRecord, Count, Lengths, RankArrays, TensorRecord
 
 
 class StateRecord(TensorRecord, frozen=True, kw_only=True):
@@ -25,15 +25,13 @@ class LoadedState(StateRecord, frozen=True, kw_only=True, tag="checkpoint/loaded
     owed = (Owed(every_rank, once),)
 
 
-class LoadedElements(ArrayRecord, frozen=True, kw_only=True, tag="checkpoint/elements"):
+class LoadedElements(RankArrays, frozen=True, kw_only=True, tag="checkpoint/elements"):
     """Elements of one part of a rank's state after a load on another mesh, by tensors of the checkpoint.
 
     Arrays, int64, of all tensors one after another: ``index`` in the flattened tensor; ``loaded`` the bits of float32
     there, or a count; ``saved`` those that any rank saved, -1 where none did.
     """
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     tensors: tuple[str, ...]
     counts: Lengths
     """Elements of each tensor."""

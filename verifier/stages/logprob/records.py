@@ -25,7 +25,7 @@ from verifier.core.owed import (
     per_version,
     provider_rank,
 )
-from verifier.core.record import ArrayRecord, Count, Digest, Real, Record, TensorRecord
+from verifier.core.record import ArrayRecord, Count, Digest, RankArrays, RankRecord, Real, Record, TensorRecord
 from verifier.stages.load.records import ConfigRecord
 from verifier.stages.replay.records import LogprobRecord, OracleRecord
 
@@ -113,7 +113,7 @@ class OracleEntropy(ArrayRecord, frozen=True, kw_only=True, tag="logprob/entropy
     """Places of the rollouts, among those of the update, that these are of; None for all."""
 
 
-class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
+class ScoredRows(RankArrays, frozen=True, kw_only=True, tag="logprob/rows"):
     """Rows of a pass that scored a mini-batch of a step, on one rank, as the rank made them; every array is [T].
 
     ``sentinel`` int64 as in `TokenLedger`, of the batch's rollouts; ``logprob`` float32, nats.
@@ -125,8 +125,6 @@ class ScoredRows(ArrayRecord, frozen=True, kw_only=True, tag="logprob/rows"):
     """Weights: "current", which make `old`, or "reference"."""
     ids: tuple[str, ...]
     """Rollouts of the batch."""
-    coordinate: str
-    """Mesh coordinate of the rank."""
 
 
 class SpotScore(ArrayRecord, frozen=True, kw_only=True, tag="logprob/spot"):
@@ -338,13 +336,11 @@ class AdapterScale(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"]
 
 
-class AdapterScales(Record, frozen=True, kw_only=True, tag="logprob/adapter-scales"):
+class AdapterScales(RankRecord, frozen=True, kw_only=True, tag="logprob/adapter-scales"):
     """Factors of the adapters of one rank, in the first pass of one optimizer step."""
 
     owed = (Owed(every_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     asked: float
     """Alpha over rank, as the config asks."""
     adapters: tuple[AdapterScale, ...]

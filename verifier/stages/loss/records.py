@@ -19,7 +19,7 @@ from verifier.core.owed import (
     per_step,
     per_update,
 )
-from verifier.core.record import ArrayRecord, Count, Dtype, Lengths, Measurement, Real, Record
+from verifier.core.record import ArrayRecord, Count, Dtype, Lengths, Measurement, RankArrays, Real, Record
 from verifier.stages.logprob.records import ActivationRecord
 
 FORMULAS = ("cross_entropy", "clipped", "gspo", "sequence", "sapo", "cispo", "importance", "reinforce")
@@ -32,7 +32,7 @@ class ActivationGradient(ActivationRecord, frozen=True, kw_only=True, tag="loss/
     """Gradient of the sum of all tokens' losses with respect to the values at a point."""
 
 
-class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):
+class LogitSpreads(RankArrays, frozen=True, kw_only=True, tag="loss/spreads"):
     """Size and spread of the logits that the loss of one update read on one rank, by a second formula.
 
     Arrays [T], of rows as in `LossRows`: ``size`` float32, the greatest magnitude of the row's logits, divided by the
@@ -43,9 +43,6 @@ class LogitSpreads(ArrayRecord, frozen=True, kw_only=True, tag="loss/spreads"):
 
     owed = (Owed(last_stage, per_update),)
     is_side = False
-
-    coordinate: str
-    """Mesh coordinate of the rank."""
 
 
 class UpdateRatios(Record, frozen=True, kw_only=True, tag="loss/ratios"):
@@ -98,7 +95,7 @@ class LossTerms(Record, frozen=True, kw_only=True, tag="loss/terms"):
     """Factor of the ratio in SAPO's sigmoid, of positive advantages and of others."""
 
 
-class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
+class LossRows(RankArrays, frozen=True, kw_only=True, tag="loss/rows"):
     """Rows that the loss of one update read and made on one rank, over its micro-batches; every array is [T].
 
     ``sentinel`` int64 as in `TokenLedger`; ``mask`` bool, in the loss; ``current``, ``entropy`` float32, nats;
@@ -108,9 +105,6 @@ class LossRows(ArrayRecord, frozen=True, kw_only=True, tag="loss/rows"):
     """
 
     owed = (Owed(last_stage, per_update),)
-
-    coordinate: str
-    """Mesh coordinate of the rank."""
 
 
 class RouterChoices(Record, frozen=True, kw_only=True, tag="loss/choices"):
@@ -214,7 +208,7 @@ class GradientRecord(Record, frozen=True, kw_only=True, tag="loss/gradient"):
     """Rollouts that the step trains on, where it is the gradient of some."""
 
 
-class RouterGradients(ArrayRecord, frozen=True, kw_only=True, tag="loss/routers"):
+class RouterGradients(RankArrays, frozen=True, kw_only=True, tag="loss/routers"):
     """Gradients that the own losses of one rank's routers add to those of their logits in one optimizer step.
 
     Lists have an entry for each backward pass of a router. Arrays: ``counts`` [passes, experts] int64, rows that have
@@ -225,8 +219,6 @@ class RouterGradients(ArrayRecord, frozen=True, kw_only=True, tag="loss/routers"
 
     owed = (Owed(expert_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     layers: tuple[Count, ...]
     """Global layer, from 0."""
     numbers: tuple[Count, ...]

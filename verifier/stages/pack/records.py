@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verifier.core.owed import Owed, anyone, every_rank, first_stage, per_pass
-from verifier.core.record import ArrayRecord, Count, Digest, Lengths, Record
+from verifier.core.record import ArrayRecord, Count, Digest, Lengths, RankArrays, RankRecord
 
 
 class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
@@ -24,13 +24,11 @@ class Rollouts(ArrayRecord, frozen=True, kw_only=True, tag="pack/rollouts"):
     rewards: tuple[float, ...]
 
 
-class PackedBatchDigest(Record, frozen=True, kw_only=True, tag="pack/batch"):
+class PackedBatchDigest(RankRecord, frozen=True, kw_only=True, tag="pack/batch"):
     """One digest over every field of all micro-batches of a rank."""
 
     owed = (Owed(every_rank, per_pass),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     digest: Digest
     micro_batches: Count
 
@@ -53,7 +51,7 @@ class PackLayout(ArrayRecord, frozen=True, kw_only=True, tag="pack/layout"):
     """It holds no rollout and keeps collectives in step."""
 
 
-class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
+class TokenLedger(RankArrays, frozen=True, kw_only=True, tag="pack/ledger"):
     """Rows that the loss consumed on one rank, over its micro-batches; every array is [T].
 
     ``sentinel`` int64, which token of which rollout the row predicts, (rollout + 1) * 2**32 + position, 0 for none;
@@ -64,6 +62,3 @@ class TokenLedger(ArrayRecord, frozen=True, kw_only=True, tag="pack/ledger"):
     """
 
     owed = (Owed(first_stage, per_pass),)
-
-    coordinate: str
-    """Mesh coordinate of the rank."""

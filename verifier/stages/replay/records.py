@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verifier.core.owed import Owed, anyone, expert_rank, once
-from verifier.core.record import ArrayRecord, Lengths
+from verifier.core.record import ArrayRecord, Lengths, RankArrays
 
 OWN_ROUTES = "own routes"
 """Name of `UsedRoutes` of an update whose routers chose by themselves."""
@@ -20,13 +20,11 @@ class GivenRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/routes"):
     """Passes of the trainer that each must obey them, by name."""
 
 
-class UsedRoutes(ArrayRecord, frozen=True, kw_only=True, tag="replay/choice"):
+class UsedRoutes(RankArrays, frozen=True, kw_only=True, tag="replay/choice"):
     """Experts that one rank's routers used. The array [N, 3 + K] int32 is as that of `GivenRoutes`."""
 
     owed = (Owed(expert_rank, once),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     during: str = ""
     """Pass of the trainer, by name."""
 

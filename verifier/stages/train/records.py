@@ -22,7 +22,7 @@ from verifier.core.owed import (
     per_step,
     per_update,
 )
-from verifier.core.record import ArrayRecord, Count, Real, Record, TensorRecord
+from verifier.core.record import Count, RankArrays, RankRecord, Real, Record, TensorRecord
 from verifier.stages.load.records import ShardRecord
 from verifier.stages.loss.records import KeptTensors
 
@@ -38,13 +38,11 @@ class TensorProduct(msgspec.Struct, frozen=True, kw_only=True):
     """Sum of the squares of what is added."""
 
 
-class GradientProducts(Record, frozen=True, kw_only=True, tag="train/products"):
+class GradientProducts(RankRecord, frozen=True, kw_only=True, tag="train/products"):
     """Inner products of the weights of one rank and their gradients in one update, before the optimizer clips them."""
 
     owed = (Owed(every_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     products: tuple[TensorProduct, ...]
     """Products that the rank stands for among the ranks that hold the same bits: summed over ranks, the model's."""
     damped: Real | None = None
@@ -79,7 +77,7 @@ class SummedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """Number of all elements that the rank's optimizer was given."""
 
 
-class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
+class GradientSums(RankArrays, frozen=True, kw_only=True, tag="train/sums"):
     """Gradients of one rank in one update, on some elements of some tensors, and the squares of all.
 
     Arrays, float32, of all tensors one after another: ``added`` the sum of what each backward pass of the rank gave, in
@@ -90,8 +88,6 @@ class GradientSums(ArrayRecord, frozen=True, kw_only=True, tag="train/sums"):
 
     owed = (Owed(every_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     tensors: tuple[SummedTensor, ...]
     squares: Real | None = None
     """Sum of squares, float64, of the gradients that this rank stands for; None where that is not known."""
@@ -196,7 +192,7 @@ class SampledMaster(msgspec.Struct, frozen=True, kw_only=True):
     """Greatest magnitude of the gradient before the first pass of the step; None where nobody looked."""
 
 
-class AdamSample(ArrayRecord, frozen=True, kw_only=True, tag="train/adam"):
+class AdamSample(RankArrays, frozen=True, kw_only=True, tag="train/adam"):
     """Some elements of some tensors of one rank around an update by Adam, and its settings.
 
     Arrays of all tensors one after another, in the types that the optimizer has but float32 for bfloat16:
@@ -206,8 +202,6 @@ class AdamSample(ArrayRecord, frozen=True, kw_only=True, tag="train/adam"):
 
     owed = (Owed(every_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     tensors: tuple[SampledMaster, ...]
     clip_grad: float
     """Greatest L2 norm of the gradient; 0 where it is not clipped, or was before it was recorded."""
@@ -230,7 +224,7 @@ class AdamSample(ArrayRecord, frozen=True, kw_only=True, tag="train/adam"):
     """Greatest moment of any master before the first update of a run; None of later ones."""
 
 
-class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance"):
+class RouterBalance(RankArrays, frozen=True, kw_only=True, tag="train/balance"):
     """Score biases of one rank's routers in one optimizer step, and the tokens that they gave to each expert.
 
     Arrays, each [layers, experts]: ``before`` and ``after`` float32, the biases around the step; ``tokens`` int64, rows
@@ -240,8 +234,6 @@ class RouterBalance(ArrayRecord, frozen=True, kw_only=True, tag="train/balance")
 
     owed = (Owed(expert_rank, per_update),)
 
-    coordinate: str
-    """Mesh coordinate of the rank."""
     layers: tuple[Count, ...]
     """Global layer of each row, from 0."""
     rate: float
