@@ -78,40 +78,22 @@ class Oracle(contextlib.AbstractContextManager["Oracle"]):
         tokens = [list(sequence) for sequence in sequences]
         return self.ask("logprob_hf:score", [checkpoint], tokens, dtype, device, temperature, routes)
 
-    def score_twice(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu",
-        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (), reported: Reported | None = None,
-    ) -> Sides:  # fmt: skip
-        """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself."""
-        return Sides(*self._sides(checkpoint, sequences, dtype, device, temperature, routes, None, reported)[0])
+    def sides(
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str = "cpu", *,
+        temperature: float | Sequence[float] = 1.0, routes: Sequence[Any] = (), ends: Sequence[int] | None = None,
+        reported: Reported | None = None, sampled: Sequence[int] = (), margin: float | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Score in float32, and beside it in a run's dtype, or in float64 where that is float32 itself.
 
-    def sampled(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
-        temperature: float | Sequence[float], reported: Reported | None, sampled: Sequence[int],
-    ) -> tuple[Sides, list[list[list[Any]]]]:  # fmt: skip
-        """The same, and per sequence the columns of `OracleOfPlaces` of so many of its last tokens."""
-        told = (dtype, device, temperature, (), None, reported, sampled)
-        nats, places = self._sides(checkpoint, sequences, *told)
-        return Sides(*nats), places
-
-    def describe(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str, temperature: float,
-        routes: Sequence[Any], ends: Sequence[int], reported: Reported | None = (), margin: float | None = None,
-    ) -> tuple[Sides, Sides, Sides]:  # fmt: skip
-        """Log-probabilities as `score_twice` has them, probabilities of end tokens, and entropies."""
-        told = (dtype, device, temperature, routes, ends, reported, (), margin)
-        found = self._sides(checkpoint, sequences, *told)
-        return Sides(*found[0]), Sides(*found[1]), Sides(*found[2])
-
-    def _sides(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], dtype: str, device: str,
-        temperature: float | Sequence[float], routes: Sequence[Any], ends: Sequence[int] | None,
-        reported: Reported | None, sampled: Sequence[int] = (), margin: float | None = None,
-    ) -> Any:  # fmt: skip
+        Returns:
+            What `verifier.oracle.logprob_hf.sides` does, all but the columns of `OracleOfPlaces` as `Sides`.
+        """
         tokens, other = [list(sequence) for sequence in sequences], "float64" if dtype == "float32" else dtype
         rows = None if reported is None else [[np.asarray(row).tolist() for row in rows] for rows in reported]
         told = (tokens, other, device, temperature, routes, ends, rows, [*sampled], margin)
-        return self.ask("logprob_hf:sides", [checkpoint], *told)
+        found = self.ask("logprob_hf:sides", [checkpoint], *told)
+        count = 1 if ends is None else 3
+        return [*(Sides(*item) for item in found[:count]), *found[count:]]
 
     def ask(self, function: str, paths: Sequence[Path], *arguments: Any, read: Sequence[Path] = ()) -> Any:
         """Ask, unless the same was asked before.

@@ -206,9 +206,9 @@ class _Recording:
         sequences, temperatures = zip(*chain.from_iterable(groups), strict=True)
         drawn = [len(tokens) for item in samples for tokens in item.tokens]
         counts = [0] * (len(sequences) - len(drawn)) + drawn  # what is greedy is drawn from nothing
-        told = (self.seen.manifest.dtype, self.device, list(temperatures), reported)
         sampled = [count if temperature else 0 for count, temperature in zip(counts, temperatures, strict=True)]
-        found, places = self.oracle.sampled(checkpoint, sequences, *told, sampled)
+        told: dict[str, Any] = {"temperature": list(temperatures), "reported": reported, "sampled": sampled}
+        found, places = self.oracle.sides(checkpoint, sequences, self.seen.manifest.dtype, self.device, **told)
         rows, described = [iter(side) for side in found], iter(places[len(counts) - len(drawn) :])
         return (
             [Sides(*([*islice(side, len(group))] for side in rows)) for group in groups],
@@ -228,9 +228,9 @@ class _Recording:
 
     def _record_routed(self, item: GivenRoutes) -> None:
         name = next(self.seen.of(TrainerLogprobs, version=0)).name
-        tokens, dtype = self._tokens(name, 0), self.seen.manifest.dtype
+        tokens, told = self._tokens(name, 0), (self.seen.manifest.dtype, self.device)
         routes = [rows.tolist() for rows in routes_of([self.seen.array(item)], len(tokens))]
-        sides = self.oracle.score_twice(self.source.path, tokens, dtype, self.device, routes=routes)
+        (sides,) = self.oracle.sides(self.source.path, tokens, *told, routes=routes)
         self._emit(OracleOfForced, item.name, 0, sides.exact, sides.scales, [])
         self.recorder.emit(noise_of_logprobs(item.name, 0, sides))
 

@@ -142,13 +142,14 @@ class _Recording:
                 if (scored.name, scored.version) != ("old", step - 1) and scored.name != f"old of step {step}":
                     continue
                 if (weights := self._weights(scored.version)) is not None and len(scored.lengths) == len(tokens):
-                    sides = self.oracle.score_twice(weights, tokens, dtype, temperature=scored.temperature)
+                    (sides,) = self.oracle.sides(weights, tokens, dtype, temperature=scored.temperature)
                     tails = _cut(sides, scored.lengths)
                     yield from sided(OracleLogprobs, scored.name, scored.version, tails, rollouts.lengths)
             for columns in seen.of(LossColumns, version=step, rank=rank):
                 if (weights := self._weights(step - 1)) is not None and "entropies" in seen.manifest.facts.told:
                     temperature = next((item.temperature for item in seen.of(LossTerms, version=step)), 1.0)
-                    _, _, sides = self.oracle.describe(weights, tokens, dtype, "cpu", temperature, [], [])
+                    told: dict[str, Any] = {"temperature": temperature, "reported": []}
+                    _, _, sides = self.oracle.sides(weights, tokens, dtype, ends=[], **told)
                     masks = ragged.split(seen.array(columns, "mask").astype(bool), columns.lengths)
                     yield entropy_record(columns.name, step, temperature, sides, masks)
             for sampled in seen.of(SampledTokens, name=f"step {step}", rank=rank):
@@ -156,7 +157,8 @@ class _Recording:
                     continue
                 rows = [[*prompt, *more] for prompt, more in zip(sampled.prompts, sampled.tokens, strict=True)]
                 drawn = [size if heat else 0 for size, heat in zip(sampled.lengths, sampled.temperatures, strict=True)]
-                sides, places = self.oracle.sampled(weights, rows, dtype, "cpu", [*sampled.temperatures], None, drawn)
+                heats = [*sampled.temperatures]
+                sides, places = self.oracle.sides(weights, rows, dtype, temperature=heats, sampled=drawn)
                 tails = _cut(sides, sampled.lengths)
                 yield from sided(OracleOfSampled, sampled.name, sampled.version, tails, [*map(len, rows)])
                 size = int(text_model(json.loads((weights / "config.json").read_text())).get("vocab_size", 0))
@@ -176,7 +178,8 @@ class _Recording:
         if asked is None:
             return
         ends, temperature = (asked.end, *asked.other_ends), sampled.temperatures[0]
-        _, shares, _ = self.oracle.describe(weights, rows, self.seen.manifest.dtype, "cpu", temperature, [], ends)
+        told: dict[str, Any] = {"temperature": temperature, "reported": []}
+        _, shares, _ = self.oracle.sides(weights, rows, self.seen.manifest.dtype, ends=ends, **told)
         yield ends_record(sampled.name, sampled.version, ends, temperature, _cut(shares, sampled.lengths))
 
     def _noise(self, step: int, sampled: SampledTokens, tails: Sides) -> SampledNoise:

@@ -62,8 +62,8 @@ class Asked:
         self.read: list[str] = []
         self.choices: list[tuple[Any, ...]] = []
 
-    def sampled(
-        self, checkpoint: Path, sequences: Any, dtype: str, device: str, temperature: list[float], reported: Any,
+    def sides(
+        self, checkpoint: Path, sequences: Any, dtype: str, device: str, *, temperature: list[float], reported: Any,
         sampled: list[int],
     ) -> tuple[Sides, Any]:  # fmt: skip
         assert [len(rows) for rows in reported] == [1] * len(sequences)  # the trainer's, or the sample's own

@@ -71,12 +71,12 @@ def test_the_scale_is_that_of_the_oracles_places(monkeypatch):
         def __exit__(self, *error):
             pass
 
-        def score_twice(self, path, tokens, dtype):
+        def sides(self, path, tokens, dtype):
             assert all(0 <= token < 9 for row in tokens for token in row)
             rows = [[-1.0] * (len(row) - 1) for row in tokens]
             scales = [[3e-6] * len(row) for row in rows]
             scales[1][5] = 5e-5
-            return SimpleNamespace(exact=rows, other=rows, scales=scales)
+            return [SimpleNamespace(exact=rows, other=rows, scales=scales)]
 
     monkeypatch.setattr(module, "Oracle", Oracle)
     model = SimpleNamespace(checkpoint=SimpleNamespace(config={"vocab_size": 9}, path="folder"))

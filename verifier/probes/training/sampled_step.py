@@ -29,7 +29,7 @@ from verifier.data.tokenizer import open_tokenizer
 from verifier.errors import UsageError
 from verifier.model.adapted import Adapted
 from verifier.model.families import moe_layers_of, size_if_any
-from verifier.oracle.oracle import Oracle, Sides
+from verifier.oracle.oracle import Oracle, Reported, Sides
 from verifier.oracle.recording import (
     ends_record,
     entropy_record,
@@ -295,9 +295,11 @@ class SampledStep:
                 sides = Sides(*([known[item.id][side] for item in rollouts] for side in range(3)))
             else:
                 routes = [rows.tolist() for rows in _at(trained, given)] if given else []
-                asked = ([item.tokens.tolist() for item in rollouts], dtype, self._model.oracle_device, temperature)
                 margin, before = None if replayed or dtype != "float32" else NEAR, f"weights-{update.number - 1}"
-                _, _, sides = self._oracle.describe(self.folder / before, *asked, routes, [], None, margin)
+                _, _, sides = self._oracle.sides(
+                    self.folder / before, [item.tokens.tolist() for item in rollouts], dtype,
+                    self._model.oracle_device, temperature=temperature, routes=routes, ends=[], margin=margin,
+                )  # fmt: skip
             masks, places = [item.mask.astype(bool) for item in rollouts], self.places.get(str(update.number))
             recorder.emit(*entropy_record(update.name, self._step, temperature, sides, masks, places))
 
@@ -340,16 +342,15 @@ class SampledStep:
         checkpoint = self._model.checkpoint
         live = self._config.data.rollouts is None
         ends = ends_of(checkpoint, open_tokenizer(checkpoint.path)) if live else ()  # recorded ones need no tokenizer
-        temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        told = (dtype, self._model.oracle_device, temperature, routes, ends)
-        sampled = [rollout.logprobs for rollout in scored.rollouts]
-        reported = [*zip(scored.old, sampled, strict=True)]
-        own_sides, shares, entropies = self._oracle.describe(before, sequences, *told, reported=reported)
+        temperature, options = self._config.grpo.temperature, {"routes": routes, "ends": ends}
+        sampled = [[rollout.logprobs] for rollout in scored.rollouts]
+        reported = [[old, *row] for old, row in zip(scored.old, sampled, strict=True)]
+        own_sides, shares, entropies = self._scored(before, sequences, reported, **options)
         self._record_oracle(recorder, OracleLogprobs, "old", last, own_sides, whole)
         if (sent := self._sent(before)) != before:
-            own_sides, shares, _ = self._oracle.describe(sent, sequences, *told, reported=[[row] for row in sampled])
+            own_sides, shares, _ = self._scored(sent, sequences, sampled, **options)
         if scored.reference is not None:
-            sides = self._scored(source, sequences, routes, scored.reference)
+            (sides,) = self._scored(source, sequences, [[row] for row in scored.reference], routes=routes)
             self._record_oracle(recorder, OracleLogprobs, "reference", 0, sides, whole)
         if live:
             runs = [(at, run) for at, rollout in enumerate(scored.rollouts) for run in _runs(self._config, rollout)]
@@ -357,7 +358,9 @@ class SampledStep:
                 own = [(at, a, b) for at, (rollout, a, b) in runs if rollout.versions[a] == version]
                 if not own:
                     continue
-                sides = own_sides if version == last else self._scored(self._sent(weights), sequences, routes, sampled)
+                sides = own_sides
+                if version != last:
+                    (sides,) = self._scored(self._sent(weights), sequences, sampled, routes=routes)
                 tails = _of_runs(sides, own)
                 self._record_oracle(recorder, OracleOfSampled, "rollouts", version, tails, [b for _, _, b in own])
                 if version == last:
@@ -390,11 +393,11 @@ class SampledStep:
         return replace(found, greatest_of_run=max(known.greatest_of_run, found.greatest_of_run, key=float))
 
     def _scored(
-        self, checkpoint: Path, sequences: Sequence[Sequence[int]], routes: Sequence[Any], nats: Sequence[np.ndarray]
-    ) -> Sides:
-        temperature, dtype = self._config.grpo.temperature, self._model.dtype
-        told = (dtype, self._model.oracle_device, temperature, routes)
-        return self._oracle.score_twice(checkpoint, sequences, *told, reported=[[row] for row in nats])
+        self, checkpoint: Path, sequences: Sequence[Sequence[int]], reported: Reported, **options: Any
+    ) -> list[Any]:
+        """See `Oracle.sides`."""
+        told = {"temperature": self._config.grpo.temperature, "reported": reported, **options}
+        return self._oracle.sides(checkpoint, sequences, self._model.dtype, self._model.oracle_device, **told)
 
 
 def chosen_routes(folder: Path, num_rollouts: int) -> list[np.ndarray]:

@@ -33,5 +33,5 @@ def first_rounding(model: ModelUnderTest, until: Deadline) -> SampledNoise:
     tokens = np.random.default_rng(0).integers(vocabulary, size=(NUM_SEQUENCES, LENGTH)).tolist()
     path = model.checkpoint.path
     with Oracle(path, until.left("float32's rounding was measured")) as oracle:
-        sides = oracle.score_twice(path, tokens, "float32")
+        (sides,) = oracle.sides(path, tokens, "float32")
     return replace(sampled_noise(1, 0, sides), drawn=True)
