@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +12,11 @@ from verifier.oracle.batches_hf import Batch, batches, hidden_of
 from verifier.oracle.routes_hf import Route
 from verifier.oracle.streaming_hf import StreamedModel
 
-
-@dataclass(slots=True)
-class _Layer:
-    """One router's choices, batch by batch."""
-
-    shortfall: list[torch.Tensor] = field(default_factory=list)
-    """[N] each: how far the worst chosen expert scores below the K-th best, as a share of the scores' range."""
-    noise: list[torch.Tensor] = field(default_factory=list)
-    """[N] each: greatest change of a score by the run's dtype, as a share of that range."""
-    closed: list[torch.Tensor] = field(default_factory=list)
-    """[N] each: an expert was chosen of a group that is closed to the token."""
-    closed_in_dtype: list[torch.Tensor] = field(default_factory=list)
-    """[N] each: the same of transformers' own choice in the run's dtype."""
-    places: list[torch.Tensor] = field(default_factory=list)
-    """[N, 2] each: sequence and position."""
+Measured = Mapping[str, torch.Tensor]
+"""Columns of N choices of one router: ``shortfall`` [N], how far the worst chosen expert scores below the K-th best,
+and ``noise`` [N], the greatest change of a score by the run's dtype, as shares of the scores' range; ``closed`` [N], an
+expert was chosen of a group that is closed to the token, and ``closed_in_dtype`` [N], the same of transformers' own
+choice in the run's dtype; ``places`` [N, 2], sequence and position."""
 
 
 @torch.inference_mode()
@@ -45,14 +34,16 @@ def choice_gaps(
     rounded = _scores(str(checkpoint), sequences, routes, getattr(torch, dtype), device)
     exact = _scores(str(checkpoint), sequences, routes, torch.float32, device)
     routed = [_positions(rows) for rows in routes]
-    layers: dict[int, _Layer] = defaultdict(_Layer)
+    layers: dict[int, list[Measured]] = defaultdict(list)
     for (batch, scores), (_, low) in zip(exact, rounded, strict=True):
         for layer, chosen in batch.experts.items():
             shape = (*batch.tokens.shape, -1)
-            _add(layers[layer], batch, layer, routed, scores[layer].view(shape), low[layer].view(shape), chosen)
-    return [
-        {"layer": layer, **_summary(found)} for layer, found in sorted(layers.items()) if any(map(len, found.places))
-    ]
+            told = (batch, layer, routed, scores[layer].view(shape), low[layer].view(shape), chosen)
+            layers[layer] += _measured(*told)
+    joined = {
+        layer: {key: torch.cat([part[key] for part in parts]) for key in parts[0]} for layer, parts in layers.items()
+    }
+    return [{"layer": layer, **_summary(found)} for layer, found in sorted(joined.items()) if len(found["places"])]
 
 
 def _scores(
@@ -75,11 +66,11 @@ def _positions(rows: Sequence[Route]) -> Mapping[int, list[int]]:
     return found
 
 
-def _add(
-    into: _Layer, batch: Batch, layer: int, routed: Sequence[Mapping[int, list[int]]], scores_BTE: torch.Tensor,
+def _measured(
+    batch: Batch, layer: int, routed: Sequence[Mapping[int, list[int]]], scores_BTE: torch.Tensor,
     low_BTE: torch.Tensor, chosen_BTK: torch.Tensor,
-) -> None:  # fmt: skip
-    """Measure a layer's choices for the sequences of a batch; see `_Layer`."""
+) -> Iterator[Measured]:  # fmt: skip
+    """Measure a layer's choices for each sequence of a batch."""
     for row, place in enumerate(batch.places):
         at = torch.tensor(routed[place].get(layer, []), dtype=torch.int64)
         scores_NE, low_NE, chosen_NK = scores_BTE[row, at], low_BTE[row, at], chosen_BTK[row, at]
@@ -92,11 +83,11 @@ def _add(
         shortfall_N = (best_N - scores_NE.gather(-1, chosen_NK).amin(-1)) / span
         both_NE = open_NE & _is_open(low_NE)
         change_NE = (low_NE - scores_NE).abs().where(both_NE, 0.0)
-        into.shortfall.append(shortfall_N.where(~closed_N, 0.0).clamp_min(0.0))
-        into.noise.append(change_NE.amax(-1) / span)
-        into.closed.append(closed_N)
-        into.closed_in_dtype.append(~open_NE.gather(-1, low_NE.topk(k).indices).all(-1))
-        into.places.append(torch.stack([torch.full_like(at, place), at], dim=-1))
+        yield {
+            "shortfall": shortfall_N.where(~closed_N, 0.0).clamp_min(0.0), "noise": change_NE.amax(-1) / span,
+            "closed": closed_N, "closed_in_dtype": ~open_NE.gather(-1, low_NE.topk(k).indices).all(-1),
+            "places": torch.stack([torch.full_like(at, place), at], dim=-1),
+        }  # fmt: skip
 
 
 def _is_open(scores: torch.Tensor) -> torch.Tensor:
@@ -104,10 +95,10 @@ def _is_open(scores: torch.Tensor) -> torch.Tensor:
     return scores.isfinite() & (scores != 0)
 
 
-def _summary(found: _Layer) -> dict[str, Any]:
-    shortfall, closed = torch.cat(found.shortfall), torch.cat(found.closed)
+def _summary(found: Measured) -> dict[str, Any]:
+    shortfall, closed = found["shortfall"], found["closed"]
     return {
-        "num_tokens": len(shortfall), "shortfall": float(shortfall.max()), "noise": float(torch.cat(found.noise).max()),
-        "closed": int(closed.sum()), "closed_in_dtype": int(torch.cat(found.closed_in_dtype).sum()),
-        "place": torch.cat(found.places)[(shortfall + closed).argmax()].tolist(),
+        "num_tokens": len(shortfall), "shortfall": float(shortfall.max()), "noise": float(found["noise"].max()),
+        "closed": int(closed.sum()), "closed_in_dtype": int(found["closed_in_dtype"].sum()),
+        "place": found["places"][(shortfall + closed).argmax()].tolist(),
     }  # fmt: skip
