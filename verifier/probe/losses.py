@@ -141,7 +141,7 @@ class LossRecorder(AnswerRecorder):
             labels: of the same shape, the token that each place is to predict (already shifted), -100 for none.
             loss_mask: of the same shape, whether the token that each place predicts is in the loss.
             position_ids: of the same shape.
-            cu_seqlens: ends of the sequences of a pack, from 0.
+            cu_seqlens: ends of the sequences of a pack, from 0; one after those of the rollouts is padding.
             arguments: of the packed forward pass, by Megatron's names: cu_seqlens_q, max_seqlen_q and so on.
 
         Raises:
@@ -156,7 +156,8 @@ class LossRecorder(AnswerRecorder):
             parts = [np.arange(*pair) for pair in pairwise(ends)]
         else:
             parts = np.split(np.arange(len(tokens)), len(ids)) if len(ids) else []
-        if len(parts) != len(ids) or any(len(column) != len(tokens) for column in (*columns.values(), kept)):
+        parts, padding = parts[: len(ids)], parts[len(ids) :]
+        if len(parts) != len(ids) or len(padding) > 1 or any(len(column) != len(tokens) for column in (*columns.values(), kept)):
             raise UsageError(f"a micro-batch of step {step} has {len(ids)} rollouts, its tensors other rows")
         parts = [part[kept[part]] for part in parts]
         sentinel = np.zeros(len(tokens), np.int64)
@@ -168,7 +169,8 @@ class LossRecorder(AnswerRecorder):
         count = len(self._ledgers.setdefault(step, []))
         self._ledgers[step].append(rows)
         if cu_seqlens is not None:
-            lengths, real = [own.length(str(name)) for name in ids], np.cumsum([0, *map(len, parts)]).tolist()
+            lengths = [*(own.length(str(name)) for name in ids), *map(len, padding)]
+            real = np.cumsum([0, *map(len, (*parts, *padding))]).tolist()
             self._record_pack(step, f"rollouts micro-batch {count}", lengths, real, ends, arguments or {}, len(tokens))
 
     def _record_pack(
