@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from grpo_engines import TransformersEngine
 from megatron.core import num_microbatches_calculator, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.training.global_vars import destroy_global_vars
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
@@ -82,8 +83,8 @@ from slime.backends.megatron_utils import initialize, loss, model
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.update_weight import update_weight_from_distributed as senders
-from slime.ray import rollout, train_actor
-from slime.utils import tensor_backper
+from slime.observability.timer import Timer
+from slime.ray import rollout
 from slime.utils.types import Sample
 
 sys.meta_path.remove(stands)
@@ -253,7 +254,7 @@ class Loop:
         self.iterator, count, self.size = iterators[0], more[3], more[4]
         parts = self.iterator.micro_batch_indices[self.iterator.offset : self.iterator.offset + count]
         self.places, self.data = [at for part in parts for at in part], self.iterator.rollout_data
-        self.taken: dict[str, torch.Tensor] = {}
+        self.taken: dict[str, dict[str, torch.Tensor]] = {"old": {}, "weights": {}}
         self.record_rollouts()
         found = real(args, rollout_id, step_id, iterators, *more, **told)
         self.record.step(self.step, loss=found[0]["loss"], num_tokens=self.num_tokens, grad_norm=float(found[1]))
@@ -288,13 +289,15 @@ class Loop:
             end_token=self.tokenizer.eos_token_id, max_response_tokens=MOST,
             finish_reasons=[it["reason"] for it in self.own], temperature=self.args.rollout_temperature,
         )  # fmt: skip
-        if data.get("log_probs"):
-            self.record_advantages(self.cut("log_probs"))
 
-    def record_advantages(self, old: list[torch.Tensor]) -> None:
-        """What the loss of a step is of, once the log-probabilities before it are known."""
+    def record_advantages(self) -> None:
+        """What the loss of a step is of, once its passes have been made: slime may take what they score for "old"."""
+        is_scored = bool(self.data.get("log_probs"))
+        old = self.cut("log_probs") if is_scored else [self.taken["old"][name] for name in self.ids]
         reference = self.cut("ref_log_probs") if self.has_reference else None
-        self.record.trainer_logprobs(self.step, old, reference=reference, version=self.scored_by)
+        self.record.trainer_logprobs(
+            self.step, old, reference=reference, version=self.scored_by if is_scored else None
+        )  # fmt: skip
         told: dict[str, Any] = dict(ESTIMATORS[self.args.advantage_estimator])
         if told["estimator"] == "grpo" and not self.args.grpo_std_normalization:
             told = {"estimator": "dr_grpo"}
@@ -303,6 +306,14 @@ class Loop:
             (it["group"], it["reward"], self.advantages[place], it["tokens"])
             for place, it in enumerate(self.rows) if place not in trained
         ]  # fmt: skip
+        if self.args.use_rollout_logprobs:
+            told["ratio_over"] = "engine"
+        if self.args.use_tis:
+            told |= {"weights": [self.taken["weights"][name] for name in self.ids], "weight_level": "token"}
+            if self.args.custom_tis_function_path:
+                told["masks"] = [("token", self.args.tis_clip_low, self.args.tis_clip)]
+            else:
+                told["weight_cap"] = self.args.tis_clip
         if any(it["dropped"] for it in self.own):
             told["reasons"] = [it["dropped"] for it in self.own]
         self.record.advantages(
@@ -354,9 +365,19 @@ class Loop:
                 padded = pad_sequence(rows, batch_first=True)
                 found[key] = [row[: len(own)] for row, own in zip(padded, rows, strict=True)]
                 self.terms.append(padded)
-            for at, row in zip(self.micro(), found["log_probs"], strict=True):
-                self.taken[self.name(at)] = self.whole(row.detach(), self.data, at)
+            self.take("old", found["log_probs"])
         return empty, found
+
+    def take(self, key: str, rows: Iterable[torch.Tensor]) -> None:
+        """Keep values of a micro-batch, by the ids of its samples."""
+        for at, row in zip(self.micro(), rows, strict=True):
+            self.taken[key][self.name(at)] = self.whole(row.detach(), self.data, at)
+
+    def weights(self, real: Any, args: Any, *, pg_loss: torch.Tensor, **told: Any) -> Any:
+        """slime's importance weights of a micro-batch."""
+        factor, *_ = real(args, pg_loss=torch.ones_like(pg_loss), **told)
+        self.take("weights", factor.split([len(row) for row in told["rollout_log_probs"]]))
+        return real(args, pg_loss=pg_loss, **told)
 
     def reducer(self, real: Any, lengths: Any, sizes: Any, *args: Any) -> Any:
         """slime's mean over the tokens of a micro-batch, whose values are rows of one tensor."""
@@ -383,11 +404,12 @@ class Loop:
             pairs.append((args.kl_loss_coef, rest[0]))
         if args.entropy_coef:
             pairs.append((-args.entropy_coef, entropy))
+        old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
         scale = float(self.num_tokens) if args.calculate_per_token_loss else 1.0
         self.record.token_losses(
             self.step, logprobs, pairs, ids=[self.name(at) for at in self.micro()], mask=mask, scale=scale,
             entropies=entropies if args.entropy_coef else None,
-            old=pad_sequence(batch["log_probs"], batch_first=True) if batch.get("log_probs") else logprobs.detach(),
+            old=pad_sequence(batch[old], batch_first=True) if batch.get(old) else logprobs.detach(),
             reference=pad_sequence(batch["ref_log_probs"], batch_first=True) if args.use_kl_loss else None,
         )  # fmt: skip
         return found
@@ -395,8 +417,7 @@ class Loop:
     def prepare_grads(self) -> bool:
         """Megatron's copy of gradients for the optimizer, before they are clipped."""
         found = self.real_grads()
-        if not self.data.get("log_probs"):  # the loss has taken those of its own forward passes
-            self.record_advantages([self.taken[name].detach() for name in self.ids])
+        self.record_advantages()
         self.record.gradients(self.step, self.parts.gradients(self.actor.model))
         return bool(found)
 
@@ -416,7 +437,7 @@ class Loop:
                     text, gold = self.tokenizer.decode(own["tokens"]), str(sum(asked[at // GROUP]))
                     is_long = self.ours["removed"] and own["reason"] == "length"
                     rows[at] = {
-                        "prompt": prompts[at], **own, "dropped": "overlong" if is_long else "", "rollout": at,
+                        "prompt": prompts[at], **own, "dropped": "overlong" if is_long else "", "rollout": at // 2 if self.ours["split"] else at,
                         "reward": float(torch.tensor(len({*text} & {*gold}) / len(gold))),
                         "group": f"{step}/{at // GROUP}", "tokens": 0 if is_long else len(own["tokens"]),
                         "response": own["tokens"],
@@ -445,7 +466,8 @@ class Loop:
         for owner, name, hook in (
             (actors, "train", self.train), (model, "train_one_step", self.train_one_step),
             (loss, "get_log_probs_and_entropy", self.scores), (loss, "get_sum_of_sample_mean", self.reducer),
-            (loss, "policy_loss_function", self.policy_loss),
+            (loss, "policy_loss_function", self.policy_loss), (loss, "vanilla_tis_function", self.weights),
+            (loss, "icepop_function", self.weights),
         ):  # fmt: skip
             real = getattr(owner, name)
             yield patch.object(owner, name, lambda *args, hook=hook, real=real, **told: hook(real, *args, **told))
@@ -508,6 +530,8 @@ def train(checkpoint: Path, trace: Path, **settings: Any) -> None:
             loop.sampler.close()
     mpu.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
+    destroy_global_vars()
+    Timer().start_time.clear()
 
 
 if __name__ == "__main__":

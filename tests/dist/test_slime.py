@@ -1,0 +1,89 @@
+"""slime's rollout manager and Megatron actor, recorded by `verifier.probe`: they hold, planted bugs are caught.
+
+What this does not exercise: GPUs, Transformer Engine, SGLang, Ray, pipeline and expert parallelism, critics, mixtures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.dist.recorded_loops import Ran, caught, holds, report, run
+from verifier.core.stage import Stage
+from verifier.model.tiny import write_tiny
+from verifier.oracle.oracle import Oracle
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("slime") is None, reason="needs slime: docs/probe.md"),
+]
+ONE = {"steps": 1}
+MANY = {"steps": 1, "global-batch-size": 8, "micro-batch-size": 2}
+"""Two optimizer steps on one batch."""
+STALE = {"steps": 3, "sync_every": 3}
+"""Three batches of one version, so that the trainer is away from the engine."""
+HOT = {"steps": 1, "rollout-temperature": 1.3}
+KL = {**MANY, "use-kl-loss": True, "kl-loss-coef": 0.05}
+TOKENS = {"calculate-per-token-loss": True}
+TIS = {**STALE, "use-tis": True, "tis-clip": 1.25}
+ICEPOP = {
+    **STALE, "use-tis": True, "tis-clip-low": 0.8, "tis-clip": 1.25,
+    "custom-tis-function-path": "slime.backends.megatron_utils.loss.icepop_function",
+}  # fmt: skip
+TP2, CP2 = {"tensor-model-parallel-size": 2, "sequence-parallel": True}, {"context-parallel-size": 2}
+BASELINE = {"advantage-estimator": "reinforce_plus_plus_baseline", "normalize-advantages": True}
+DYNAMIC = {"use-dynamic-batch-size": True, "max-tokens-per-gpu": 40, "balance-data": True}
+RIGHT: dict[str, tuple[int, dict[str, Any]]] = {name: (1, case) for name, case in {
+    "defaults": {}, "mini-batches": MANY, "mean of tokens": {**MANY, **TOKENS},
+    "narrow clip": {**MANY, "eps-clip": 0.01, "eps-clip-high": 0.02},
+    "dual clip": {**MANY, "eps-clip-c": 1.02},
+    "gspo": {**MANY, "advantage-estimator": "gspo"},
+    "cispo": {**MANY, "advantage-estimator": "cispo", "eps-clip": 0.01, "eps-clip-high": 0.01},
+    "not divided by the deviation": {**ONE, "disable-grpo-std-normalization": True},
+    "reinforce++": {**ONE, "advantage-estimator": "reinforce_plus_plus", "normalize-advantages": True},
+    "reinforce++ with a baseline": {**ONE, **BASELINE},
+    **{f"KL {kind}": {**KL, "kl-loss-type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
+    "KL times the ratio": {**KL, "kl-loss-type": "k3", "use-unbiased-kl": True},
+    "entropy": {**MANY, "entropy-coef": 0.01},
+    "weights truncated": TIS, "tokens masked": ICEPOP, "ratio to the engine": {**STALE, "use-rollout-logprobs": True},
+    "hotter": HOT, "hotter, mini-batches": {**HOT, **MANY},
+    "micro-batches by tokens": {**MANY, **DYNAMIC}, "not padded": {**ONE, "data-pad-size-multiplier": 1},
+    "removed": {**MANY, "removed": True}, "rollouts of several samples": {**MANY, "split": True, "global-batch-size": 4},
+    "cosine": {"steps": 3, "lr-decay-style": "cosine", "lr-warmup-iters": 1, "lr-decay-iters": 3},
+    "recomputed": {**ONE, "recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+    "logits in chunks": {**MANY, "log-probs-chunk-size": 16},
+}.items()}  # fmt: skip
+RIGHT |= {
+    "dp2": (2, {"steps": 2}), "dp2, mean of tokens": (2, {**MANY, **TOKENS}), "dp2, KL": (2, KL),
+    "dp2, micro-batches by tokens": (2, {**MANY, **DYNAMIC}), "dp2, weights truncated": (2, TIS),
+    "dp2, baseline": (2, {**ONE, **BASELINE}),
+    "tp2": (2, {**MANY, **TP2}), "cp2": (2, {"steps": 2, **CP2}), "cp2, mini-batches": (2, {**MANY, **CP2}),
+    "cp2, mean of tokens": (2, {**MANY, **TOKENS, **CP2}), "cp2, gspo": (2, {**MANY, **CP2, "advantage-estimator": "gspo"}),
+    "cp2, KL": (2, {**KL, **CP2}), "cp2, weights truncated": (2, {**TIS, **CP2}),
+}  # fmt: skip
+"""Loop -> number of processes, settings."""
+HELD = {
+    "ADV001", "ADV002", "ADV003", "CFG001", "DAT004", "DAT008", "ENG001", "ENG004", "ENG009", "LGP001", "LGP003",
+    "LGP006", "LGP008", "LGP009", "LSS001", "LSS002", "LSS003", "LSS004", "PCK001", "PCK002", "PCK004", "PLN001",
+    "PLN002", "TPT001", "TPT002", "TRN001", "TRN002", "TRN003", "TRN005", "TRN006", "WGT001", "WGT004", "WGT005",
+    "WGT006", "WGT008", "WGT016",
+}  # fmt: skip
+PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {}
+
+
+def sizes(given: dict[str, Any]) -> tuple[int, int]:
+    """Sizes of a mesh, which a launch has one of."""
+    return tuple(given.get(f"{axis}-parallel-size", 1) for axis in ("tensor-model", "context"))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    """The report of a loop; all of them were run in as few processes as may be."""
+    folder = tmp_path_factory.mktemp("slime")
+    checkpoint = write_tiny("add", folder / "checkpoint")
+    run("slime_bugs.py", checkpoint, folder, RIGHT | {name: case[:2] for name, case in PLANTED.items()}, apart=sizes)
+    with Oracle(checkpoint, 120.0) as oracle:
+        yield lambda name: report(folder / name, checkpoint, oracle)
