@@ -140,7 +140,10 @@ def parsed(checkpoint: Path, settings: Mapping[str, Any]) -> Any:
     line = [part for key, value in given.items() if value is not False for part in (f"--{key}", *(
         [] if value is True else str(value).split()
     ))]  # fmt: skip
-    with patch.object(sys, "argv", ["train.py", *line]):
+    with (
+        patch.object(sys, "argv", ["train.py", *line]),
+        patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
+    ):
         args = arguments.parse_args()
     args.bf16, args.params_dtype, args.debug_train_only = False, torch.float32, False
     return args
@@ -395,9 +398,9 @@ class Loop:
     def policy_loss(self, real: Any, args: Any, batch: Any, logits: Any, *more: Any) -> Any:
         """slime's loss of a micro-batch, with each token's before the sum."""
         found = real(args, batch, logits, *more)
-        logprobs, entropies, policy, _, _, entropy, *rest = self.terms
         if self.parts.mesh.cp > 1:
             return found
+        logprobs, entropies, policy, _, _, entropy, *rest = self.terms
         mask = pad_sequence(batch["loss_masks"], batch_first=True)
         pairs = [(1.0, policy)]
         if args.use_kl_loss:

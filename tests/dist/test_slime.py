@@ -49,6 +49,8 @@ RIGHT: dict[str, tuple[int, dict[str, Any]]] = {name: (1, case) for name, case i
     "KL times the ratio": {**KL, "kl-loss-type": "k3", "use-unbiased-kl": True},
     "entropy": {**MANY, "entropy-coef": 0.01},
     "weights truncated": TIS, "tokens masked": ICEPOP, "ratio to the engine": {**STALE, "use-rollout-logprobs": True},
+    "removed, mean of tokens": {**MANY, **TOKENS, "removed": True},
+    "padded vocabulary": {**ONE, "make-vocab-size-divisible-by": 128},
     "hotter": HOT, "hotter, mini-batches": {**HOT, **MANY},
     "micro-batches by tokens": {**MANY, **DYNAMIC}, "not padded": {**ONE, "data-pad-size-multiplier": 1},
     "removed": {**MANY, "removed": True}, "rollouts of several samples": {**MANY, "split": True, "global-batch-size": 4},
@@ -71,11 +73,39 @@ HELD = {
     "PLN002", "TPT001", "TPT002", "TRN001", "TRN002", "TRN003", "TRN005", "TRN006", "WGT001", "WGT004", "WGT005",
     "WGT006", "WGT008", "WGT016",
 }  # fmt: skip
-PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {}
+PLANTED: dict[str, tuple[int, dict[str, Any], Stage, str]] = {
+    "groups of others": (1, ONE, Stage.ADVANTAGE, "ADV002"),
+    "mask a token early": (1, ONE, Stage.DATA, "DAT008"),
+    "old of the first batch": (1, {**MANY, "steps": 2}, Stage.LOGPROB, "LGP001"),
+    "temperature left out": (1, HOT, Stage.LOGPROB, "LGP001"),
+    "weights of the inverse ratio": (1, TIS, Stage.ADVANTAGE, "ADV003"),
+    "bounds of the clip swapped": (1, {**MANY, "eps-clip": 0.01, "eps-clip-high": 0.05}, Stage.LOSS, "LSS004"),
+    "no dual clip": (1, {**MANY, "eps-clip-c": 1.02}, Stage.LOSS, "LSS004"),
+    "KL of the other sign": (1, KL, Stage.LOSS, "LSS004"),
+    "old of the policy as it trains": (1, MANY, Stage.LOSS, "LSS004"),
+    "mean of the sample's own tokens": (1, {**MANY, "split": True, "global-batch-size": 4}, Stage.ADVANTAGE, "ADV001"),
+    "scaled by micro-batches": (1, ONE, Stage.ADVANTAGE, "ADV001"),
+    "targets of the token before": (1, MANY, Stage.LOSS, "LSS003"),
+    "responses cut a token late": (1, MANY, Stage.LOGPROB, "LGP001"),
+    "micro-batch repeated": (1, MANY, Stage.PACK, "PCK001"),
+    "longest sequence told shorter": (1, ONE, Stage.PACK, "LGP008"),
+    "gradients of the last micro-batch": (1, ONE, Stage.LOSS, "LSS001"),
+    "norm reported, not clipped": (1, {**ONE, "clip-grad": 0.01}, Stage.TRAIN, "TRN005"),
+    "keys sent as values": (1, ONE, Stage.EXPORT, "WGT004"),
+    "sent once": (1, {"steps": 2}, Stage.EXPORT, "WGT005"),
+    "mean not multiplied by the ranks": (2, ONE, Stage.ADVANTAGE, "ADV001"),
+    "gradients not reduced": (2, ONE, Stage.LOSS, "LSS001"),
+    "weights not gathered": (2, ONE, Stage.TRAIN, "WGT002"),
+    "columns joined as rows": (2, {**ONE, **TP2}, Stage.EXPORT, "WGT004"),
+    "chunks of a sequence swapped": (2, {**ONE, **CP2}, Stage.LOGPROB, "LGP001"),
+    "CP: loss not multiplied by the ranks": (2, {**ONE, **TOKENS, **CP2}, Stage.LOSS, "LSS001"),
+    "CP: engine's log-probabilities in another order": (2, {**TIS, **CP2}, Stage.LOGPROB, "LGP003"),
+}  # fmt: skip
+"""Bug -> number of processes, settings, first bad stage, a check that sees it there."""
 
 
-def sizes(given: dict[str, Any]) -> tuple[int, int]:
-    """Sizes of a mesh, which a launch has one of."""
+def sizes(given: dict[str, Any]) -> tuple[int, ...]:
+    """Sizes of a mesh, of which a launch has one."""
     return tuple(given.get(f"{axis}-parallel-size", 1) for axis in ("tensor-model", "context"))
 
 
