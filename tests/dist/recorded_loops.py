@@ -1,8 +1,7 @@
-"""What tests of other people's trainers share: launches of recorded loops, their reports, and planted bugs."""
+"""What tests of other people's trainers share: launches of recorded loops, and what their reports are to say."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -10,8 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import verifier.checks  # noqa: F401 - fills the registry
 from tests.meta.sources import ROOT
@@ -25,7 +22,6 @@ from verifier.report import Report, render_text, report_of
 FOLDERS = [str(ROOT / "docs" / "examples"), str(Path(__file__).parent)]
 Loops = Mapping[str, tuple[int, dict[str, Any]]]
 """Name -> number of processes, settings."""
-Plant = Callable[[pytest.MonkeyPatch], None]
 Ran = Callable[[str], Report]
 
 
@@ -49,16 +45,6 @@ def run(
         subprocess.run([*launch, *told, *names], env=environment, check=True)
 
 
-def run_planted(
-    train: Callable[..., None], bugs: Mapping[str, Plant], checkpoint: str, folder: str, settings: str, *names: str
-) -> None:  # fmt: skip
-    """What such a script does: a loop for each name, in one process group; names that are no bug's run as they are."""
-    for name in names:
-        with pytest.MonkeyPatch.context() as patch:
-            bugs.get(name, lambda _: None)(patch)
-            train(Path(checkpoint), Path(folder) / name, **json.loads(settings)[name])
-
-
 def report(trace: Path, checkpoint: Path, oracle: Oracle) -> Report:
     """Report of a recorded loop, with the oracle."""
     add_oracle(trace, checkpoint, oracle)
@@ -80,42 +66,3 @@ def caught(found: Report, stage: Stage, code: str) -> None:
     assert first.first_bad_stage is stage, render_text(found)
     assert code in [item.code for item in found.violated]
     assert not [item.code for item in found.outcomes if item.error]
-
-
-def replaced(module: str, name: str, made: Callable[[Any], Any]) -> Plant:
-    """A bug in one function of a trainer: `made` of the right one."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        owner = importlib.import_module(module)
-        *parts, last = name.split(".")
-        for part in parts:
-            owner = getattr(owner, part)
-        patch.setattr(owner, last, made(getattr(owner, last)))
-
-    return plant
-
-
-def several(*plants: Plant) -> Plant:
-    """Bugs that are planted together."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        for each in plants:
-            each(patch)
-
-    return plant
-
-
-def argument(at: int | str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that gets another value of one argument, by place or name."""
-
-    def made(real: Any) -> Any:
-        def wrong(*args: Any, **told: Any) -> Any:
-            if isinstance(at, str):
-                return real(*args, **{**told, at: change(told[at])})
-            return real(*args[:at], change(args[at]), *args[at + 1 :], **told)
-
-        return wrong
-
-    return made
-
-

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from typing import Any
 
 import torch
+from planted_bugs import Plant, argument, replaced, run_planted
 from slime_loop import train
-
-from tests.dist.recorded_loops import Plant, argument, replaced, run_planted
 
 BACKEND = "slime.backends.megatron_utils"
 LOSS, MODEL, ACTOR, DATA = (f"{BACKEND}.{name}" for name in ("loss", "model", "actor", "data"))
 SENDER = f"{BACKEND}.update_weight.update_weight_from_distributed"
-MANAGER = "slime.ray.rollout"
+MANAGER = "RolloutManager.__ray_metadata__.modified_class"
 
 
 def _rows_later(real: Any) -> Any:
@@ -67,6 +67,10 @@ def _inverse(real: Any) -> Any:
         return real(args, train_log_probs=rollout_log_probs, rollout_log_probs=train_log_probs, **told)
 
     return wrong
+
+
+def _any_weight(real: Any) -> Any:
+    return lambda args, **told: real(Namespace(**{**vars(args), "tis_clip_low": 0.0}), **told)
 
 
 def _bounds_swapped(real: Any) -> Any:
@@ -150,10 +154,24 @@ def _halves_swapped(real: Any) -> Any:
 def _repeated(real: Any) -> Any:
     def wrong(self: Any, keys: Any) -> Any:
         if torch.is_grad_enabled() and self.offset == len(self.micro_batch_indices) - 1:
-            self.offset = 0
+            self.offset -= 1
         return real(self, keys)
 
     return wrong
+
+
+def _same(whole: Any) -> Any:
+    return whole
+
+
+def _joined(whole: Any) -> Any:
+    parts = whole.chunk(4)
+    return torch.cat([parts[at] for at in (0, 2, 1, 3)])
+
+
+def _one(real: Any) -> Any:
+    """A size that the loss alone takes for 1."""
+    return lambda *args, **told: 1 if sys._getframe(1).f_code.co_name == "loss_function" else real(*args, **told)
 
 
 def _later(real: Any) -> Any:
@@ -161,14 +179,14 @@ def _later(real: Any) -> Any:
 
 
 BUGS: dict[str, Plant] = {
-    "groups of others": replaced(MANAGER, "RolloutManager.__ray_metadata__.modified_class._post_process_rewards", _rows_later),
+    "groups of others": replaced("slime.ray.rollout", f"{MANAGER}._post_process_rewards", _rows_later),
     "mask a token early": replaced(
-        MANAGER, "RolloutManager.__ray_metadata__.modified_class._convert_samples_to_train_data",
-        _masks(lambda row: [*row[1:], 0]),
+        "slime.ray.rollout", f"{MANAGER}._convert_samples_to_train_data", _masks(lambda row: [*row[1:], 0])
     ),
     "old of the first batch": lambda patch: replaced(ACTOR, "forward_only", lambda real: _first({}, real))(patch),
     "temperature left out": replaced(LOSS, "get_log_probs_and_entropy", _cold),
     "weights of the inverse ratio": replaced(LOSS, "vanilla_tis_function", _inverse),
+    "least weight left out": replaced(LOSS, "vanilla_tis_function", _any_weight),
     "bounds of the clip swapped": replaced(LOSS, "compute_policy_loss", _bounds_swapped),
     "no dual clip": replaced(LOSS, "compute_policy_loss", lambda real: lambda *args, eps_clip_c=None: real(*args)),
     "KL of the other sign": replaced(
@@ -183,7 +201,7 @@ BUGS: dict[str, Plant] = {
     ),
     "mean not multiplied by the ranks": replaced(
         LOSS, "mpu.get_data_parallel_world_size",
-        lambda real: lambda *args, **told: 1 if sys._getframe(1).f_code.co_name == "loss_function" else real(*args, **told),
+        _one,
     ),
     "scaled by micro-batches": replaced(MODEL, "loss_function", argument(2, lambda _: 1)),
     "targets of the token before": replaced(LOSS, "_build_shifted_tokens", _targets_later),
@@ -205,17 +223,14 @@ BUGS: dict[str, Plant] = {
     "sent once": lambda patch: replaced(
         SENDER, "UpdateWeightFromDistributed._iter_non_expert_chunks", _sent_once([])
     )(patch),
-    "columns joined as rows": replaced(
+    "gate and up of the ranks not parted": replaced(
         SENDER, "all_gather_param",
-        lambda real: lambda name, item: (
-            real(name, item).view(2, -1, item.shape[0]).transpose(0, 1).reshape(-1, item.shape[0] * 2).contiguous()
-            if "linear_proj" in name else real(name, item)
-        ),
+        lambda real: lambda name, item: (_joined if "linear_fc1" in name else _same)(real(name, item)),
     ),
     "chunks of a sequence swapped": replaced(DATA, "slice_with_cp", _chunks_swapped),
     "CP: loss not multiplied by the ranks": replaced(
         LOSS, "mpu.get_context_parallel_world_size",
-        lambda real: lambda *a, **k: 1 if sys._getframe(1).f_code.co_name == "loss_function" else real(*a, **k),
+        _one,
     ),
     "CP: engine's log-probabilities in another order": replaced(ACTOR, "slice_log_prob_with_cp", _halves_swapped),
 }  # fmt: skip

@@ -29,11 +29,10 @@ import numpy as np
 import ray
 import torch
 from grpo_engines import TransformersEngine
-from megatron.core import num_microbatches_calculator, tensor_parallel
+from megatron.core import num_microbatches_calculator
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.training.global_vars import destroy_global_vars
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from verifier import probe
@@ -69,12 +68,12 @@ class Cores(Accelerator):
     communication_backend_name = "gloo"
     is_available = lambda self: True  # noqa: E731
     device = lambda self, index=None: torch.device("cpu")  # noqa: E731
-    device_name = current_device = lambda self, index=None: "cpu"  # noqa: E731
+    device_name = current_device = lambda self, index=None: "cpu"
     device_count = lambda self: 1  # noqa: E731
-    set_device = synchronize = current_stream = lambda self, index=None: None  # noqa: E731
+    set_device = synchronize = current_stream = lambda self, index=None: None
     empty_cache = lambda self: None  # noqa: E731
     mem_get_info = lambda self, device=None: (0, 0)  # noqa: E731
-    memory_allocated = memory_reserved = lambda self, device=None: 0  # noqa: E731
+    memory_allocated = memory_reserved = lambda self, device=None: 0
 
 
 accelerator.set_accelerator(Cores())
@@ -94,7 +93,6 @@ from megatron_hooks import Follower, Parts
 
 from verifier.mesh import Mesh
 
-
 PROMPTS, GROUP, MOST = 4, 4, 8
 STEPS = 2
 EXAMPLES = [(a, b) for a in (2, 7, 11, 15) for b in (3, 21, 110, 123)]
@@ -102,17 +100,18 @@ ARGUMENTS = {
     "swiglu": True, "group-query-attention": True, "use-rotary-position-embeddings": True, "qk-layernorm": True,
     "disable-bias-linear": True, "normalization": "RMSNorm", "attention-dropout": 0.0, "hidden-dropout": 0.0,
     "no-gradient-accumulation-fusion": True, "no-persist-layer-norm": True, "no-masked-softmax-fusion": True,
-    "spec": "slime_loop layers", "no-bias-dropout-fusion": True, "no-bias-swiglu-fusion": True, "transformer-impl": "transformer_engine",
+    "no-bias-dropout-fusion": True, "no-bias-swiglu-fusion": True, "transformer-impl": "transformer_engine",
     "num-rollout": 10, "rollout-batch-size": PROMPTS, "n-samples-per-prompt": GROUP, "micro-batch-size": 4,
     "global-batch-size": PROMPTS * GROUP, "rollout-max-response-len": MOST, "debug-train-only": True,
-    "optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1, "adam-beta1": 0.9,
-    "adam-beta2": 0.98, "make-vocab-size-divisible-by": 16, "clip-grad": 1.0, "seed": 1, "rollout-num-gpus": 1,
+    "spec": "slime_loop layers", "optimizer": "adam", "lr": 1e-3, "lr-decay-style": "constant", "weight-decay": 0.1,
+    "adam-beta1": 0.9, "adam-beta2": 0.98, "make-vocab-size-divisible-by": 16, "clip-grad": 1.0, "seed": 1,
+    "rollout-num-gpus": 1,
 }  # fmt: skip
 """Arguments beside slime's defaults, as its scripts for Qwen3 give them: no kernels of a GPU, no engine of SGLang."""
 OURS = {"steps": STEPS, "sync_every": 1, "removed": False, "split": False}
 """Settings of the loop: `removed` leaves overlong samples out, `split` cuts a rollout in two samples."""
 ESTIMATORS = {
-    **dict.fromkeys(("grpo", "gspo", "cispo"), {"estimator": "grpo", "epsilon": 1e-6, "ddof": 1}),
+    **{name: {"estimator": "grpo", "epsilon": 1e-6, "ddof": 1} for name in ("grpo", "gspo", "cispo")},
     "reinforce_plus_plus": {"estimator": "reinforce++", "ddof": 1},
     "reinforce_plus_plus_baseline": {"estimator": "reinforce++_baseline", "ddof": 1},
 }  # fmt: skip
@@ -251,7 +250,9 @@ class Loop:
         """Values of a whole response of a rank's part of it."""
         return all_gather_with_cp(values, data["total_lengths"][at], data["response_lengths"][at])
 
-    def train_one_step(self, real: Any, args: Any, rollout_id: int, step_id: int, iterators: Any, *more: Any, **told: Any) -> Any:
+    def train_one_step(
+        self, real: Any, args: Any, rollout_id: int, step_id: int, iterators: Any, *more: Any, **told: Any
+    ) -> Any:
         """An optimizer step of slime."""
         self.step += 1
         self.iterator, count, self.size = iterators[0], more[3], more[4]
@@ -275,7 +276,10 @@ class Loop:
         data, step = self.data, self.step
         self.own = [self.rows[data["partition"][at]] for at in self.places]
         self.ids = [f"{step}/{data['partition'][at]}" for at in self.places]
-        masks, lengths = [data["loss_masks"][at] for at in self.places], [data["response_lengths"][at] for at in self.places]
+        masks, lengths = (
+            [data["loss_masks"][at] for at in self.places],
+            [data["response_lengths"][at] for at in self.places],
+        )
         counts = torch.stack([torch.tensor(float(sum(int(mask.sum()) for mask in masks)))])
         torch.distributed.all_reduce(counts, group=mpu.get_data_parallel_group_gloo())
         self.num_tokens = int(counts)
@@ -316,7 +320,7 @@ class Loop:
             if self.args.custom_tis_function_path:
                 told["masks"] = [("token", self.args.tis_clip_low, self.args.tis_clip)]
             else:
-                told["weight_cap"] = self.args.tis_clip
+                told |= {"weight_floor": self.args.tis_clip_low, "weight_cap": self.args.tis_clip}
         if any(it["dropped"] for it in self.own):
             told["reasons"] = [it["dropped"] for it in self.own]
         self.record.advantages(
@@ -338,7 +342,12 @@ class Loop:
         if args.calculate_per_token_loss:
             return {**told, "aggregation": "token_mean"}
         if self.ours["split"]:
-            return {**told, "aggregation": "prompt_mean", "parts": [it["rollout"] for it in self.own], "divisor": self.size}
+            return {
+                **told,
+                "aggregation": "prompt_mean",
+                "parts": [it["rollout"] for it in self.own],
+                "divisor": self.size,
+            }
         return {**told, "aggregation": "sequence_mean", "divisor": self.size}
 
     def micro(self) -> list[int]:
@@ -360,14 +369,13 @@ class Loop:
             )  # fmt: skip
 
     def scores(self, real: Any, *args: Any, **told: Any) -> Any:
-        """slime's log-probabilities of a micro-batch, as rows of one tensor."""
+        """slime's log-probabilities of a micro-batch, as parts of one tensor."""
         empty, found = real(*args, **told)
         self.terms = []
         if torch.is_grad_enabled():
             for key, rows in found.items():
-                padded = pad_sequence(rows, batch_first=True)
-                found[key] = [row[: len(own)] for row, own in zip(padded, rows, strict=True)]
-                self.terms.append(padded)
+                self.terms.append(torch.cat(rows))
+                found[key] = [*self.terms[-1].split([len(row) for row in rows])]
             self.take("old", found["log_probs"])
         return empty, found
 
@@ -383,15 +391,12 @@ class Loop:
         return real(args, pg_loss=pg_loss, **told)
 
     def reducer(self, real: Any, lengths: Any, sizes: Any, *args: Any) -> Any:
-        """slime's mean over the tokens of a micro-batch, whose values are rows of one tensor."""
+        """slime's mean over the tokens of a micro-batch."""
         reduced = real(lengths, sizes, *args)
 
         def mean(values: torch.Tensor) -> torch.Tensor:
-            if self.parts.mesh.cp > 1:
-                return reduced(values)
-            padded = pad_sequence(values.split(sizes), batch_first=True)
-            self.terms.append(padded)
-            return reduced(torch.cat([row[:size] for row, size in zip(padded, sizes, strict=True)]))
+            self.terms.append(values)
+            return reduced(values)
 
         return mean
 
@@ -401,7 +406,6 @@ class Loop:
         if self.parts.mesh.cp > 1:
             return found
         logprobs, entropies, policy, _, _, entropy, *rest = self.terms
-        mask = pad_sequence(batch["loss_masks"], batch_first=True)
         pairs = [(1.0, policy)]
         if args.use_kl_loss:
             pairs.append((args.kl_loss_coef, rest[0]))
@@ -410,10 +414,11 @@ class Loop:
         old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
         scale = float(self.num_tokens) if args.calculate_per_token_loss else 1.0
         self.record.token_losses(
-            self.step, logprobs, pairs, ids=[self.name(at) for at in self.micro()], mask=mask, scale=scale,
+            self.step, logprobs, pairs, ids=[self.name(at) for at in self.micro()],
+            mask=torch.cat(batch["loss_masks"]), scale=scale,
             entropies=entropies if args.entropy_coef else None,
-            old=pad_sequence(batch[old], batch_first=True) if batch.get(old) else logprobs.detach(),
-            reference=pad_sequence(batch["ref_log_probs"], batch_first=True) if args.use_kl_loss else None,
+            old=torch.cat(batch[old]) if batch.get(old) else logprobs.detach(),
+            reference=torch.cat(batch["ref_log_probs"]) if args.use_kl_loss else None,
         )  # fmt: skip
         return found
 
@@ -440,7 +445,8 @@ class Loop:
                     text, gold = self.tokenizer.decode(own["tokens"]), str(sum(asked[at // GROUP]))
                     is_long = self.ours["removed"] and own["reason"] == "length"
                     rows[at] = {
-                        "prompt": prompts[at], **own, "dropped": "overlong" if is_long else "", "rollout": at // 2 if self.ours["split"] else at,
+                        "prompt": prompts[at], **own, "dropped": "overlong" if is_long else "",
+                        "rollout": at // 2 if self.ours["split"] else at,
                         "reward": float(torch.tensor(len({*text} & {*gold}) / len(gold))),
                         "group": f"{step}/{at // GROUP}", "tokens": 0 if is_long else len(own["tokens"]),
                         "response": own["tokens"],
